@@ -1,0 +1,162 @@
+"""Step time of Shoal's `ddp` against a hand-written DDP loop, Accelerate and Lightning Fabric.
+
+Two processes with one thread each hold every program at once. A pair is one step of Shoal and one
+step of the other, one right after the other, in alternating order; before each step all ranks meet
+at a barrier, and the slowest rank's wall-clock time counts. Beside the peers stands A/A: two
+instances of the same Shoal program; where its own interval is wider than ±2 %, more pairs are
+needed before any ratio means something. Before timing, every program's losses must agree.
+
+    python benchmarks/ddp_speed.py --quick      a smoke test of a minute
+    python benchmarks/ddp_speed.py              the claim: 100 pairs; use a machine that is idle
+
+Writes benchmarks/results/ddp-speed-DATE.json with every raw time, loss and the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from processes import machine, run_together
+from ratios import ratio
+
+HERE = Path(__file__).resolve().parent
+LIMIT, NOISE_LIMIT = 1.05, 0.02
+PROCESSES, MICRO_BATCH, WARM_UP = 2, 4, 3
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"vocabulary": 2048, "sequence": 256, "dim": 256, "layers": 4},
+    "large": {"vocabulary": 8192, "sequence": 256, "dim": 512, "layers": 6},
+}
+for _size in SIZES.values():
+    _size["heads"], _size["kv_heads"] = _size["dim"] // 64, _size["dim"] // 128
+    _size["hidden"] = -(-8 * _size["dim"] // (3 * 64)) * 64
+LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning"}
+
+
+def main() -> None:
+    options = _options()
+    peers = [p for p in options.peers.split(",") if _installed(p)]
+    cases = _cases(options)
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "benchmarks/ddp_speed.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "processes": PROCESSES,
+        "cases": [],
+    }
+    for case in cases:
+        job = {"case": case, "pairs": options.pairs, "comparisons": _comparisons(case, peers)}
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "times.json"
+            job["out"] = str(out)
+            worker = str(HERE / "timed_steps.py")
+            run_together([worker, json.dumps(job)], PROCESSES, deadline_s=options.deadline)
+            measured = json.loads(out.read_text())
+        record["cases"].append(report(measured))
+    record["machine"]["load_average_after"] = machine()["load_average"]
+    path = Path(
+        options.out or HERE / "results" / f"ddp-speed-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record) + "\n")
+    print(f"raw times, losses and machine: {path}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--pairs", type=int, default=100, help="timed pairs per comparison")
+    parser.add_argument("--sizes", default="small,large")
+    parser.add_argument("--precision", default="fp32,bf16")
+    parser.add_argument("--peers", default="ddp,accelerate,fabric")
+    parser.add_argument("--no-defaults", action="store_true", help="equal settings only")
+    parser.add_argument("--no-accumulation", action="store_true", help="skip accumulate 2")
+    parser.add_argument("--quick", action="store_true", help="small, 4 pairs: does it all work?")
+    parser.add_argument("--deadline", type=float, default=3 * 3600, help="seconds per case")
+    parser.add_argument("--out", help="where the JSON goes")
+    options = parser.parse_args()
+    if options.quick:
+        options.pairs, options.sizes = 4, "small"
+    options.defaults = not options.no_defaults
+    return options
+
+
+def _installed(peer: str) -> bool:
+    found = find_spec(LIBRARIES.get(peer, "torch")) is not None
+    if not found:
+        print(f"{peer}: not installed, skipped (pip install -r benchmarks/requirements.txt)")
+    return found
+
+
+def _cases(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every size in every precision; accumulation 2 once, on the first of them."""
+    cases = [
+        {
+            "size": size,
+            "arguments": SIZES[size],
+            "precision": precision,
+            "micro_batch": MICRO_BATCH,
+            "accumulate": 1,
+            "defaults": options.defaults and precision == "fp32",  # everyone's default is fp32
+        }
+        for size in options.sizes.split(",")
+        for precision in options.precision.split(",")
+    ]
+    if not options.no_accumulation:
+        cases.insert(1, {**cases[0], "accumulate": 2, "defaults": False})
+    return cases
+
+
+def _comparisons(case: dict[str, Any], peers: list[str]) -> list[tuple[str, str]]:
+    pairs = [("shoal", "shoal_twin"), *(("shoal", peer) for peer in peers)]
+    if "ddp" in peers:
+        pairs.append(("shoal_plain", "ddp"))
+    if case.pop("defaults"):
+        pairs += [("shoal", f"{peer}_default") for peer in peers]
+    return pairs
+
+
+def report(measured: dict[str, Any]) -> dict[str, Any]:
+    """Print one case's table; gives the record with the ratios added."""
+    case, rows = measured["case"], measured["comparisons"]
+    print(
+        f"\n{case['size']} · {measured['parameters'] / 1e6:.1f} M parameters · {case['precision']}"
+        f" · micro-batch {case['micro_batch']} × {case['arguments']['sequence']} tokens"
+        f" · accumulate {case['accumulate']} · {PROCESSES} processes"
+    )
+    print(f"{'':28}{'ours':>10}{'theirs':>10}{'ratio  95 % interval':>28}{'CPU':>8}{'loss':>18}")
+    for row in rows:
+        wall = ratio(row["ours_s"], row["theirs_s"])
+        cpu = ratio(row["ours_cpu_s"], row["theirs_cpu_s"])
+        row["ratio"], row["cpu_ratio"] = asdict(wall), asdict(cpu)
+        row["verdict"] = _verdict(row, wall)
+        ours, theirs = sorted(row["ours_s"]), sorted(row["theirs_s"])
+        middle = len(ours) // 2
+        losses = [measured["final_losses"][row[side]] for side in ("ours", "theirs")]
+        print(
+            f"{row['ours'] + ' / ' + row['theirs']:28}{ours[middle] * 1e3:8.1f}ms"
+            f"{theirs[middle] * 1e3:8.1f}ms{wall.value:10.3f}  [{wall.low:.3f}, {wall.high:.3f}]"
+            f"{cpu.value:8.3f}{losses[0]:9.4f} {losses[1]:8.4f}  {row['verdict']}"
+        )
+    print(f"losses agree before timing: largest difference {measured['loss_difference']:.1e}")
+    return measured
+
+
+def _verdict(row: dict[str, Any], wall: Any) -> str:
+    if row["theirs"] == "shoal_twin":
+        enough = wall.half_width <= NOISE_LIMIT
+        return "A/A" if enough else f"A/A ±{wall.half_width:.1%}: add pairs"
+    if row["theirs"].endswith("_default"):
+        return "(their default)"
+    return f"{wall.verdict(LIMIT)} (≤ {LIMIT})" if len(row["ours_s"]) >= 100 else "too few pairs"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The programs that are timed against each other: each trains one model, one step per call.
+
+    shoal              Shoal's own Llama and chunked loss through `shoal.parallelize`
+    shoal_plain        the peers' plain model through `shoal.parallelize`: the engine alone
+    ddp                a good loop by hand: DDP(model), fused AdamW, clip_grad_norm_, no_sync
+    accelerate fabric  the same loop through Accelerate and Lightning Fabric, both on DDP
+    *_default          what each one's own quick start shows: no fused optimizer, no clipping, fp32
+
+Every program gets the same initial weights and the same samples: this rank's share of a step,
+tokens and targets, each [accumulate × micro_batch, seq]. Peers keep their losses as tensors (no
+synchronisation, as a good loop does); Shoal returns the global loss and norm of every step.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from plain_llama import PlainLlama, mean_loss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal
+from shoal.fabric import World
+from shoal.models.llama import Llama
+
+LR, CLIP = 1e-3, 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one table compares: sizes, precision (fp32, bf16), micro-batches per rank and step."""
+
+    size: str
+    arguments: dict[str, Any]
+    precision: str
+    micro_batch: int
+    accumulate: int
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        return f"{self.size}/{self.precision}/accumulate {self.accumulate}"
+
+
+class Program:
+    """One model in training; `losses` holds the mean loss of every step on this rank."""
+
+    losses: list[Any]
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        """One optimizer step on this rank's samples."""
+        raise NotImplementedError
+
+
+class Shoal(Program):
+    """`shoal.parallelize`, with Shoal's Llama or the plain one."""
+
+    def __init__(self, case: Case, world: World, model: nn.Module) -> None:
+        self.losses = []
+        self.run = shoal.parallelize(
+            model,
+            lambda p: torch.optim.AdamW(p, lr=LR, fused=True),
+            layout="ddp",
+            batch=case.micro_batch * case.accumulate * world.size,
+            micro_batch=case.micro_batch,
+            precision=case.precision,
+            clip=CLIP,
+            world=world,
+        )
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        self.losses.append(self.run.step((tokens, targets)).loss)
+
+
+class HandWritten(Program):
+    """A loop over torch's DistributedDataParallel."""
+
+    def __init__(self, case: Case, model: nn.Module, *, tuned: bool) -> None:
+        self.losses = []
+        self.case, self.tuned = case, tuned
+        self.model = DistributedDataParallel(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=tuned or None)
+
+    def _autocast(self) -> Any:
+        bf16 = self.case.precision == "bf16"
+        return torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext()
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        parts = list(
+            zip(
+                tokens.split(self.case.micro_batch),
+                targets.split(self.case.micro_batch),
+                strict=True,
+            )
+        )
+        kept = []
+        for place, (x, y) in enumerate(parts):
+            last = place == len(parts) - 1
+            with nullcontext() if last else self.model.no_sync():
+                with self._autocast():
+                    loss = mean_loss(self.model(x), y) / len(parts)
+                loss.backward()
+            kept.append(loss.detach())
+        if self.tuned:
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(sum(kept))
+
+
+class Accelerate(Program):
+    """The loop of Accelerate's documentation."""
+
+    def __init__(self, case: Case, model: nn.Module, *, tuned: bool) -> None:
+        from accelerate import Accelerator
+
+        self.losses = []
+        self.case, self.tuned = case, tuned
+        self.accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="bf16" if case.precision == "bf16" else "no",
+            gradient_accumulation_steps=case.accumulate,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=tuned or None)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("Accelerate did not wrap the model in DDP")
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        kept = []
+        for x, y in zip(
+            tokens.split(self.case.micro_batch), targets.split(self.case.micro_batch), strict=True
+        ):
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    loss = mean_loss(self.model(x), y)
+                self.accelerator.backward(loss)
+                if self.tuned and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            kept.append(loss.detach())
+        self.losses.append(sum(kept) / len(kept))
+
+
+class Fabric(Program):
+    """The loop of Lightning Fabric's documentation."""
+
+    def __init__(self, case: Case, model: nn.Module, *, tuned: bool, processes: int) -> None:
+        import lightning
+
+        self.losses = []
+        self.case, self.tuned = case, tuned
+        self.fabric = lightning.Fabric(
+            accelerator="cpu",
+            devices=processes,
+            strategy="ddp",
+            precision="bf16-mixed" if case.precision == "bf16" else "32-true",
+        )
+        self.fabric.launch()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=tuned or None)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        kept = []
+        parts = list(
+            zip(
+                tokens.split(self.case.micro_batch),
+                targets.split(self.case.micro_batch),
+                strict=True,
+            )
+        )
+        for place, (x, y) in enumerate(parts):
+            with self.fabric.no_backward_sync(self.model, enabled=place < len(parts) - 1):
+                with self.fabric.autocast():
+                    loss = mean_loss(self.model(x), y) / len(parts)
+                self.fabric.backward(loss)
+            kept.append(loss.detach())
+        if self.tuned:
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(sum(kept))
+
+
+def make(name: str, case: Case, world: World, weights: dict[str, Tensor] | None = None) -> Program:
+    """The program of that name; without `weights` each draws its own.
+
+    Errors: ImportError if its library is not installed.
+    """
+    own = name in ("shoal", "shoal_twin")
+    model: nn.Module = Llama(**case.arguments) if own else PlainLlama(**case.arguments)
+    if weights is not None:
+        model.load_state_dict(weights)
+    if own:
+        return Shoal(case, world, model)
+    if name == "shoal_plain":
+        return Shoal(case, world, model)
+    tuned = not name.endswith("_default")
+    peer = name.removesuffix("_default")
+    if peer == "ddp":
+        return HandWritten(case, model, tuned=tuned)
+    if peer == "accelerate":
+        return Accelerate(case, model, tuned=tuned)
+    if peer == "fabric":
+        return Fabric(case, model, tuned=tuned, processes=world.size)
+    raise ValueError(f"{name}: no such program")

@@ -1,0 +1,58 @@
+"""Shoal: distributed training for PyTorch. Any module, any layout; planned, proven, exact.
+
+    run = shoal.parallelize(model, optimizer, loss)
+    for batch in run.loader(dataset):
+        result = run.step(batch)
+
+Names load when they are first used, so that the command line answers without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "shoal.base.errors",
+    "ConfigError": "shoal.base.errors",
+    "OptimizerPolicy": "shoal.base.policies",
+    "PlanError": "shoal.base.errors",
+    "Run": "shoal.trainer.run",
+    "ShoalError": "shoal.base.errors",
+    "StepResult": "shoal.trainer.run",
+    "TrainingError": "shoal.base.errors",
+    "World": "shoal.fabric",
+    "linear_cross_entropy": "shoal.models.loss",
+    "mean_of_samples": "shoal.trainer.contract",
+    "parallelize": "shoal.trainer.parallelize",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+if TYPE_CHECKING:
+    from shoal.base.errors import CheckpointError as CheckpointError
+    from shoal.base.errors import ConfigError as ConfigError
+    from shoal.base.errors import PlanError as PlanError
+    from shoal.base.errors import ShoalError as ShoalError
+    from shoal.base.errors import TrainingError as TrainingError
+    from shoal.base.policies import OptimizerPolicy as OptimizerPolicy
+    from shoal.fabric import World as World
+    from shoal.models.loss import linear_cross_entropy as linear_cross_entropy
+    from shoal.trainer.contract import mean_of_samples as mean_of_samples
+    from shoal.trainer.parallelize import parallelize as parallelize
+    from shoal.trainer.run import Run as Run
+    from shoal.trainer.run import StepResult as StepResult
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -1,0 +1,83 @@
+"""Every mistake Shoal can name, sorted by who must act on it.
+
+    ShoalError
+    ├── UserError          the person at the keyboard: exit 2, one line
+    │   ├── ConfigError    a key, a value or a file in run.toml or on the command line
+    │   └── PlanError      a layout that cannot be built, or not for this model
+    ├── ClusterError       the machines: a rank died, hangs, or cannot be reached
+    ├── CheckpointError    files on disk: damaged, incomplete, or somebody else's
+    ├── TrainingError      the numbers: exit 3, never restarted
+    └── BugError           Shoal itself
+
+A message says, in this order: where (key, file, tensor, rank) · what (got and allowed, with units)
+· why, if not plain · what to do. Present tense, no apology, the names the user typed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShoalError(Exception):
+    """Any failure that Shoal explains itself: its text is shown without a traceback."""
+
+    exit_code = 1
+
+
+class UserError(ShoalError):
+    """Something that the user can change in one edit; exit status 2."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A key, a value or a path that is not legal."""
+
+
+class PlanError(UserError):
+    """A layout that cannot be built on these processes or for this model."""
+
+
+class ClusterError(ShoalError):
+    """A process or a link that failed while the run was going."""
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that is missing, damaged, incomplete or owned by another run."""
+
+    exit_code = 2
+
+
+class TrainingError(ShoalError):
+    """The numbers, not the machines, are at fault: a restart would not help."""
+
+    exit_code = 3
+
+
+class BugError(ShoalError):
+    """Shoal broke one of its own promises; worth an issue."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate spelt most like `word`, or None if nothing is close.
+
+    >>> nearest("micro_bach", ["batch", "micro_batch", "steps"])
+    'micro_batch'
+    >>> nearest("zzz", ["batch"]) is None
+    True
+    """
+    found = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def one_of(where: str, got: object, allowed: Iterable[str]) -> str:
+    """The line for a value outside a list: what was got, the nearest legal value, then all of them.
+
+    >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
+    'precision.compute = fp23: not one of fp64, fp32, bf16; nearest: fp32'
+    """
+    names = list(allowed)
+    close = nearest(str(got), names)
+    hint = f"; nearest: {close}" if close else ""
+    return f"{where} = {got}: not one of {', '.join(names)}{hint}"

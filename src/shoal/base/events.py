@@ -1,0 +1,79 @@
+"""What happened in a run, as JSON lines that anyone can read later without torch.
+
+Anything may emit an event; only `view` reads them. One event is one line in `events.jsonl`:
+`{"time_s": …, "event": "worker_started", "rank": 0, "step": null, "pid": 4711}`. Several processes
+append to one file: each line goes out in a single `write` on a descriptor opened with O_APPEND, so
+lines never mix on a local file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+EVENTS = {
+    "run_started": "a run begins or resumes: the plan, the attempt, the machine",
+    "worker_started": "a worker process is up: rank, pid",
+    "worker_died": "a worker process ended: rank, pid, how, its last traceback",
+    "restarting": "all workers start again from the last checkpoint: attempt, of",
+    "compute_started": "the first step is about to run: dtypes, kernels, parameters",
+    "checkpoint_saved": "a checkpoint is complete on disk: folder, bytes, seconds",
+    "checkpoint_failed": "a save did not complete; training goes on: reason",
+    "checkpoint_damaged": "a checkpoint failed verification: file, tensor, reason",
+    "resumed": "state was restored: folder, step, position, what differs from then",
+    "step_skipped": "non-finite numbers: rank, micro-batches, samples; the weights did not move",
+    "validated": "validation loss: value, targets counted",
+    "stop_requested": "a signal asked the run to save and stop: which, which rank",
+    "run_finished": "the run ended: how, steps",
+    "notice": "one line for the user, also shown in the terminal: text",
+}
+"""Every event by name, with what it says; `emit` refuses others so that no reader is surprised."""
+
+Emit = Callable[..., None]
+"""`emit(event, step=…, **fields)`: how a room reports; rooms receive it as an argument."""
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON object as one line, whole or not at all (one `write`, O_APPEND)."""
+    line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+class EventLog:
+    """Writes the events of one process into a run folder's `events.jsonl`.
+
+    `rank` is None for the supervisor. A full disk must not kill training, so a line that cannot be
+    written is dropped and counted in `dropped`.
+    """
+
+    def __init__(self, path: Path | None, rank: int | None) -> None:
+        self.path = path
+        self.rank = rank
+        self.dropped = 0
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    def emit(self, event: str, *, step: int | None = None, **fields: Any) -> None:
+        """Record `event` now; `fields` are JSON values. Errors: KeyError for an unknown name."""
+        if event not in EVENTS:
+            raise KeyError(f"unknown event {event}")
+        rank = fields.pop("rank", self.rank)
+        record = {"time_s": time.time(), "event": event, "rank": rank, "step": step, **fields}
+        if self.path is not None:
+            try:
+                append_line(self.path, record)
+            except OSError:
+                self.dropped += 1
+        for listen in self.listeners:
+            listen(record)
+
+
+def silent(event: str, *, step: int | None = None, **fields: Any) -> None:
+    """An `Emit` that keeps nothing, for callers without a run folder."""

@@ -1,0 +1,32 @@
+"""Facts: what is known of a model and of a machine, as plain numbers that arithmetic can use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One trainable parameter: its name, shape and element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    element_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        product = 1
+        for length in self.shape:
+            product *= length
+        return product
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """One machine: cores this process may use, memory, GPUs."""
+
+    cores: int
+    memory_bytes: int
+    gpus: int

@@ -1,0 +1,61 @@
+"""Turns base units (bytes, seconds, FLOP) into text a person reads; the only place that formats."""
+
+from __future__ import annotations
+
+
+def bytes_text(n_bytes: float) -> str:
+    """Bytes in the binary unit that keeps one to four digits.
+
+    >>> bytes_text(3 * 2**20), bytes_text(512), bytes_text(1.5 * 2**30)
+    ('3.0 MiB', '512 B', '1.5 GiB')
+    """
+    size = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    >>> seconds_text(0.0042), seconds_text(7.25), seconds_text(95), seconds_text(7300)
+    ('4.2 ms', '7.2 s', '1 min 35 s', '2 h 01 min')
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def count_text(count: float) -> str:
+    """A count with the field's suffix: K, M, B, T.
+
+    >>> count_text(950), count_text(4_210_000), count_text(8.03e9)
+    ('950', '4.2M', '8.0B')
+    """
+    size = float(count)
+    for suffix in ("", "K", "M", "B", "T"):
+        if abs(size) < 1000 or suffix == "T":
+            return f"{size:.0f}" if not suffix else f"{size:.1f}{suffix}"
+        size /= 1000
+    return f"{size:.1f}T"
+
+
+def flops_text(flops_per_s: float) -> str:
+    """A rate of floating-point operations.
+
+    >>> flops_text(78e9)
+    '78.0 GFLOP/s'
+    """
+    size = float(flops_per_s)
+    for prefix in ("", "K", "M", "G", "T", "P"):
+        if abs(size) < 1000 or prefix == "P":
+            return f"{size:.1f} {prefix}FLOP/s"
+        size /= 1000
+    return f"{size:.1f} PFLOP/s"

@@ -1,0 +1,66 @@
+"""What can be wrong with a checkpoint, said so that a person knows which file to look at.
+
+`Damaged` means that the bytes on disk are not the bytes that were written: the reader may fall
+back to an older checkpoint. Every other `CheckpointError` (another model, a newer format) is not
+mended by an older file and must not be skipped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.base.errors import CheckpointError, ShoalError
+
+
+def shown(path: Path) -> str:
+    """The end of a path that a person recognises: the checkpoints folder, the step, the file.
+
+    >>> shown(Path("/home/ada/runs/llama/checkpoints/step-1200/rank-3.safetensors"))
+    'checkpoints/step-1200/rank-3.safetensors'
+    """
+    steps = [index for index, part in enumerate(path.parts) if part.startswith("step-")]
+    first = max(steps[-1] - 1, 0) if steps else -2
+    return "/".join(path.parts[first:])
+
+
+class Damaged(CheckpointError):
+    """A file that is missing, cut short, or holds other bytes than were written.
+
+    file      the file, as `shown` · tensor  name and slice, or "" when the whole file is at fault
+    reason    what differs
+    """
+
+    def __init__(self, path: Path, reason: str, tensor: str = "") -> None:
+        self.file = shown(path)
+        self.tensor = tensor
+        self.reason = reason
+        super().__init__(f"{self.file}: {tensor + ' ' if tensor else ''}{reason}")
+
+    def fields(self) -> dict[str, str]:
+        """The same as JSON, for events and for other ranks."""
+        return {"file": self.file, "tensor": self.tensor, "reason": self.reason}
+
+
+class RankFailed(CheckpointError):
+    """One rank could not do its part; raised with the same text on every rank."""
+
+    def __init__(self, rank: int, reason: str, text: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        super().__init__(text)
+
+
+def explain(failure: BaseException) -> str:
+    """A failure's cause in a few words: the system's own for OSError, else type and text.
+
+    >>> explain(OSError(28, "No space left on device"))
+    'No space left on device'
+    >>> explain(ValueError("x"))
+    'ValueError: x'
+    """
+    if isinstance(failure, ShoalError):
+        return str(failure)
+    if isinstance(failure, OSError) and failure.strerror:
+        name = f"{shown(Path(failure.filename))}: " if isinstance(failure.filename, str) else ""
+        return f"{name}{failure.strerror}"
+    return f"{type(failure).__name__}: {failure}"

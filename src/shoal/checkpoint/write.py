@@ -1,0 +1,178 @@
+"""Saves a run: every rank writes its share at once, and the checkpoint appears whole or not at all.
+
+    collect   who writes what, from everybody's offers; this rank's share as bytes in host memory
+    prepare   rank 0: clear leftovers, check free space, make the folder `step-N.tmp-<id>`
+    write     each rank alone: `rank-K.safetensors` in it, fsync, read back, compare
+    commit    rank 0: manifest, fsync, rename to `step-N`, fsync the parent; then delete beyond keep
+
+Only `write` takes long, and it talks to nobody, so it can later run beside training. After each
+phase all ranks learn of a failure on any; then the temporary folder goes, older checkpoints are
+as they were, and every rank raises the same CheckpointError, after which training may go on.
+
+Source: write beside, fsync, verify, rename (reliability §4); ours adds digests of every byte and
+one verdict for all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.events import Emit
+from shoal.checkpoint import folders
+from shoal.checkpoint.catalog import file_problems, read_manifest, slices_by_file, step_folder
+from shoal.checkpoint.exchange import exchange, first_only
+from shoal.checkpoint.faults import Damaged, RankFailed, shown
+from shoal.checkpoint.manifest import FILE_NAME, Manifest, encode, plain
+from shoal.checkpoint.pieces import Collected, Piece, collect
+from shoal.checkpoint.shardfile import join, write
+from shoal.checkpoint.tensorfile import write_all
+from shoal.fabric import World
+
+__all__ = ["Piece", "Saved", "save"]
+
+MANIFEST_SLICE_BYTES = 600
+"""Room for one slice in header and manifest, generous: the space check errs early, not late."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint on disk; `existed` if it was there before, and verified."""
+
+    path: Path
+    step: int
+    size_bytes: int
+    save_s: float
+    existed: bool = False
+
+
+def save(
+    root: Path,
+    step: int,
+    pieces: Sequence[Piece],
+    record: dict[str, Any],
+    world: World,
+    emit: Emit,
+    *,
+    keep: int,
+    aliases: Mapping[str, str] | None = None,
+) -> Saved:
+    """Write the state of `step` as `root/step-N`; every rank calls it, with the pieces it holds.
+
+    pieces    equal (name, box) on several ranks are replicas: one of them is written
+    record    free JSON, kept in the manifest; rank 0's is taken
+    keep      newest complete checkpoints that stay, this one included
+    aliases   name of a tied weight → the name under which it is offered
+    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`, once
+
+    A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
+    Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,
+    read-back differs): older checkpoints are untouched. ConfigError for keep < 1.
+    """
+    if keep < 1:
+        raise ConfigError(f"checkpoint.keep = {keep}: at least 1; nearest: checkpoint.keep=1")
+    began_s = time.perf_counter()
+    final = step_folder(root, step)
+    temporary: Path | None = None
+    try:
+        collected = collect(pieces, aliases or {}, world)
+        existing = _existing(final, world, emit)
+        if existing is not None:
+            return Saved(final, step, existing.size_bytes, time.perf_counter() - began_s, True)
+        name = first_only(world, lambda: prepare(final, collected, record).name)
+        folder = temporary = root / name
+        parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
+        size_bytes = first_only(
+            world, lambda: commit(folder, final, join(step, parts, collected.aliases, record))
+        )
+    except RankFailed as failure:
+        if world.is_first:
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            emit("checkpoint_failed", step=step, rank=failure.rank, reason=failure.reason)
+        world.barrier()  # when this returns, the temporary folder is gone for every rank
+        raise CheckpointError(
+            f"{shown(final)} was not saved: {failure}; older checkpoints are as they were"
+        ) from failure
+    save_s = time.perf_counter() - began_s
+    if world.is_first:
+        emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
+        _retire(root, step, keep, emit)
+    return Saved(final, step, size_bytes, save_s)
+
+
+def prepare(final: Path, collected: Collected, record: dict[str, Any]) -> Path:
+    """Make the temporary folder for `final`, if the disk has room. Rank 0 alone calls it.
+
+    Errors: OSError; CheckpointError when space lacks, or the record is not JSON.
+    """
+    root = final.parent
+    root.mkdir(parents=True, exist_ok=True)
+    folders.remove_leftovers(root)
+    listed_bytes = len(str(plain(record))) + MANIFEST_SLICE_BYTES * (collected.slices + 1)
+    folders.check_space(root, collected.total_bytes + listed_bytes)
+    folder = folders.temporary(final)
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, final: Path, manifest: Manifest) -> int:
+    """Give the written folder its manifest and its name; gives its bytes. Rank 0 alone calls it.
+
+    Errors: OSError; Damaged when the manifest reads back otherwise than it was written.
+    """
+    data = encode(manifest)
+    descriptor = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    folders.fsync_folder(folder)
+    read_manifest(folder)  # raises unless the disk gives back what was written
+    os.rename(folder, final)
+    folders.fsync_folder(final.parent)
+    return manifest.size_bytes
+
+
+def _existing(final: Path, world: World, emit: Emit) -> Manifest | None:
+    """The manifest of a checkpoint that has this name and verifies; what does not is renamed.
+
+    The ranks share the reading: rank r verifies files r, r + size, r + 2·size, …
+    """
+    if not first_only(world, lambda: os.path.lexists(final)):
+        return None
+    manifests: list[Manifest] = []
+
+    def look() -> dict[str, str] | None:
+        try:
+            manifest = read_manifest(final)
+        except Damaged as damage:
+            return damage.fields()
+        manifests.append(manifest)
+        for name, slices in list(slices_by_file(manifest).items())[world.rank :: world.size]:
+            for problem in file_problems(final, manifest, name, slices):
+                return problem.fields()
+        return None
+
+    problems = [problem for problem in exchange(world, look) if problem]
+    if not problems:
+        return manifests[0]
+    kept_as = first_only(world, lambda: str(folders.quarantine(final)))
+    if world.is_first:
+        emit("checkpoint_damaged", folder=str(final), kept_as=kept_as, **problems[0])
+    return None
+
+
+def _retire(root: Path, step: int, keep: int, emit: Emit) -> None:
+    try:
+        folders.retire(root, step, keep)
+    except OSError as failure:
+        # The new checkpoint is safe; an old one that cannot be deleted only costs space.
+        emit("notice", step=step, text=f"{shown(root)}: old checkpoints stay: {failure.strerror}")

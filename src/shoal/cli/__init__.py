@@ -1,0 +1,1 @@
+"""One file per verb; heavy things are imported inside the command."""

@@ -1,0 +1,84 @@
+"""`shoal checkpoint`: list, verify and export what a run has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import CheckpointError, ConfigError
+
+app = typer.Typer(
+    help="List, verify and export the checkpoints of a run.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+RUN = typer.Argument(..., metavar="PATH", help="A run folder, or one checkpoint in it.")
+
+
+OUT = typer.Argument(..., metavar="FILE", help="The safetensors file to write.")
+
+
+@app.command("list")
+def list_(path: Path = RUN) -> None:
+    """Show the complete checkpoints of a run, newest first."""
+    from shoal.base.units import bytes_text
+    from shoal.checkpoint.catalog import read_manifest
+
+    for step_folder in _checkpoints(path):
+        try:
+            manifest = read_manifest(step_folder)
+        except CheckpointError as failure:
+            typer.echo(f"{step_folder}  damaged: {failure}")
+            continue
+        record = manifest.record
+        typer.echo(
+            f"{step_folder}  step {manifest.step}  {bytes_text(manifest.size_bytes)}  "
+            f"{len(manifest.tensors)} tensors  {record.get('layout', '')}"
+        )
+
+
+@app.command()
+def verify(path: Path = RUN) -> None:
+    """Read every byte and compare with its hash; exit status 2 if anything differs."""
+    from shoal.checkpoint import catalog
+
+    damaged = 0
+    for step_folder in _checkpoints(path):
+        problems = catalog.verify(step_folder)
+        damaged += bool(problems)
+        for problem in problems:
+            typer.echo(problem)
+        if not problems:
+            typer.echo(f"{step_folder}: every byte is as it was written")
+    if damaged:
+        raise typer.Exit(2)
+
+
+@app.command()
+def export(
+    path: Path = RUN,
+    out: Path = OUT,
+) -> None:
+    """Write the model of the newest checkpoint as one safetensors file, under its own names."""
+    from shoal.base.units import bytes_text
+    from shoal.checkpoint.export import export as write
+
+    newest = _checkpoints(path)[0]
+    size_bytes = write(newest, out)
+    typer.echo(f"{out}: {bytes_text(size_bytes)} from {newest}")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoint folders that a path means, newest first. Errors: ConfigError if none."""
+    from shoal.checkpoint.catalog import find
+
+    if (path / "manifest.json").exists():
+        return [path]
+    for root in (path / "checkpoints", path):
+        found = [f.path for f in find(root)] if root.is_dir() else []
+        if found:
+            return found
+    raise ConfigError(
+        f"{path}: no complete checkpoint there; a run folder keeps them in checkpoints/"
+    )

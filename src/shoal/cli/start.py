@@ -1,0 +1,218 @@
+"""Prepares and supervises a run on this machine, all without torch.
+
+Whatever a user can get wrong is found here, before any process starts: keys and types, layout and
+world size, portions of the batch, data paths, import paths, the run folder and who owns it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ConfigError, PlanError, nearest
+from shoal.base.events import EventLog
+from shoal.base.layout import Layout
+from shoal.checkpoint.catalog import find
+from shoal.checkpoint.lease import RunLease
+from shoal.config.load import Loaded, load
+from shoal.config.paths import check_data_path
+from shoal.config.resolve import resolve_batch, resolve_folder, resolve_length
+from shoal.config.save import to_toml
+from shoal.launch import supervise
+from shoal.launch.machine import this_machine
+from shoal.planner.guide import choose_layout, default_processes
+from shoal.planner.model_facts import parameters as count_parameters
+from shoal.view.live import LiveView
+from shoal.view.summary import summary
+
+
+@dataclass
+class Prepared:
+    """A run that may start: its configuration, folder and layout."""
+
+    loaded: Loaded
+    folder: Path
+    layout: Layout
+    resumed: bool
+
+
+def prepare(arguments: list[str], resume: Path | None, processes: int | None = None) -> Prepared:
+    """Check the request and settle what was left open.
+
+    processes   how many there are, if somebody else started them
+    Errors      ConfigError, PlanError, CheckpointError: one line each
+    """
+    paths = [a for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if len(paths) > 1:
+        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
+    if resume is not None:
+        if paths:
+            raise ConfigError(f"command line: {paths[0]}: --resume takes its own run.toml")
+        _check_resumable(resume)
+    path = Path(paths[0]) if paths else resume / "run.toml" if resume else None
+    loaded = load(path, overrides)
+    layout = _settle(loaded, processes)
+    if resume is not None:
+        loaded.replace("run", "resumed", folder=str(resume.parent), name=resume.name)
+        return Prepared(loaded, resume, layout, True)
+    folder = resolve_folder(loaded)
+    if (folder / "run.toml").exists():
+        raise ConfigError(
+            f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
+            f"shoal train --resume {folder}; else another run.name"
+        )
+    return Prepared(loaded, folder, layout, False)
+
+
+def _settle(loaded: Loaded, processes: int | None) -> Layout:
+    """Processes, layout, batch, length; checks model and data paths."""
+    config = loaded.config
+    machine = this_machine()
+    if processes is None and config.launch.nodes > 1:
+        raise PlanError(
+            f"launch.nodes = {config.launch.nodes}: `shoal train` starts processes on this machine "
+            f"only; on several, start the same command with torchrun --nnodes or srun"
+        )
+    degrees = {
+        axis: degree
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        if (degree := getattr(config.layout, axis))
+    }
+    chosen = processes or config.launch.processes
+    if not chosen:
+        chosen = 1 if config.layout.strategy == "single" else default_processes(machine)
+        if degrees and config.layout.strategy == "auto":
+            chosen = Layout(**degrees).processes
+    loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
+    _check_paths(loaded)
+    parameters = None
+    if not config.model.build:
+        parameters = count_parameters(
+            config.model.name, config.model.arguments, sequence=config.data.sequence
+        )
+    layout, _ = choose_layout(config.layout.strategy, degrees, chosen, parameters, machine)
+    resolve_batch(loaded, layout.data_degree)
+    resolve_length(loaded)
+    return layout
+
+
+def _check_paths(loaded: Loaded) -> None:
+    config = loaded.config
+    check_data_path(config.data.source)
+    if not _is_share(config.data.validation):
+        check_data_path(config.data.validation)
+    for key, path in (
+        ("model.build", config.model.build),
+        ("model.loss", config.model.loss),
+        ("data.collate", config.data.collate),
+        *(("train.on", hook) for hook in config.train.on),
+    ):
+        if path:
+            check_import(key, path)
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) < 1
+    except ValueError:
+        return False
+
+
+def check_import(key: str, path: str) -> None:
+    """That `pkg.mod:name` can be found, without running the module.
+
+    Errors: ConfigError with the key, the path, and what is missing.
+    """
+    module, colon, name = path.partition(":")
+    if not colon or not name:
+        raise ConfigError(f"{key} = {path}: is written pkg.mod:function; nearest: {module}:build")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        here = [p.stem for p in Path.cwd().glob("*.py")]
+        close = nearest(module, here)
+        hint = f"; nearest: {close}:{name}" if close else f"; looked in {Path.cwd()} and sys.path"
+        raise ConfigError(f"{key} = {path}: no module {module}{hint}")
+    if spec.origin and spec.origin.endswith(".py"):
+        source = Path(spec.origin).read_text(errors="replace")
+        if name not in source:
+            raise ConfigError(f"{key} = {path}: {spec.origin} has no {name}")
+
+
+def _check_resumable(folder: Path) -> None:
+    if not (folder / "run.toml").exists():
+        runs = [p.parent for p in Path("runs").glob("*/run.toml")]
+        close = nearest(str(folder), [str(r) for r in runs])
+        hint = f"; nearest: {close}" if close else "; run folders hold a run.toml"
+        raise ConfigError(f"--resume {folder}: no run there{hint}")
+    if not find(folder / "checkpoints"):
+        raise ConfigError(
+            f"--resume {folder}: holds no complete checkpoint; start anew with "
+            f"shoal train {folder}/run.toml run.name=NEW"
+        )
+
+
+def launch(prepared: Prepared, environ: dict[str, str]) -> int:
+    """Supervise the workers to the end; gives the exit code."""
+    folder, config = prepared.folder, prepared.loaded.config
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunLease(folder, config.run.name):
+        events = write_folder(prepared)
+        view = LiveView(folder, stream=sys.stdout, colour=True)
+        paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+        try:
+            outcome = supervise(
+                [sys.executable, "-m", "shoal.cli.worker", str(folder)],
+                processes=config.launch.processes,
+                folder=folder,
+                restarts=config.launch.restarts,
+                emit=events.emit,
+                on_tick=view.tick,
+                environ=environ,
+            )
+        finally:
+            view.finish()
+    if outcome.exit_code not in (0, 129, 130, 143):
+        sys.stderr.write(f"shoal: {outcome.message}\n")
+    if outcome.exit_code != 2:
+        typer.echo(summary(folder))
+        typer.echo(next_command(folder, outcome.exit_code))
+    return outcome.exit_code
+
+
+def write_folder(prepared: Prepared) -> EventLog:
+    """run.toml as it was resolved, and the first event."""
+    folder = prepared.folder
+    (folder / "run.toml").write_text(to_toml(prepared.loaded))
+    events = EventLog(folder / "events.jsonl", None)
+    config = prepared.loaded.config
+    events.emit(
+        "run_started",
+        processes=config.launch.processes,
+        layout=prepared.layout.text(),
+        resumed=prepared.resumed,
+    )
+    for notice in prepared.loaded.notices:
+        events.emit("notice", text=notice)
+    return events
+
+
+def next_command(folder: Path, exit_code: int) -> str:
+    """What to type now."""
+    if exit_code == 0:
+        return (
+            f"run folder: {folder}\n"
+            f"next: shoal checkpoint export {folder} model.safetensors"
+            f"    (or train longer: shoal train --resume {folder} train.steps=…)"
+        )
+    return f"run folder: {folder}\nnext: shoal train --resume {folder}"

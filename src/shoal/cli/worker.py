@@ -1,0 +1,28 @@
+"""One worker process of `shoal train`: `python -m shoal.cli.worker RUN_FOLDER`.
+
+Started by the supervisor, never by hand; its output is the rank's log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from shoal.launch import run_worker
+
+
+def main() -> int:
+    """Train the run folder named on the command line."""
+    from shoal.trainer.loop import train
+
+    return train(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    code = run_worker(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # After a failure the process group cannot be left in an orderly way, since peers may be gone;
+    # the interpreter's own teardown may then abort in gloo's threads and hide the exit code.
+    os._exit(code)

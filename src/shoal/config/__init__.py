@@ -1,0 +1,1 @@
+"""Reads run.toml and overrides into typed sections; refuses what it does not know. No torch."""

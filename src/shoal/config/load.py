@@ -1,0 +1,221 @@
+"""Reads a run: defaults, then run.toml, then `section.key=value`; each value remembers its origin.
+
+Nothing is guessed silently: an unknown section or key is refused with the nearest right spelling, a
+value of the wrong type with the type that is wanted, and a key under another project's name is
+accepted and answered with ours. Keys of [model] that are not ours belong to the model's builder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.base.policies import PRECISIONS, SCHEDULES
+from shoal.config.sections import Config
+
+ALIASES = {
+    "train_batch_size": "train.batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.accumulate",
+    "gradient_clipping": "optimizer.clip",
+    "nproc_per_node": "launch.processes",
+    "learning_rate": "optimizer.lr",
+    "max_steps": "train.steps",
+    "seq_len": "data.sequence",
+}
+"""Names that other projects use, in whichever section they are written."""
+
+NOT_BUILT = {
+    "memory": "recompute and offload",
+    "islands": "training across slow links",
+    "precision.reduce": "a separate dtype for reductions",
+    "precision.loss_scale": "fp16 with a loss scale",
+    "layout.zero": "sharded optimizer states",
+    "layout.schedule": "pipeline schedules",
+    "layout.context": "context parallelism",
+    "layout.ep": "expert parallelism",
+    "train.defer_sync": "zero2 and zero3",
+    "train.prove": "the proof before a run",
+}
+"""Keys of the vocabulary that this version does not build: refused by name, not as typos."""
+
+
+@dataclass
+class Loaded:
+    """A whole configuration, where each value came from, and what the user should hear about it."""
+
+    config: Config
+    origins: dict[str, str] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+    def replace(self, section: str, origin: str, **values: Any) -> None:
+        """Set derived values, marked with their origin."""
+        changed = dataclasses.replace(getattr(self.config, section), **values)
+        self.config = dataclasses.replace(self.config, **{section: changed})
+        for key in values:
+            self.origins[f"{section}.{key}"] = origin
+
+
+def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
+    """The configuration of a run.
+
+    path        a run.toml, or None · overrides  texts `section.key=value`, later ones win
+    Errors      ConfigError: one line with file or "command line", key, what is legal, the nearest
+    """
+    loaded = Loaded(Config())
+    if path is not None:
+        for section, table in _read_toml(path).items():
+            if not isinstance(table, dict):
+                raise ConfigError(
+                    f"{path}: {section}: stands outside a section; nearest: "
+                    f"{_guess_section(section) or '[train]'}"
+                )
+            for key, value in table.items():
+                _set(loaded, section, key, value, str(path))
+    for text in overrides:
+        name, found, value_text = text.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not found or not dot:
+            raise ConfigError(
+                f"command line: {text}: overrides are written section.key=value"
+                + (
+                    f"; nearest: {_guess_section(name)}={value_text}"
+                    if _guess_section(name)
+                    else ""
+                )
+            )
+        _set(loaded, section, key, _parse(value_text), "command line")
+    _check_values(loaded.config)
+    return loaded
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; `shoal train` alone needs none") from None
+    except IsADirectoryError:
+        hint = f"; to go on with a run: shoal train --resume {path}"
+        raise ConfigError(f"{path}: is a folder, a run.toml is wanted{hint}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"{path}: is not TOML: {failure}") from None
+
+
+def _parse(text: str) -> Any:
+    """A value from the command line: TOML if it reads as TOML, else the text itself.
+
+    >>> _parse("3"), _parse("1e-3"), _parse("true"), _parse("adamw"), _parse("[0.9, 0.99]")
+    (3, 0.001, True, 'adamw', [0.9, 0.99])
+    """
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> None:
+    sections = {f.name for f in fields(Config)}
+    canonical = ALIASES.get(key)
+    if canonical is not None:
+        loaded.notices.append(f"{origin}: {section}.{key} is called {canonical} here")
+        section, key = canonical.split(".")
+    for name in (section, f"{section}.{key}"):
+        if name in NOT_BUILT:
+            raise ConfigError(
+                f"{origin}: {section}.{key}: not built in this version ({NOT_BUILT[name]})"
+            )
+    if section not in sections:
+        close = nearest(section, sections) or _section_of(key)
+        hint = (
+            f"; nearest: {close}.{key}" if close else f"; sections: {', '.join(sorted(sections))}"
+        )
+        raise ConfigError(f"{origin}: {section}.{key}: no such section{hint}")
+    current = getattr(loaded.config, section)
+    hints = get_type_hints(type(current))
+    if section == "model" and key not in hints:
+        loaded.replace("model", origin, arguments={**current.arguments, key: value})
+        loaded.origins[f"model.{key}"] = origin
+        return
+    if key not in hints or key == "arguments":
+        raise ConfigError(f"{origin}: {section}.{key}: no such key{_nearest_key(section, key)}")
+    if hints[key] is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    try:
+        typed = msgspec.convert(value, type=hints[key], strict=True)
+    except msgspec.ValidationError:
+        raise ConfigError(
+            f"{origin}: {section}.{key} = {value!r}: {_type_text(hints[key])} is wanted, "
+            f"got {_type_text(type(value))}"
+        ) from None
+    loaded.replace(section, origin, **{key: typed})
+
+
+def _nearest_key(section: str, key: str) -> str:
+    everywhere = {f"{f.name}.{k}" for f in fields(Config) for k in _keys(f.name)}
+    here = nearest(key, _keys(section))
+    if here:
+        return f"; nearest: {section}.{here}"
+    elsewhere = _section_of(key)
+    if elsewhere:
+        return f"; nearest: {elsewhere}.{key}"
+    close = nearest(f"{section}.{key}", everywhere)
+    return f"; nearest: {close}" if close else f"; keys: {', '.join(sorted(_keys(section)))}"
+
+
+def _keys(section: str) -> list[str]:
+    return [f.name for f in fields(getattr(Config(), section)) if f.name != "arguments"]
+
+
+def _section_of(key: str) -> str | None:
+    owners = [f.name for f in fields(Config) if key in _keys(f.name)]
+    return owners[0] if owners else None
+
+
+def _guess_section(name: str) -> str | None:
+    key = name.rpartition(".")[2].strip()
+    section = _section_of(key)
+    return f"{section}.{key}" if section else None
+
+
+def _type_text(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+             list: "a list", dict: "a table", types.NoneType: "nothing"}  # fmt: skip
+    if kind in names:
+        return names[kind]
+    text = str(kind)
+    return "a list of two numbers" if "float, float" in text else "a list of texts"
+
+
+def _check_values(config: Config) -> None:
+    """Legal values that a type cannot say."""
+    if config.precision.compute not in PRECISIONS:
+        raise ConfigError(one_of("precision.compute", config.precision.compute, PRECISIONS))
+    if config.optimizer.schedule not in SCHEDULES:
+        raise ConfigError(one_of("optimizer.schedule", config.optimizer.schedule, SCHEDULES))
+    if config.model.call not in ("single", "kwargs"):
+        raise ConfigError(one_of("model.call", config.model.call, ("single", "kwargs")))
+    at_least = {
+        "train.steps": 0, "train.epochs": 0, "train.batch": 0, "train.micro_batch": 0,
+        "train.accumulate": 0, "train.validate_every": 0, "train.skip_limit": 1, "train.seed": 0,
+        "data.sequence": 1, "data.workers": 0, "optimizer.lr": 0, "optimizer.clip": 0,
+        "optimizer.weight_decay": 0, "optimizer.warmup_steps": -1, "checkpoint.every": 0,
+        "checkpoint.keep": 1, "launch.processes": 0, "launch.nodes": 1, "launch.restarts": 0,
+    }  # fmt: skip
+    for name, low in at_least.items():
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        if not value >= low:
+            raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={low}")
+    if config.train.steps and config.train.epochs:
+        raise ConfigError(
+            f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs}: one of "
+            f"them decides the length; nearest: train.steps={config.train.steps}"
+        )

@@ -1,0 +1,283 @@
+"""Is the data there? Checks what `data.source` names before any process starts, without torch.
+
+    stdlib · digits · synthetic · text:GLOB · tokens:FOLDER · pkg.mod:function
+
+The same words are read again by shoal.data when the run opens its data; both use this file, so a
+mistake is told once, in one way. A user's module is searched for, never imported, by the check.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.config.sections import DataSection
+
+KINDS = ("stdlib", "text", "tokens", "digits", "synthetic", "function")
+FORMS = ("stdlib", "text:GLOB", "tokens:FOLDER", "digits", "synthetic", "pkg.mod:function")
+
+LEAST_VOCABULARY = 257
+"""256 bytes and the end-of-text token."""
+
+
+def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
+    """A source as (kind, argument); kind is one of KINDS.
+
+    Errors: ConfigError for a word that is no source, with the nearest.
+
+    >>> split_source("text:books/*.txt"), split_source("my.mod:make"), split_source("digits")
+    (('text', 'books/*.txt'), ('function', 'my.mod:make'), ('digits', ''))
+    """
+    head, colon, rest = source.partition(":")
+    if not colon and head in ("stdlib", "digits", "synthetic"):
+        return head, ""
+    if head in ("text", "tokens") and rest:
+        return head, rest
+    if head in ("text", "tokens"):
+        form = "text:GLOB" if head == "text" else "tokens:FOLDER"
+        raise ConfigError(f"{where} = {source}: names no files; write {form}")
+    names = [*head.split("."), rest]
+    if colon and head not in KINDS and all(name.isidentifier() for name in names):
+        return "function", source
+    close = nearest(head, ("stdlib", "text", "tokens", "digits", "synthetic"))
+    hint = f"; nearest: {close}{colon + rest if close in ('text', 'tokens') else ''}"
+    if close is None or (close in ("text", "tokens") and not rest):
+        raise ConfigError(one_of(where, source, FORMS))
+    raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
+
+
+def nearest_path(path: Path) -> str:
+    """Where a missing path goes wrong: its nearest existing folder, or what is spelt alike."""
+    missing = path
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        missing, folder = folder, folder.parent
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        names = []
+    alike = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.5)
+    if alike:
+        return f"nearest: {folder / alike[0]}"
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"nearest existing folder: {folder} ({'has ' + shown if names else 'empty'})"
+
+
+def fixed_folder(pattern: str) -> Path:
+    """The folder of a pattern before its first wildcard; file names are told relative to it.
+
+    >>> fixed_folder("books/old/**/*.txt").as_posix(), fixed_folder("books/a.txt").as_posix()
+    ('books/old', 'books')
+    """
+    parts = Path(pattern).expanduser().parts
+    plain = [i for i, part in enumerate(parts) if glob.has_magic(part)]
+    return Path(*parts[: plain[0] if plain else -1])
+
+
+def _matches(pattern: str) -> Iterator[Path]:
+    found = glob.iglob(str(Path(pattern).expanduser()), recursive=True)
+    return (Path(name) for name in found if os.path.isfile(name))
+
+
+def glob_files(pattern: str, where: str = "data.source") -> list[Path]:
+    """Every file that a pattern with `*`, `?`, `**` and `~` matches, sorted.
+
+    Errors: ConfigError if there is none, with the nearest existing folder or name.
+    """
+    files = sorted(set(_matches(pattern)))
+    if not files:
+        _refuse_pattern(pattern, where)
+    return files
+
+
+def _refuse_pattern(pattern: str, where: str) -> None:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        hint = f"it is a folder; nearest: text:{pattern.rstrip('/')}/**/*.txt"
+    else:
+        folder = fixed_folder(pattern)
+        hint = nearest_path(folder / path.name if folder.is_dir() else folder)
+    raise ConfigError(f"{where} = text:{pattern}: no file matches; {hint}")
+
+
+def _locate_module(name: str) -> str | None:
+    """The first part of a dotted name that does not exist; None if all do. Imports nothing."""
+    search: list[str] | None = None
+    done = ""
+    for part in name.split("."):
+        done = f"{done}.{part}" if done else part
+        if done in sys.modules:
+            search = list(getattr(sys.modules[done], "__path__", []))
+            continue
+        try:
+            if search is None:
+                spec = importlib.util.find_spec(part)
+            else:
+                spec = importlib.machinery.PathFinder.find_spec(done, search)
+        except (ImportError, ValueError):
+            return done
+        if spec is None:
+            return done
+        search = list(spec.submodule_search_locations or [])
+    return None
+
+
+def _search_here() -> None:
+    """A user's modules lie in the working folder, which a script does not search by itself."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def check_function(name: str, where: str) -> None:
+    """Errors: ConfigError if `name` is not pkg.mod:function, or there is no such module."""
+    _search_here()
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{where} = {name}: must be pkg.mod:function")
+    missing = _locate_module(module)
+    if missing is None:
+        return
+    folder = Path(*missing.split(".")[:-1])
+    there = [p.stem for p in folder.glob("*") if p.suffix == ".py" or p.is_dir()]
+    alike = difflib.get_close_matches(missing.rpartition(".")[2], there, n=1, cutoff=0.6)
+    hint = (
+        f"nearest: {'.'.join([*missing.split('.')[:-1], alike[0]])}"
+        if alike
+        else (f"it is looked for in {os.getcwd()} and in installed packages")
+    )
+    raise ConfigError(f"{where} = {name}: there is no module {missing}; {hint}")
+
+
+def load_function(name: str, where: str) -> Callable[..., Any]:
+    """The function that `pkg.mod:function` names; imports its module.
+
+    Errors: ConfigError for a module or name that is missing (nearest given), that fails when
+    imported, or that cannot be called.
+    """
+    module_name, _, attribute = name.partition(":")
+    check_function(name, where)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{where} = {name}: importing {module_name} raises {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        close = nearest(attribute, [n for n in vars(module) if not n.startswith("_")])
+        hint = f"; nearest: {module_name}:{close}" if close else ""
+        raise ConfigError(f"{where} = {name}: {module_name} has no {attribute}{hint}")
+    if not callable(function):
+        raise ConfigError(f"{where} = {name}: is {type(function).__name__}, not a function")
+    return function  # type checkers see Any here; callable() has just said so
+
+
+def check_data_path(source: str, where: str = "data.source") -> None:
+    """Errors: ConfigError, one line, if what `source` names is not on this machine.
+
+    Looks for files, folders, modules and scikit-learn; opens and imports none of them.
+    """
+    kind, argument = split_source(source, where)
+    if kind == "text" and next(_matches(argument), None) is None:
+        _refuse_pattern(argument, where)
+    if kind == "tokens":
+        check_tokens_folder(argument, where)
+    if kind == "digits" and importlib.util.find_spec("sklearn") is None:
+        raise ConfigError(
+            f"{where} = digits: comes with scikit-learn, which is not installed; "
+            f"pip install 'shoal[digits]'"
+        )
+    if kind == "function":
+        check_function(argument, where)
+
+
+def check_tokens_folder(folder: str, where: str = "data.source") -> None:
+    """Errors: ConfigError if the folder is missing or holds no train*.npy or train*.bin."""
+    path = Path(folder).expanduser()
+    if path.is_file():
+        raise ConfigError(
+            f"{where} = tokens:{folder}: is a file; nearest: tokens:{path.parent} (holding "
+            f"train*.npy or train*.bin)"
+        )
+    if not path.is_dir():
+        raise ConfigError(f"{where} = tokens:{folder}: no such folder; {nearest_path(path)}")
+    if not token_files(path, "train"):
+        names = sorted(os.listdir(path))
+        shown = f"has {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "empty"
+        raise ConfigError(
+            f"{where} = tokens:{folder}: no train*.npy or train*.bin there ({shown}); name the "
+            f"training files so"
+        )
+
+
+def token_files(folder: Path, part: str) -> list[Path]:
+    """The files of one part, `train` or `val`, by name: PART*.npy and PART*.bin."""
+    return sorted(p for p in folder.glob(f"{part}*") if p.suffix in (".npy", ".bin"))
+
+
+def validation_share(section: DataSection) -> tuple[float, str]:
+    """`data.validation` as (share, "") or (0.0, second source).
+
+    Errors: ConfigError for a share outside 0 … 1 (1 excluded) or a word that is no source.
+
+    >>> validation_share(DataSection(validation="0.1"))
+    (0.1, '')
+    """
+    try:
+        share = float(section.validation)
+    except ValueError:
+        if section.validation[:1].isdigit():
+            raise ConfigError(
+                f"data.validation = {section.validation}: neither a share such as 0.05 nor a source"
+            ) from None
+        split_source(section.validation, "data.validation")
+        return 0.0, section.validation
+    if not 0 <= share < 1:
+        raise ConfigError(
+            f"data.validation = {section.validation}: a share is at least 0 and below 1; nearest: "
+            f"data.validation={0 if not share > 0 else 0.5}"
+        )
+    return share, ""
+
+
+def check_tokenizer(spec: str) -> None:
+    """Errors: ConfigError if `data.tokenizer` is neither bpe:VOCABULARY nor an existing file."""
+    size = spec.removeprefix("bpe:")
+    if size == spec:
+        path = Path(spec).expanduser()
+        if not path.is_file():
+            raise ConfigError(
+                f"data.tokenizer = {spec}: no such file, and not bpe:VOCABULARY; "
+                f"{nearest_path(path)}"
+            )
+    elif not size.isdecimal() or int(size) < LEAST_VOCABULARY:
+        raise ConfigError(
+            f"data.tokenizer = {spec}: the vocabulary is a whole number of at least "
+            f"{LEAST_VOCABULARY} (256 bytes, end of text); nearest: bpe:{LEAST_VOCABULARY}"
+        )
+
+
+def check_data(section: DataSection) -> None:
+    """Errors: ConfigError for the first key of [data] that cannot be, one line."""
+    check_data_path(section.source)
+    second = validation_share(section)[1]
+    if second:
+        check_data_path(second, "data.validation")
+    if split_source(section.source)[0] in ("stdlib", "text"):
+        check_tokenizer(section.tokenizer)
+    if section.sequence < 1:
+        raise ConfigError(f"data.sequence = {section.sequence}: must be at least 1 token")
+    if section.workers < 0:
+        raise ConfigError(f"data.workers = {section.workers}: must be at least 0 processes")
+    if section.collate:
+        check_function(section.collate, "data.collate")

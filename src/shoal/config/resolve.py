@@ -1,0 +1,85 @@
+"""Fills in what the user left open: portions of the batch, length of the run, names, folders.
+
+`train.batch` and `train.micro_batch` decide what is computed, so their defaults may not depend on
+the layout; `train.accumulate` is what the layout makes of them and is derived again at every start.
+Given by the user, it fixes the micro-batch once: micro_batch = batch / (accumulate × ranks).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.base.batches import check_batch, default_micro_batch
+from shoal.base.errors import ConfigError
+from shoal.config.load import Loaded
+
+DEFAULT_BATCH = 32
+DEFAULT_STEPS = 240
+
+
+def resolve_batch(loaded: Loaded, degree: int) -> int:
+    """Settle batch and micro_batch for `degree` data-parallel ranks; gives micro-batches per rank.
+
+    Errors: ConfigError when they do not divide, with the nearest legal values.
+    """
+    train = loaded.config.train
+    batch, micro_batch, accumulate = train.batch, train.micro_batch, train.accumulate
+    origin = "derived"
+    if accumulate and batch and micro_batch:
+        if batch != micro_batch * accumulate * degree:
+            raise ConfigError(
+                f"train.accumulate = {accumulate}: batch {batch} ≠ micro_batch {micro_batch} × "
+                f"accumulate {accumulate} × {degree} ranks = {micro_batch * accumulate * degree}; "
+                f"nearest legal: leave train.accumulate out, or "
+                f"train.batch={micro_batch * accumulate * degree}"
+            )
+    elif accumulate and batch:
+        if batch % (accumulate * degree):
+            unit = accumulate * degree
+            close = max(unit, round(batch / unit) * unit)
+            raise ConfigError(
+                f"train.batch = {batch}: not divisible by train.accumulate {accumulate} × {degree} "
+                f"data-parallel ranks = {unit}; nearest legal: train.batch={close}"
+            )
+        micro_batch = batch // (accumulate * degree)
+        origin = f"from accumulate = {accumulate} on {degree} ranks, fixed from now on"
+        loaded.notices.append(
+            f"train.accumulate = {accumulate} on {degree} ranks fixes train.micro_batch = "
+            f"{micro_batch}; on other layouts accumulate is derived from it"
+        )
+    elif accumulate:
+        micro_batch = micro_batch or default_micro_batch(DEFAULT_BATCH)
+        batch = micro_batch * accumulate * degree
+        loaded.notices.append(
+            f"train.accumulate = {accumulate} on {degree} ranks fixes train.batch = {batch}"
+        )
+    else:
+        batch = batch or (micro_batch * 8 if micro_batch else DEFAULT_BATCH)
+        micro_batch = micro_batch or default_micro_batch(batch)
+    if batch != train.batch:
+        loaded.replace("train", "derived", batch=batch)
+    if micro_batch != train.micro_batch:
+        loaded.replace("train", origin, micro_batch=micro_batch)
+    derived = check_batch(batch, micro_batch, degree)
+    loaded.replace("train", "derived at every start", accumulate=0)
+    return derived
+
+
+def resolve_length(loaded: Loaded) -> None:
+    """Give a run without steps and epochs the default length."""
+    if not loaded.config.train.steps and not loaded.config.train.epochs:
+        loaded.replace("train", "default", steps=DEFAULT_STEPS)
+
+
+def resolve_folder(loaded: Loaded) -> Path:
+    """The run's own folder; without a name, the first free `MODEL-SOURCE-N`."""
+    run = loaded.config.run
+    if run.name:
+        return Path(run.folder) / run.name
+    model = loaded.config.model.name if not loaded.config.model.build else "custom"
+    source = loaded.config.data.source.split(":")[0].replace(".", "-")
+    number = 1
+    while (Path(run.folder) / f"{model}-{source}-{number}").exists():
+        number += 1
+    loaded.replace("run", "derived", name=f"{model}-{source}-{number}")
+    return Path(run.folder) / loaded.config.run.name

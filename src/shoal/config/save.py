@@ -1,0 +1,52 @@
+"""Writes a configuration as run.toml, each line with the origin of its value; `load` reads it back.
+
+No TOML writer is in the standard library; ours writes the few types that sections hold.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from shoal.config.load import Loaded
+from shoal.config.sections import Config
+
+
+def to_toml(loaded: Loaded) -> str:
+    """The text of a run.toml with every key, defaults included.
+
+    >>> text = to_toml(Loaded(Config(), {"train.seed": "command line"}))
+    >>> [line for line in text.splitlines() if line.startswith("seed")]
+    ['seed = 0                                # command line']
+    """
+    lines: list[str] = []
+    for section in fields(Config):
+        lines.append(f"[{section.name}]")
+        values = getattr(loaded.config, section.name)
+        pairs = [(f.name, getattr(values, f.name)) for f in fields(values)]
+        pairs = [p for p in pairs if p[0] != "arguments"]
+        if section.name == "model":
+            pairs += list(values.arguments.items())
+        for key, value in pairs:
+            origin = loaded.origins.get(f"{section.name}.{key}", "default")
+            lines.append(f"{f'{key} = {toml_value(value)}':<40}# {origin}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML.
+
+    >>> toml_value(True), toml_value(0.1), toml_value("a\\"b"), toml_value((0.9, 0.95))
+    ('true', '0.1', '"a\\\\"b"', '[0.9, 0.95]')
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(toml_value(v) for v in value) + "]"

@@ -1,0 +1,124 @@
+"""The sections of run.toml, one dataclass each: every key, its type and its default.
+
+These names are the public interface of `shoal train`: `section.key=value` on the command line and
+`[section]` tables in a file. A key is earned: nothing is here that nothing reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.base.policies import (
+    CheckpointPolicy,
+    OptimizerPolicy,
+    PrecisionPolicy,
+)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """What is trained: a name or a builder, then the model's own arguments."""
+
+    name: str = "llama"
+    """llama, mlp, resnet, or a published size such as llama-3-8b"""
+    build: str = ""
+    """pkg.mod:function giving an nn.Module, instead of a name"""
+    loss: str = ""
+    """pkg.mod:function(outputs, targets) giving (sum, count) or unreduced values"""
+    call: str = "single"
+    """single: model(inputs) · kwargs: model(**inputs)"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """every other key of [model]: passed to the model's builder"""
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What it is trained on."""
+
+    source: str = "stdlib"
+    """stdlib, text:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function"""
+    validation: str = "0.02"
+    """share of files or samples held out, or a second source for validation"""
+    tokenizer: str = "bpe:2048"
+    """bpe:VOCABULARY trained on the text and cached, or the path of a tokenizer.json"""
+    sequence: int = 256
+    """tokens per sample"""
+    workers: int = 0
+    """loader processes per rank; 0 loads between steps"""
+    collate: str = ""
+    """pkg.mod:function that joins a list of samples into a batch"""
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """How long, in which portions, and what is checked on the way."""
+
+    steps: int = 0
+    """optimizer steps; 0 means train.epochs decides"""
+    epochs: int = 0
+    """passes over the data; 0 means train.steps decides"""
+    batch: int = 0
+    """samples per optimizer step over all ranks; 0: from micro_batch and accumulate"""
+    micro_batch: int = 0
+    """samples per forward pass on one rank; 0: a default that does not depend on the layout"""
+    accumulate: int = 0
+    """micro-batches per rank and step; fixes micro_batch once, is re-derived ever after"""
+    seed: int = 0
+    """initial weights, sample order, dropout"""
+    validate_every: int = 0
+    """steps between validations; 0: at the end only"""
+    deterministic: bool = False
+    """ask CUDA for deterministic kernels"""
+    skip_limit: int = 5
+    """non-finite steps in a row before the run stops"""
+    on: tuple[str, ...] = ()
+    """pkg.mod:function hooks that receive every event"""
+
+
+@dataclass(frozen=True)
+class LayoutSection:
+    """How the work is split; degrees that are 0 are left to the strategy."""
+
+    strategy: str = "auto"
+    """auto, single, ddp"""
+    dp_replicate: int = 0
+    pp: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Where the run's files go."""
+
+    folder: str = "runs"
+    name: str = ""
+    """empty: model, data and a number"""
+
+
+@dataclass(frozen=True)
+class LaunchSection:
+    """How many processes, and how often they may be started again."""
+
+    processes: int = 0
+    """processes on this machine; 0: one per GPU, else 2 where there are 2 cores"""
+    nodes: int = 1
+    restarts: int = 3
+    """restarts from the last checkpoint before the run gives up"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every section; only `config`, `cli` and the main loop see it whole."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerPolicy = OptimizerPolicy()
+    train: TrainSection = TrainSection()
+    layout: LayoutSection = LayoutSection()
+    precision: PrecisionPolicy = PrecisionPolicy()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    run: RunSection = RunSection()
+    launch: LaunchSection = LaunchSection()

@@ -1,0 +1,148 @@
+"""Keeps what is slow to make (tokenizers, tokens) in a folder, made once per content.
+
+    <cache>/<name>-<key>/   meta.json: what was made, and size and CRC-32 of every file beside it
+    <cache>/<name>-<key>.lock        one process builds, the others wait and then read
+    <cache>/<name>-<key>.tmp-*       where it is built; renamed when complete, so never seen half
+
+The key is a hash of everything the content depends on. An entry whose files do not match its
+meta.json is made again. <cache> is $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+
+VERSION = 1
+"""Part of every key; raised when the meaning of an entry changes."""
+
+LOCK_WAIT_S = 600.0
+"""Then another process's lock is ignored: building twice is safe, waiting for ever is not."""
+
+CHECKED_BYTES = 256 * 2**20
+"""How much of each file is read to verify it (0.1 s); beyond that its size must do."""
+
+
+def cache_folder() -> Path:
+    """Where entries are kept; need not exist."""
+    own, shared = os.environ.get("SHOAL_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser()
+    return (Path(shared) if shared else Path.home() / ".cache") / "shoal"
+
+
+def content_key(*parts: object) -> str:
+    """A hash of everything an entry depends on; parts must have a JSON form.
+
+    >>> content_key("a", 1) == content_key("a", 1), content_key("a", 1) == content_key("a", 2)
+    (True, False)
+    """
+    text = json.dumps([VERSION, *parts], separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def open_cached(
+    name: str, key: str, build: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of an entry and what its builder said of it, built now if missing or damaged.
+
+    Takes   build: writes files into the empty folder it is given, returns a JSON object on them
+    Errors  ConfigError if the cache cannot be written
+    """
+    final = cache_folder() / f"{name}-{key}"
+    about = _read(final)
+    if about is not None:
+        return final, about
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(final) as alone:
+            about = _read(final)
+            if about is None:
+                about = _build(final, build, alone)
+    except OSError as error:
+        raise ConfigError(
+            f"data cache {final.parent}: {error.strerror or error}; set SHOAL_CACHE to a folder "
+            f"that can be written"
+        ) from error
+    return final, about
+
+
+def _build(final: Path, build: Callable[[Path], dict[str, Any]], alone: bool) -> dict[str, Any]:
+    if alone:  # what a killed process left
+        for stale in final.parent.glob(f"{final.name}.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
+    try:
+        about = build(folder)
+        files = {p.name: _fingerprint(p) for p in sorted(folder.iterdir())}
+        folder.chmod(0o755)  # a cache may be shared between users
+        (folder / "meta.json").write_text(json.dumps({"files": files, "about": about}))
+        _put(folder, final)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return about
+
+
+def _put(folder: Path, final: Path) -> None:
+    """Give `folder` its final name; a damaged entry of that name makes way, a good one stays."""
+    if final.exists() and _read(final) is None:
+        aside = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
+        final.rename(aside / "damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+    try:
+        folder.rename(final)
+    except OSError:
+        if _read(final) is None:  # else another process was first, with the same content
+            raise
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """Size and CRC-32 of a file's first CHECKED_BYTES."""
+    crc, left = 0, CHECKED_BYTES
+    with path.open("rb") as file:
+        while left and (block := file.read(min(left, 2**20))):
+            crc, left = zlib.crc32(block, crc), left - len(block)
+    return [path.stat().st_size, crc]
+
+
+def _read(final: Path) -> dict[str, Any] | None:
+    """What is said of an entry, or None if it is missing or damaged."""
+    try:
+        meta = json.loads((final / "meta.json").read_text())
+        sound = all(_fingerprint(final / n) == list(f) for n, f in meta["files"].items())
+        return dict(meta["about"]) if sound else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextmanager
+def _lock(final: Path) -> Iterator[bool]:
+    """Hold the entry's lock; gives False if there is none to be had, which is slower, not wrong."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        yield False
+        return
+    with final.with_name(f"{final.name}.lock").open("w") as file:
+        give_up = time.monotonic() + LOCK_WAIT_S
+        held = False
+        while not held and time.monotonic() < give_up:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+        yield held

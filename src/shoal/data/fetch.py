@@ -1,0 +1,234 @@
+"""Fetches samples so that their random draws depend on the sample alone, in any process.
+
+A dataset that augments draws from the generators of `random`, `numpy.random` and `torch` (CPU).
+Before item i of epoch e these are seeded by (seed, e, i), before joining a micro-batch by (seed,
+its start in the stream), and afterwards they are put back: neither the layout, nor the number of
+workers, nor the model's own draws change an image's crop. Not covered: draws on a GPU, and
+`numpy.random.default_rng()` without a seed. A dataset with `draws_nothing = True` skips this.
+
+Worker processes are torch's own. They die with their parent, even a killed one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from shoal.base.errors import ClusterError, UserError
+from shoal.data.order import Indices, samples_at
+
+Collate = Callable[[list[Any]], Any]
+
+PR_SET_PDEATHSIG = 1
+
+BLOCK = 1024
+"""Positions looked up at once: 0.3 ms for 1024, 0.2 ms for 8."""
+
+
+def seed_draws(*key: object) -> None:
+    """Seed `random`, `numpy.random` and torch's CPU generator from `key` (its text, hashed)."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    random.seed(number)
+    np.random.seed(np.frombuffer(digest, dtype="<u4"))
+    torch.default_generator.manual_seed(number)
+
+
+@contextmanager
+def kept_draws() -> Iterator[None]:
+    """Put the three generators back afterwards: loading must not shift the model's own draws."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+@contextmanager
+def seeded_draws(*key: object) -> Iterator[None]:
+    """Inside, draws follow from `key` alone; afterwards the generators are as before."""
+    with kept_draws():
+        seed_draws(*key)
+        yield
+
+
+def draws_nothing(dataset: object) -> bool:
+    """True if the dataset promises not to use any random generator."""
+    return bool(getattr(dataset, "draws_nothing", False))
+
+
+def load_error(what: str, error: Exception) -> UserError:
+    """The one line for an exception in the user's own data code, with its traceback as a note."""
+    wrapped = UserError(f"{what}: {type(error).__name__}: {error}")
+    wrapped.add_note("".join(traceback.format_exception(error)))
+    return wrapped
+
+
+def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
+    """A list of samples as one batch; `collate` None is torch's default_collate."""
+    try:
+        return default_collate(samples) if collate is None else collate(samples)
+    except Exception as error:
+        hint = "" if collate else "; unequal samples need data.collate=pkg.mod:function"
+        raise load_error(f"data.collate: joining {where}{hint}", error) from error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on its way from a worker process: its one line, and the traceback there."""
+
+    line: str
+    notes: tuple[str, ...]
+
+    @staticmethod
+    def of(error: UserError) -> Failure:
+        """Pack an error; exceptions themselves lose their notes between processes."""
+        return Failure(str(error), tuple(getattr(error, "__notes__", ())))
+
+    def raise_again(self) -> None:
+        """Errors: UserError, as it was raised in the worker."""
+        error = UserError(self.line)
+        for note in self.notes:
+            error.add_note(note)
+        raise error
+
+
+class Fetcher:
+    """Loads stream positions of a map-style dataset; the same bits in any process.
+
+    `fetcher.value(start, stop)` is one micro-batch, joined. Errors: UserError that names the
+    sample, its epoch and its position.
+    """
+
+    def __init__(
+        self, dataset: Any, samples: int, seed: int, shuffle: bool, collate: Collate | None
+    ) -> None:
+        self.dataset = dataset
+        self.samples = samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self.collate = collate
+        self._block_start = 0
+        self._block: Indices = np.zeros(0, dtype=np.int64)
+
+    def ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Dataset indices of stream positions start … stop − 1, all of one epoch."""
+        if start < self._block_start or stop > self._block_start + len(self._block):
+            epoch_stop = (start // self.samples + 1) * self.samples
+            ahead = max(stop, min(start + BLOCK, epoch_stop))
+            _, self._block = samples_at(start, ahead, self.samples, self.seed, shuffle=self.shuffle)
+            self._block_start = start
+        block = self._block[start - self._block_start : stop - self._block_start]
+        return tuple(block.tolist())
+
+    def value(self, start: int, stop: int) -> Any:
+        """The joined samples of stream positions start … stop − 1."""
+        quiet = draws_nothing(self.dataset)
+        untouched = quiet and self.collate is None
+        with nullcontext() if untouched else kept_draws():
+            epoch = start // self.samples
+            items = [
+                self._item(index, epoch, start + offset, seeded=not quiet)
+                for offset, index in enumerate(self.ids(start, stop))
+            ]
+            if not untouched:
+                seed_draws(self.seed, "collate", start)
+            return join(items, self.collate, f"positions {start} … {stop - 1} (epoch {epoch})")
+
+    def _item(self, index: int, epoch: int, position: int, *, seeded: bool) -> Any:
+        if seeded:
+            seed_draws(self.seed, epoch, index)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            where = f"data.source: sample {index} (epoch {epoch}, position {position})"
+            raise load_error(where, error) from error
+
+
+class FetcherView(Dataset[Any]):
+    """A fetcher as torch's DataLoader wants it: `view[start, stop]`, failures as values."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+
+    def __getitem__(self, span: tuple[int, int]) -> Any:
+        """One micro-batch, or the Failure to be raised in the main process."""
+        try:
+            return self.fetcher.value(*span)
+        except UserError as error:
+            return Failure.of(error)
+
+
+def die_with_parent(_worker: int = 0) -> None:
+    """Ask the kernel to kill this process when its parent thread ends (Linux; elsewhere nothing).
+
+    Without it a worker outlives a killed trainer, holding memory, until its next queue check. The
+    keyboard's interrupt is the parent's to answer: it may finish and save the step.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it died before the request
+        os._exit(1)
+
+
+def as_it_is(value: Any) -> Any:
+    """Keep torch from converting arrays, so that workers and main process give the same types."""
+    return value
+
+
+def from_workers(
+    dataset: Dataset[Any], spans: Iterable[Any] | None, workers: int, ahead: int
+) -> Iterator[Any]:
+    """What `dataset` gives, in order, fetched by `workers` processes, `ahead` results each.
+
+    spans   keys for dataset[key]; None for an iterable dataset
+    Errors  UserError for a Failure among the results · ClusterError if a worker process dies
+    """
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=spans,
+        num_workers=workers,
+        collate_fn=as_it_is,
+        worker_init_fn=die_with_parent,
+        prefetch_factor=ahead,
+        generator=torch.Generator(),  # else the DataLoader draws from the model's generator
+    )
+    results = iter(loader)
+    try:
+        while True:
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise ClusterError(
+                    f"data.workers = {workers}: {error}; out of memory or shared memory is the "
+                    f"usual cause: fewer data.workers, or a smaller train.micro_batch"
+                ) from error.with_traceback(None)
+            if isinstance(result, Failure):
+                result.raise_again()
+            yield result
+    finally:
+        # stops the workers now: left to the garbage collector (a traceback would hold it), torch's
+        # queues are closed first and every worker is waited for in vain, 5 s each
+        del results

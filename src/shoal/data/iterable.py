@@ -1,0 +1,194 @@
+"""The same for data that can only be read from front to back: generators, streams, torch's own.
+
+An iterable has no index, so its order is its own, and every rank reads the whole stream and keeps
+only its own micro-batches: the order does not depend on the layout, at the price of reading (not
+keeping) all samples on every rank. One sample is read ahead to know whether a step is the epoch's
+last, so that no step straddles the end.
+
+State: the position, and the iterable's own `state_dict()`, taken after the step's last sample and
+before the one read ahead. An iterable without it trains, but cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from shoal.base.batches import steps_per_epoch
+from shoal.base.errors import ConfigError
+from shoal.data.fetch import Collate, Failure, from_workers
+from shoal.data.loader import Loader, check_numbers, is_indexed
+from shoal.data.reader import ReadStep, StepReader, is_resumable
+from shoal.data.step import StepBatch
+
+
+class IterableLoader:
+    """The steps of an iterable for one data rank; the interface of Loader, with these differences.
+
+    Order: the iterable's own; every rank reads all of it (module docstring), so the iterable must
+    give the same samples on each. `workers` above 0 is one process that reads ahead. `len()` needs
+    an iterable with a length. The position is restored only together with the iterable's state.
+
+    Errors  ConfigError for impossible numbers, for an iterable that gives nothing in an epoch (a
+            generator can be read once), for a state that is not JSON; UserError for an exception
+            in the iterable or in collate
+    """
+
+    def __init__(
+        self,
+        iterable: Any,
+        *,
+        batch: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        degree: int = 1,
+        position: int = 0,
+        workers: int = 0,
+        collate: Collate | None = None,
+    ) -> None:
+        check_numbers(batch, micro_batch, rank, degree, workers)
+        self.iterable = iterable
+        self.batch = batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.degree = degree
+        self.workers = workers
+        self.epoch = 0
+        self.epoch_start = 0
+        self._seed = seed
+        self._collate = collate
+        self._state = "null"
+        self._position = 0
+        self._moves = 0
+        self._running: Iterator[ReadStep] | None = None
+        self.position = position
+
+    @property
+    def position(self) -> int:
+        """Samples handed out so far, over all ranks and epochs."""
+        return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        if value != self._position:
+            raise ConfigError(
+                f"loader position = {value}: an iterable cannot be moved to a sample; restore() a "
+                f"state() of the loader, or use a dataset with __getitem__ and __len__"
+            )
+
+    def __len__(self) -> int:
+        """Steps per epoch. Errors: TypeError if the iterable has no length."""
+        return steps_per_epoch(len(self.iterable), self.batch)
+
+    def state(self) -> dict[str, Any]:
+        """Position, epoch, and the iterable's own state (None if it has none); JSON values."""
+        return {
+            "position": self._position,
+            "epoch": self.epoch,
+            "epoch_start": self.epoch_start,
+            "iterable": json.loads(self._state),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state()` was taken, under any layout.
+
+        Errors: ConfigError if that is not the start and the iterable cannot take its state back.
+        """
+        position, kept = int(state["position"]), state.get("iterable")
+        if position and not is_resumable(self.iterable):
+            raise ConfigError(
+                f"data.source: cannot resume at sample {position}: {type(self.iterable).__name__} "
+                f"has no state_dict() and load_state_dict(); add both, or start a new run"
+            )
+        if position:
+            self.iterable.load_state_dict(kept)
+        self._position = position
+        self._state = json.dumps(kept)
+        self.epoch = int(state.get("epoch", 0))
+        self.epoch_start = int(state.get("epoch_start", 0))
+        self._moves += 1
+        self._running = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """The steps from `position` to the end of the epoch."""
+        moves = self._moves
+        empty = self._position == self.epoch_start
+        if self._running is None:
+            self._running = self._read()
+        running = self._running  # kept: leaving a loop early and coming back goes on in the stream
+        for read in running:
+            empty = False
+            self._position, self._state = read.batch.next_position, read.state
+            if read.ended:
+                self._end_epoch()
+            yield read.batch
+            if self._moves != moves or read.ended:
+                return
+        self._running = None
+        if empty:
+            why = ": it can be read once; give an object whose __iter__ starts anew"
+            raise ConfigError(
+                f"data.source: {type(self.iterable).__name__} gives no samples in epoch "
+                f"{self.epoch}{why if self.epoch else ''}"
+            )
+
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self.epoch_start = self._position
+        self._running = None
+        if self.workers and is_resumable(self.iterable):
+            self.iterable.load_state_dict(json.loads(self._state))  # only the worker's copy moved
+
+    def _read(self) -> Iterator[ReadStep]:
+        reader = StepReader(
+            self.iterable,
+            batch=self.batch,
+            micro_batch=self.micro_batch,
+            rank=self.rank,
+            degree=self.degree,
+            seed=self._seed,
+            collate=self._collate,
+            epoch=self.epoch,
+            epoch_start=self.epoch_start,
+            position=self._position,
+        )
+        return _read_steps(reader, self.workers)
+
+
+def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
+    """Holds no loader: a cycle would leave the worker process to the garbage collector."""
+    if workers:
+        yield from from_workers(reader, None, 1, 2)
+        return
+    for read in reader:
+        if isinstance(read, Failure):
+            read.raise_again()
+        else:
+            yield read
+
+
+def open_loader(dataset: Any, **settings: Any) -> Loader | IterableLoader:
+    """The loader that suits `dataset`: by index (`__getitem__`, `__len__`), else front to back.
+
+    Takes   settings: the keyword arguments of Loader; shuffle is for datasets with an index
+    Errors  ConfigError if it is neither, or if it is a DataLoader, which makes batches itself
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"data.source: a {name} joins and orders samples itself; give the dataset inside it "
+            f"(loader.dataset), and train.batch, data.workers and data.collate to Shoal"
+        )
+    if is_indexed(dataset):
+        return Loader(dataset, **settings)
+    if hasattr(dataset, "__iter__"):
+        settings.pop("shuffle", None)
+        return IterableLoader(dataset, **settings)
+    has = "__getitem__ but no __len__" if hasattr(dataset, "__getitem__") else "neither"
+    raise ConfigError(
+        f"data.source: {name} has {has}; a dataset has __getitem__ and __len__, or __iter__"
+    )

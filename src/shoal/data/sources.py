@@ -1,0 +1,230 @@
+"""`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
+
+stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
+digits                8×8 images of scikit-learn       synthetic       random tokens
+pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.base.units import bytes_text, count_text
+from shoal.config.paths import check_data, load_function, split_source, validation_share
+from shoal.config.sections import DataSection
+from shoal.data.fetch import Collate
+from shoal.data.loader import is_indexed
+from shoal.data.samples import EvenPart, open_digits
+from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
+from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder
+
+DIGITS_SHARE = 0.2
+SYNTHETIC_VOCABULARY = 2048
+SYNTHETIC_SAMPLES = 2**16
+SYNTHETIC_VALIDATION = 2**8
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data ready to load, and what is known about it.
+
+    train, validation  datasets (or iterables); validation None if nothing is held out
+    collate            list of samples -> batch; None: torch's default_collate
+    vocabulary         token ids are below it; None for other samples
+    tokenizer          a `tokenizers.Tokenizer` where text was encoded here
+    unigram_entropy    nats per target that a model without context reaches: where loss should fall
+                       below; digits: the class entropy; None if unknown
+    description        one line for the user
+    kind               tokens: (inputs [sequence], targets [sequence]) int64 · samples: any other
+    """
+
+    train: Any
+    validation: Any
+    collate: Collate | None
+    vocabulary: int | None
+    tokenizer: Any
+    unigram_entropy: float | None
+    description: str
+    kind: str
+
+
+def open_source(section: DataSection, seed: int) -> Source:
+    """Open what `data.source` names; the first call on new text trains a tokenizer and encodes it.
+
+    Takes   section, all of [data] · seed, train.seed, for synthetic tokens
+    Errors  ConfigError, one line: unknown source (nearest given), missing files, too little data
+    """
+    check_data(section)
+    share, second = validation_share(section)
+    kind, argument = split_source(section.source)
+    if kind in ("stdlib", "text"):
+        source, second = _open_text(section, share, second)
+    elif kind == "tokens":
+        source = _open_tokens(section, argument, share)
+    elif kind == "digits":
+        source = _open_digits(section, share)
+    elif kind == "synthetic":
+        source = _open_synthetic(section, share, seed)
+    else:
+        source = _open_function(argument, share)
+    if second:
+        source = _with_second(source, section, second, seed)
+    if section.collate:
+        source = replace(source, collate=load_function(section.collate, "data.collate"))
+    return source
+
+
+def _documents(source: str, where: str) -> list[Document]:
+    kind, argument = split_source(source, where)
+    return stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
+
+
+def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
+    """A text source, and the second source if that is still to be opened (it is not text)."""
+    documents = _documents(section.source, "data.source")
+    train, held = hold_out(documents, share)
+    if second and split_source(second)[0] in ("stdlib", "text"):
+        held, second = _documents(second, "data.validation"), ""
+    tail = share if not held else 0.0
+    corpus = open_corpus(train, held, section.tokenizer, tail)
+    name = "Python standard library" if section.source == "stdlib" else section.source[5:]
+    size_bytes = sum(d.size_bytes for d in {*train, *held})
+    files = len({*train, *held})
+    kept = f"{_files(len(held))} held out" if held else f"last {tail:.0%} held out"
+    source = Source(
+        train=TokenDataset(corpus.train, section.sequence, "train"),
+        validation=_held_out(corpus.validation, section.sequence),
+        collate=None,
+        vocabulary=corpus.vocabulary,
+        tokenizer=corpus.tokenizer,
+        unigram_entropy=corpus.unigram_entropy,
+        description=f"{name}: {_files(files)}, {bytes_text(size_bytes)}, "
+        f"{count_text(corpus.tokens)} tokens; {kept if corpus.validation else 'none held out'}",
+        kind="tokens",
+    )
+    return source, second
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
+
+
+def _held_out(spans: Any, sequence: int) -> TokenDataset | None:
+    return TokenDataset(spans, sequence, "held-out") if spans else None
+
+
+def _open_tokens(section: DataSection, folder: str, share: float) -> Source:
+    tokens = open_folder(folder, share)
+    total = sum(span.tokens for span in (*tokens.train, *tokens.validation))
+    held = sum(span.tokens for span in tokens.validation)
+    kept = f"{count_text(held)} tokens held out" if held else "none held out"
+    return Source(
+        train=TokenDataset(tokens.train, section.sequence, "train"),
+        validation=_held_out(tokens.validation, section.sequence),
+        collate=None,
+        vocabulary=tokens.vocabulary,
+        tokenizer=None,
+        unigram_entropy=tokens.unigram_entropy,
+        description=f"{folder}: {_files(tokens.files)}, {count_text(total)} tokens, "
+        f"vocabulary {tokens.vocabulary}; {kept}",
+        kind="tokens",
+    )
+
+
+def _open_synthetic(section: DataSection, share: float, seed: int) -> Source:
+    def tokens(samples: int, number: int) -> SyntheticTokens:
+        return SyntheticTokens(samples, section.sequence, SYNTHETIC_VOCABULARY, number)
+
+    return Source(
+        train=tokens(SYNTHETIC_SAMPLES, 2 * seed),
+        validation=tokens(SYNTHETIC_VALIDATION, 2 * seed + 1) if share else None,
+        collate=None,
+        vocabulary=SYNTHETIC_VOCABULARY,
+        tokenizer=None,
+        unigram_entropy=math.log(SYNTHETIC_VOCABULARY),
+        description=f"synthetic: {SYNTHETIC_SAMPLES} samples of random tokens, vocabulary "
+        f"{SYNTHETIC_VOCABULARY}; for benchmarks, nothing can be learnt",
+        kind="tokens",
+    )
+
+
+def _open_digits(section: DataSection, share: float) -> Source:
+    if section.validation == DataSection().validation:
+        share = DIGITS_SHARE  # 5 % of 1797 images is too few to read a loss from
+    digits = open_digits(share)
+    held = f"{len(digits.validation)} held out" if digits.validation else "none held out"
+    return Source(
+        train=digits.train,
+        validation=digits.validation,
+        collate=None,
+        vocabulary=None,
+        tokenizer=None,
+        unigram_entropy=digits.class_entropy,
+        description=f"digits of scikit-learn: {digits.images} images of 8×8, 10 classes; {held}",
+        kind="samples",
+    )
+
+
+def _open_function(name: str, share: float) -> Source:
+    function: Callable[[], Any] = load_function(name, "data.source")
+    try:
+        made = function()
+    except Exception as error:
+        raise ConfigError(
+            f"data.source = {name}: {name}() raises {type(error).__name__}: {error}"
+        ) from error
+    train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if train is None:
+        raise ConfigError(f"data.source = {name}: gives None, not a dataset or an iterable")
+    samples = len(train) if is_indexed(train) else None
+    if validation is None and samples is not None and samples >= 2 and share:
+        held = min(max(1, round(share * samples)), samples - 1)
+        train, validation = EvenPart(train, held, False), EvenPart(train, held, True)
+        kept = f"{held} held out"
+    else:
+        kept = "no validation data" if validation is None else "with its own validation data"
+    size = "samples in order" if samples is None else f"{samples} samples"
+    return Source(
+        train=train,
+        validation=validation,
+        collate=None,
+        vocabulary=None,
+        tokenizer=None,
+        unigram_entropy=None,
+        description=f"{name}: {type(made).__name__}, {size}; {kept}",
+        kind="samples",
+    )
+
+
+def _with_second(source: Source, section: DataSection, second: str, seed: int) -> Source:
+    """The source with another's training data as validation.
+
+    Errors: ConfigError if the two do not fit: tokens and samples, or ids beyond the vocabulary.
+    """
+    where = f"data.validation = {second}"
+    kind = split_source(second)[0]
+    if kind in ("stdlib", "text"):
+        raise ConfigError(
+            f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
+            f"is none; nearest: a share such as data.validation=0.05, or tokens:FOLDER"
+        )
+    other = open_source(replace(section, source=second, validation="0", collate=""), seed + 1)
+    if other.kind != source.kind:
+        raise ConfigError(
+            f"{where}: gives {other.kind}, data.source = {section.source} gives {source.kind}"
+        )
+    if source.vocabulary and other.vocabulary and other.vocabulary > source.vocabulary:
+        raise ConfigError(
+            f"{where}: has token ids up to {other.vocabulary - 1}, data.source = {section.source} "
+            f"has a vocabulary of {source.vocabulary}"
+        )
+    return replace(
+        source,
+        validation=other.train,
+        unigram_entropy=None,
+        description=f"{source.description.rpartition(';')[0]}; validation: {other.description}",
+    )

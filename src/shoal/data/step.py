@@ -1,0 +1,54 @@
+"""What a loader hands out: the samples of one optimizer step that one rank runs.
+
+loader ── StepBatch ──> trainer          one per optimizer step, also on a rank with no work
+             └─ LoadedMicroBatch 1, 3, 5 …   those of the step's `total` that this rank owns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoadedMicroBatch:
+    """One micro-batch with its samples joined, ready for one forward pass.
+
+    index        its number in the step, over all ranks
+    start, stop  its positions in the stream: start … stop − 1
+    value        what collate made of the samples, e.g. (inputs, targets), samples along dim 0
+    """
+
+    index: int
+    start: int
+    stop: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step's share of one rank; iterating gives the values, one per micro-batch.
+
+    micro_batches            those this rank runs, in order; empty if the short last step of an
+                             epoch leaves it none (it still joins the collectives, weight 0)
+    position, next_position  where the step starts and ends in the stream, samples over all ranks
+    total                    micro-batches of the whole step, over all ranks
+    epoch                    pass over the data, from 0
+    sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
+    """
+
+    micro_batches: tuple[LoadedMicroBatch, ...]
+    position: int
+    next_position: int
+    total: int
+    epoch: int
+    sample_ids: tuple[tuple[int, ...], ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The joined samples of each micro-batch."""
+        return (micro_batch.value for micro_batch in self.micro_batches)
+
+    def __len__(self) -> int:
+        """How many micro-batches this rank runs."""
+        return len(self.micro_batches)

@@ -1,0 +1,56 @@
+"""Counts what a rank sends: bytes by kind of collective, and the seconds it stood waiting for them.
+
+Bytes follow what gloo and NCCL put on the wire per rank (checked against the kernel's counters in
+`tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole, broadcast M.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
+
+
+def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
+    """Bytes one rank sends for a collective over `degree` ranks.
+
+    payload_bytes: the tensor being reduced or broadcast; for all_gather, the gathered whole.
+
+    >>> wire_bytes("all_reduce", 1000, 4)
+    1500.0
+    """
+    if degree == 1:
+        return 0.0
+    share = {ALL_REDUCE: 2 * (degree - 1) / degree, ALL_GATHER: (degree - 1) / degree, BROADCAST: 1}
+    return share[kind] * payload_bytes
+
+
+class Traffic:
+    """Running totals of one rank; `take()` returns them and starts again at zero."""
+
+    def __init__(self) -> None:
+        self.sent_bytes: Counter[str] = Counter()
+        self.exposed_s = 0.0
+
+    def count(self, kind: str, payload_bytes: int, degree: int) -> None:
+        """Add one collective."""
+        self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time spent inside counts as exposed: nothing else ran on this rank meanwhile."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.exposed_s += time.perf_counter() - began_s
+
+    def take(self) -> tuple[dict[str, int], float]:
+        """(bytes by kind, exposed seconds) since the last call."""
+        totals = dict(self.sent_bytes), self.exposed_s
+        self.sent_bytes = Counter()
+        self.exposed_s = 0.0
+        return totals

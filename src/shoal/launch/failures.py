@@ -1,0 +1,174 @@
+"""Which rank failed first, and in its own words: one failure gives one report.
+
+When one rank dies, all others fail a moment later with "connection closed by peer", and any of them
+may be the first to have exited. So the culprit is found by evidence, best first: a failure that
+does not itself speak of a lost peer, then the earliest. A rank killed by a signal left no words; it
+counts as earlier than errors of the same second, which are its consequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.base.errors import ClusterError
+from shoal.launch.processes import Worker
+
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connectfullmesh",
+    "remote process exited",
+    "timed out waiting",
+)
+LOG_TAIL_LINES = 25
+EXIT_PATIENCE_S = 0.5
+STOPPED_CODE = 143
+"""What a worker exits with after it saved and stopped because a SIGTERM asked it to."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A failure as the failing worker wrote it down; the fields of `rank-K.error.json`."""
+
+    kind: str
+    line: str
+    traceback: str
+    exit_code: int
+    time_s: float
+    lost_peer: bool
+
+    @staticmethod
+    def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
+        """The report of an exception that happened now."""
+        text = str(failure).lower()
+        lost = isinstance(failure, ClusterError) or any(words in text for words in LOST_PEER)
+        return Report(type(failure).__name__, line, trace, exit_code, time.time(), lost)
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write it whole or not at all; a full disk leaves the words in the log only."""
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        draft.write_text(json.dumps(asdict(report)))
+        os.replace(draft, path)
+
+
+def read_report(path: Path) -> Report | None:
+    """The report at `path`, or None if there is none that can be read."""
+    try:
+        return Report(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Death:
+    """The first failure of an attempt.
+
+    code     exit code, or minus the number of the signal
+    words    its own traceback, else its one line, else the end of its log; empty if it said nothing
+    line     one line that says the same
+    """
+
+    rank: int
+    pid: int
+    code: int
+    words: str
+    line: str
+    log_path: Path
+    lost_peer: bool
+    seen_s: float
+
+    @property
+    def how(self) -> str:
+        """How it ended, as a person says it."""
+        return exit_text(self.code)
+
+    def same_as(self, other: Death) -> bool:
+        """Whether two attempts failed alike, on whichever rank."""
+        return (self.code, self.line) == (other.code, other.line)
+
+
+def exit_text(code: int) -> str:
+    """An exit status in words.
+
+    >>> exit_text(-9), exit_text(1)
+    ('killed by SIGKILL', 'exit code 1')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def first_death(workers: Sequence[Worker]) -> Death | None:
+    """The failure that the others followed from; None while there is none, or it is too early.
+
+    A worker that reported an error counts even if it hangs on its way out. While the only failures
+    are those of ranks that lost a peer, the peer's own death is awaited for half a second.
+    """
+    found = [death for worker in workers if (death := _death_of(worker)) is not None]
+    if not found:
+        return None
+    best = min(found, key=lambda death: (death.lost_peer, death.seen_s))
+    others_run = any(worker.code is None for worker in workers)
+    if best.lost_peer and others_run and time.time() - best.seen_s < EXIT_PATIENCE_S:
+        return None
+    return best
+
+
+def obituary(death: Death, attempts: int, hopeless: bool) -> str:
+    """Why a run is given up: the culprit, how often it was tried, its log, its words."""
+    why = "the same failure before any step" if hopeless else "no restarts left"
+    if attempts == 1 and not hopeless:
+        tries = "restarts are off"
+    else:
+        tries = f"gave up after {attempts} attempts, {why}"
+    unsent = " (not by Shoal; often the kernel, out of memory)" if death.code == -9 else ""
+    head = f"rank {death.rank} (pid {death.pid}): {death.how}{unsent}; {tries}"
+    return "\n".join(filter(None, [f"{head}. Log: {death.log_path}", death.words]))
+
+
+def _death_of(worker: Worker) -> Death | None:
+    if worker.code in (0, STOPPED_CODE):
+        return None
+    report = read_report(worker.error_path)
+    if report is None:
+        if worker.code is None:
+            return None
+        words = "" if worker.code in (-signal.SIGKILL, -signal.SIGTERM) else _log_tail(worker)
+        line = words.splitlines()[-1].strip() if words else exit_text(worker.code)
+        # gloo aborts as a consequence of other failures; every other signal is a cause.
+        lead_s = 1.0 if worker.code < 0 and worker.code != -signal.SIGABRT else 0.0
+        return Death(
+            worker.rank, worker.pid, worker.code, words, line, worker.log_path,
+            False, worker.ended_s - lead_s,
+        )  # fmt: skip
+    if worker.code is None and time.time() - report.time_s < EXIT_PATIENCE_S:
+        return None
+    words = report.traceback or report.line
+    return Death(
+        worker.rank, worker.pid, report.exit_code, words, report.line, worker.log_path,
+        report.lost_peer, report.time_s,
+    )  # fmt: skip
+
+
+def _log_tail(worker: Worker) -> str:
+    try:
+        with worker.log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(worker.log_start, end - 8192))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])

@@ -1,0 +1,51 @@
+"""A tiny process that outlives the supervisor by a moment and kills what it left behind.
+
+The parent-death signal reaches the supervisor's own children only: a loader process that a worker
+started would live on when supervisor and worker are killed. So this script holds the reading end of
+a pipe that nobody but the supervisor can write to.
+
+Protocol, one line each on standard input:
+  +PGID    guard this process group
+  -PGID    it is gone; forget it
+  end      the supervisor finished or died: kill every group still listed, then exit
+
+Run by file name with `python -I -S`, so it imports nothing of Shoal and starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+
+def guard(lines: Iterable[str]) -> set[int]:
+    """Follow the protocol to its end; the process groups that are still to be killed.
+
+    >>> guard(["+12", "+13", "-12"])
+    {13}
+    """
+    groups: set[int] = set()
+    for line in lines:
+        sign, number = line[0], int(line[1:])
+        if sign == "+":
+            groups.add(number)
+        else:
+            groups.discard(number)
+    return groups
+
+
+def main() -> None:
+    """Guard until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for group in guard(sys.stdin):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Turns Ctrl-C, SIGTERM and a closed terminal into a request that the supervisor can look at.
+
+The first signal asks for a clean stop; Ctrl-C after that means "now". Wrappers such as `uv run`
+deliver one Ctrl-C twice, so a second one within half a second is an echo. A signal that was ignored
+when the run began (nohup, a shell's background job) stays ignored.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 0.5
+
+
+class StopSignals:
+    """`with StopSignals() as stop:` collects requests; leaving restores the previous handlers.
+
+    first    number of the first signal, None before it
+    insists  Ctrl-C came again
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.insists = False
+        self._since_s = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._previous[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.first is None:
+            self.first, self._since_s = number, now_s
+        elif number == signal.SIGINT and now_s - self._since_s > ECHO_S:
+            self.insists = True

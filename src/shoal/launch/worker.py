@@ -1,0 +1,65 @@
+"""What a worker process wraps its work in, so that its failure is told in its own words.
+
+A failure becomes one JSON file, `logs/rank-K.error.json`, which the supervisor reads: `kind`,
+`line`, `traceback`, `exit_code`, `time_s`. Exit codes: 0 done · 1 a crash, worth a restart ·
+2 the user must change something · 3 the numbers are at fault (a restart would repeat them).
+Source: the idea of an error file per worker is torchelastic's `@record`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.base.errors import ShoalError, TrainingError
+from shoal.launch.failures import Report, write_report
+
+TRACEBACK_LINES = 25
+CRASH_CODE, TRAINING_CODE = 1, 3
+
+
+def run_worker(main: Callable[[], int]) -> int:
+    """Run `main` and return the exit code of this process; a failure is written down first.
+
+    The report goes to the run folder named by SHOAL_RUN_FOLDER (set by the supervisor), and always
+    to standard error, which is this rank's log. Call it as the last thing a process does.
+    """
+    try:
+        return main()
+    except ShoalError as failure:
+        code = TRAINING_CODE if isinstance(failure, TrainingError) else failure.exit_code
+        report = Report.of(failure, exit_code=code, line=str(failure), trace="")
+    except Exception as failure:
+        line = "".join(traceback.format_exception_only(failure)).strip()
+        report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=traceback_text(failure))
+    sys.stderr.write((report.traceback or report.line) + "\n")
+    sys.stderr.flush()
+    if folder := os.environ.get("SHOAL_RUN_FOLDER"):
+        rank = int(os.environ.get("RANK", "0"))
+        write_report(Path(folder) / "logs" / f"rank-{rank}.error.json", report)
+    return report.exit_code
+
+
+def traceback_text(failure: BaseException) -> str:
+    """The end of a traceback without the frames that say nothing about the user's mistake."""
+    found = traceback.TracebackException.from_exception(failure)
+    link: traceback.TracebackException | None = found
+    while link is not None:
+        kept = [frame for frame in link.stack if not _is_plumbing(frame)]
+        link.stack = traceback.StackSummary.from_list(kept)
+        link = link.__cause__ or link.__context__
+    lines = "".join(found.format()).rstrip().splitlines()
+    cut = len(lines) - TRACEBACK_LINES
+    if cut <= 0:
+        return "\n".join(lines)
+    return "\n".join([f"({cut} lines above are in the log)", *lines[cut:]])
+
+
+def _is_plumbing(frame: traceback.FrameSummary) -> bool:
+    own = os.path.abspath(frame.filename) == os.path.abspath(__file__)
+    # torch.nn.Module.__call__ puts two such frames between every two of the user's.
+    module_call = frame.name in ("_wrapped_call_impl", "_call_impl")
+    return own or module_call

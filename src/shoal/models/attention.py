@@ -1,0 +1,73 @@
+"""Causal self-attention: every token looks at itself and the past; its kernel is chosen here.
+
+Formula   out_i = Σ_{j ≤ i} softmax_j(q_i·k_j / √head_dim) · v_j
+          Grouped queries (GQA): query head h reads key/value head h // (heads / kv_heads), and
+          key/value heads are never copied for it on CPU: a group's queries are more rows.
+Kernels   CPU, seq ≤ 2048: matrix products on blocks of query rows, which skip the keys after the
+          block; longer: torch's flash kernel, whose memory does not grow with seq².
+          Elsewhere: torch's flash kernel; in fp32, which it lacks, memory-efficient attention.
+Measured  torch 2.13, one EPYC thread with AVX-512 and bf16, forward + backward in ms, 4 heads on 2
+          kv_heads of 64, batch × seq = 2048 tokens (128: 1024 tokens):
+              seq                128    256    512   1024   2048
+              fp32  blocks       5.9   18.2   30.3   52.3   96.3
+                    no blocks    6.0   22.5   43.6  109.4  295.1
+                    flash        6.2   22.3   43.2   65.6  106.5
+              bf16  blocks       2.0    6.3   12.7   20.8   41.1
+                    no blocks    1.9    7.2   14.7   43.7  108.4
+                    flash       10.7   23.8   39.2   50.5   83.6
+Source    Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; flash: Dao et al. 2022
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLASH_FROM = 2049
+"""Shortest sequence for which the CPU's flash kernel is used."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """Attention of every position to itself and the past.
+
+    q [batch, heads, seq, head_dim] · k, v [batch, kv_heads, seq, head_dim]; heads is a multiple of
+    kv_heads. `dropout` is the share of attention weights set to 0; the caller passes 0 in eval.
+    Gives [batch, heads, seq, head_dim]. Under bf16 the blocks round scores to bf16 before the
+    softmax (which itself adds up in fp32); flash kernels keep them in fp32.
+    """
+    if q.device.type == "cpu" and q.shape[2] < FLASH_FROM:
+        return _by_blocks(q, k, v, dropout)
+    if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
+        # only flash kernels read grouped heads; without copies fp32 would fall to seq² memory
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    batch, heads, seq, head_dim = q.shape
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
+    q = q.reshape(batch * kv_heads, groups, seq, head_dim)
+    k, v = k.reshape(-1, seq, head_dim), v.reshape(-1, seq, head_dim)
+    rows = 256 if q.dtype == torch.bfloat16 and seq > 512 else 128
+    outputs = []
+    for start in range(0, seq, rows):
+        stop = min(start + rows, seq)
+        block = q[:, :, start:stop].reshape(batch * kv_heads, -1, head_dim)
+        future = q.new_full((stop - start, stop), -math.inf).triu_(start + 1).repeat(groups, 1)
+        scores = torch.baddbmm(
+            future, block, k[:, :stop].transpose(1, 2), alpha=1 / math.sqrt(head_dim)
+        )  # [batch × kv_heads, groups × block, keys so far]
+        weights = scores.softmax(-1)
+        if dropout:
+            weights = F.dropout(weights, dropout)
+        out = torch.bmm(weights, v[:, :stop])
+        outputs.append(out.view(-1, groups, stop - start, head_dim))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return joined.reshape(batch, heads, seq, head_dim)

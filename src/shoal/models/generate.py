@@ -1,0 +1,48 @@
+"""Writes on: samples tokens one by one from what a language model says comes next.
+
+Formula   p(next) = softmax(logits / temperature); temperature 0 takes the likeliest token
+Limits    no key/value cache: each token runs the model on the last `window` tokens again
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.loss import Unprojected
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    steps: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    window: int = 256,
+) -> Tensor:
+    """Tokens [batch, seq] continued to [batch, seq + steps], in eval mode; the mode is put back.
+
+    model        gives `Unprojected`, or logits [batch, seq, vocabulary]
+    temperature  above 0; lower is safer, 0 always the likeliest
+    generator    of the model's device, for text that can be repeated
+    window       the model sees this many last tokens; not more than its own `sequence`
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(steps):
+            outputs = model(tokens[:, -window:])
+            if isinstance(outputs, Unprojected):  # only the last position is projected
+                outputs = Unprojected(outputs.hidden[:, -1:], outputs.weight).logits()
+            last = outputs[:, -1].float()
+            if temperature == 0:
+                following = last.argmax(-1, keepdim=True)
+            else:
+                odds = torch.softmax(last / temperature, -1)
+                following = torch.multinomial(odds, 1, generator=generator)
+            tokens = torch.cat((tokens, following), 1)
+    finally:
+        model.train(was_training)
+    return tokens

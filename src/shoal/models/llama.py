@@ -1,0 +1,206 @@
+"""Llama: the decoder-only language model that most open models follow; a plain nn.Module.
+
+Formula   h = embedding[tokens]; per block  h += attention(norm(h));  h += mlp(norm(h))
+          RMSNorm(x) = x / √(mean(x²) + ε) · w        SwiGLU(x) = down(silu(gate(x)) · up(x))
+          RoPE turns the pair (x_i, x_{i + d/2}) at position p by the angle p · θ^(−2i/d)
+Returns   `Unprojected(hidden, weight)`: the loss projects onto the vocabulary chunk by chunk
+Init      normal, σ = 0.02; what writes into the residual stream (o, down): σ / √(2·layers). Every
+          leaf module knows its own σ, so calling `reset_parameters` on any of them is right.
+Source    Touvron et al. 2023 (2302.13971, 2307.09288), Llama 3 (2407.21783); σ: GPT-2. Halves are
+          paired as transformers does, so its Llama weights fit without permutation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.base.errors import ConfigError
+from shoal.models.attention import causal_attention
+from shoal.models.loss import Unprojected
+from shoal.models.norm import RMSNorm
+
+INIT_STD = 0.02
+
+
+class Projection(nn.Linear):
+    """A linear layer without bias whose weights start as a normal of width `std`."""
+
+    def __init__(
+        self, inputs: int, outputs: int, *, std: float = INIT_STD, device: str | None = None
+    ) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=False, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again."""
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class TokenEmbedding(nn.Embedding):
+    """One row per token, drawn as the projections are."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+def rotary_table(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """What RoPE multiplies a vector by, and its swapped halves: each [seq, 1, head_dim].
+
+    Takes `like`'s dtype and device; angles are reckoned in fp32 or better, because bf16 cannot tell
+    position 257 from 258. Made in each layer's forward pass (35 µs) and not kept in a buffer: a
+    buffer would be garbage after meta-device initialisation, would lose digits in
+    `model.to(bfloat16)`, and blocks that need nothing but h can be cut apart anywhere.
+    """
+    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+    steps = torch.arange(0, head_dim, 2, device=like.device, dtype=exact)
+    rates = torch.exp(steps * (-math.log(theta) / head_dim))
+    positions = torch.arange(seq, device=like.device, dtype=exact)
+    angles = torch.outer(positions, rates).unsqueeze(1)
+    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs of x [batch, seq, heads, head_dim] by the table's angles."""
+    first, second = x.chunk(2, -1)
+    return torch.addcmul(x * cos, torch.cat((second, first), -1), sin)
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions and grouped key/value heads."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        rope_theta: float,
+        dropout: float,
+        residual_std: float,
+    ) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+        self.q = Projection(dim, heads * self.head_dim)
+        self.k = Projection(dim, kv_heads * self.head_dim)
+        self.v = Projection(dim, kv_heads * self.head_dim)
+        self.o = Projection(heads * self.head_dim, dim, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        batch, seq, _ = x.shape
+        q = self.q(x).view(batch, seq, -1, self.head_dim)
+        k = self.k(x).view(batch, seq, -1, self.head_dim)
+        v = self.v(x).view(batch, seq, -1, self.head_dim)
+        cos, sin = rotary_table(seq, self.head_dim, self.rope_theta, q)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = causal_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout=self.dropout if self.training else 0.0,
+        )
+        out: Tensor = self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward part: one projection gates another."""
+
+    def __init__(self, dim: int, hidden: int, *, residual_std: float) -> None:
+        super().__init__()
+        self.gate = Projection(dim, hidden)
+        self.up = Projection(dim, hidden)
+        self.down = Projection(hidden, dim, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] to [..., dim]."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention, then the feed-forward part, each added to the residual stream."""
+
+    def __init__(self, attention: Attention, mlp: SwiGLU, dim: int, epsilon: float, dropout: float):
+        super().__init__()
+        self.attention_norm = RMSNorm(dim, epsilon)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(dim, epsilon)
+        self.mlp = mlp
+        self.residual_dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        h = h + self.residual_dropout(self.attention(self.attention_norm(h)))
+        out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
+        return out
+
+
+class Llama(nn.Module):
+    """The whole model; arguments as in `shoal.planner.model_facts`, which checks them."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        sequence: int,
+        rope_theta: float = 10000.0,
+        norm_epsilon: float = 1e-5,
+        tied: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.embedding = TokenEmbedding(vocabulary, dim)
+        self.embedding_dropout = nn.Dropout(dropout)
+        residual_std = INIT_STD / math.sqrt(2 * layers)
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(
+                    dim,
+                    heads,
+                    kv_heads,
+                    rope_theta=rope_theta,
+                    dropout=dropout,
+                    residual_std=residual_std,
+                ),
+                SwiGLU(dim, hidden, residual_std=residual_std),
+                dim,
+                norm_epsilon,
+                dropout,
+            )
+            for _ in range(layers)
+        )
+        self.norm = RMSNorm(dim, norm_epsilon)
+        # a tied head gets the embedding's weight: nothing to draw, nothing to allocate
+        self.head = Projection(dim, vocabulary, device="meta" if tied else None)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Unprojected:
+        """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
+
+        Errors: ConfigError for more tokens than `sequence`.
+        """
+        if tokens.shape[1] > self.sequence:
+            raise ConfigError(
+                f"data.sequence = {tokens.shape[1]}: longer than model.sequence {self.sequence}; "
+                f"set model.sequence={tokens.shape[1]}"
+            )
+        h = self.embedding_dropout(self.embedding(tokens))
+        for block in self.blocks:
+            h = block(h)
+        return Unprojected(self.norm(h), self.head.weight)

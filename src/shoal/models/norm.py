@@ -1,0 +1,61 @@
+"""RMSNorm: scales every vector to root mean square 1, then by a learnt weight per channel.
+
+Formula   y = x · s · w  with s = 1 / √(mean(x²) + ε)
+          ∂x = g·w·s − x · s³/dim · Σ(g·w·x)        ∂w = Σ over vectors of g·x·s
+Kernel    torch's own on GPUs, where it is fused. On CPU torch differentiates it op by op (nine
+          passes over the activations); the two formulas above need five. One thread, [2048, 256]
+          fp32, forward + backward: 0.48 against 1.33 ms, 5 % of the demo model's bf16 step.
+Source    Zhang and Sennrich 2019 (1910.07467)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class RMSNorm(nn.Module):
+    """Normalises the last dim; `weight` [dim] starts at 1."""
+
+    def __init__(self, dim: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        """Weight 1 everywhere."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] to [..., dim]."""
+        wide = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
+        if x.device.type == "cpu" and wide:
+            y: Tensor = _RMSNorm.apply(x, self.weight, self.epsilon)
+            return y
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The formulas of this module's docstring; saves x and one scalar per vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        dim = x.shape[-1]
+        product = (upstream * x).reshape(-1, dim)
+        grad_weight = torch.mv(product.T, scale.reshape(-1))
+        along = torch.mv(product, weight).view_as(scale) * scale.pow(3).div_(-dim)
+        grad_x = torch.addcmul((upstream * weight).mul_(scale), x, along)
+        return grad_x, grad_weight, None

@@ -1,0 +1,131 @@
+"""Makes the optimizer: by name for the main job, or rebinds the one that the user brought.
+
+Weight decay acts on matrices only: vectors and scalars (norms, biases) form a group without it.
+AdamW runs fused where torch has a fused kernel (CPU and CUDA). Optimizers that call the model
+themselves (LBFGS and other closures) are refused: a layout decides when the model runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, PlanError, nearest
+from shoal.base.policies import OptimizerPolicy
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+def build_optimizer(
+    policy: OptimizerPolicy, parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer that `[optimizer]` describes, over the trainable parameters.
+
+    Errors: ConfigError for an unknown name (nearest spelling) or settings that the class refuses.
+    """
+    kind = _find_class(policy.name)
+    accepted = inspect.signature(kind).parameters
+    settings: dict[str, Any] = {"lr": policy.lr}
+    if "betas" in accepted and len(kind_default(kind, "betas")) == 2:
+        settings["betas"] = policy.betas
+    if "momentum" in accepted and kind is torch.optim.SGD:
+        settings["momentum"] = policy.momentum
+    if "fused" in accepted and _fused_works(parameters):
+        settings["fused"] = True
+    decays = "weight_decay" in accepted
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups: list[dict[str, Any]] = []
+    for members, decay in ((matrices, policy.weight_decay), (vectors, 0.0)):
+        if members:
+            groups.append({"params": members, **({"weight_decay": decay} if decays else {})})
+    try:
+        return refuse_closures(kind(groups, **settings))
+    except (TypeError, ValueError) as failure:
+        raise ConfigError(f"optimizer.name = {policy.name}: {failure}") from failure
+
+
+def kind_default(kind: type, name: str) -> tuple[Any, ...]:
+    """The default of a tuple-valued argument of an optimizer class; () if it has none."""
+    default = inspect.signature(kind).parameters[name].default
+    return default if isinstance(default, tuple) else ()
+
+
+def _find_class(name: str) -> type[torch.optim.Optimizer]:
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as failure:
+            raise ConfigError(f"optimizer.name = {name}: does not import: {failure}") from failure
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+    }
+    classes.pop("optimizer", None)
+    if name.lower() not in classes:
+        close = nearest(name.lower(), classes)
+        raise ConfigError(
+            f"optimizer.name = {name}: no such class in torch.optim"
+            + (f"; nearest: {close}" if close else f"; there are {', '.join(sorted(classes))}")
+        )
+    return classes[name.lower()]
+
+
+def _fused_works(parameters: Iterable[nn.Parameter]) -> bool:
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+
+
+def rebind(
+    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    module: nn.Module,
+    parameters: Parameters,
+) -> torch.optim.Optimizer:
+    """The user's optimizer over the parameters that the layout really trains.
+
+    optimizer   an instance over the module's parameters, or a function `params -> optimizer`
+    parameters  the named trainable parameters of the program
+    Errors      PlanError naming a parameter that the optimizer holds and the model does not, or
+                that it has no trainable parameter at all; ConfigError for closures
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(
+                f"optimizer: a torch.optim.Optimizer or a function params -> optimizer is wanted, "
+                f"got {type(optimizer).__name__}"
+            )
+        optimizer = optimizer(list(parameters.values()))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer: the function gave {type(optimizer).__name__}, a torch.optim.Optimizer "
+                f"is wanted"
+            )
+    names = {id(p): n for n, p in module.named_parameters(remove_duplicate=False)}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise PlanError(
+                    f"optimizer: parameter {place} of group {number}, shape "
+                    f"{list(parameter.shape)}, is not in the model: the optimizer was built over "
+                    f"other parameters, and training would change nothing; build it from this "
+                    f"model's parameters, or give a function params -> optimizer"
+                )
+    return refuse_closures(optimizer)
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, unless its step insists on calling the model."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs = closure is not None and closure.default is inspect.Parameter.empty
+    if needs or isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} evaluates the model itself through a closure, "
+            f"which a layout cannot split; nearest: torch.optim.AdamW"
+        )
+    return optimizer

@@ -1,0 +1,112 @@
+"""Optimizer state by parameter name: what a checkpoint keeps, and how it comes back.
+
+torch numbers parameters by their place in the groups; names survive another layout, another order
+and another group. Tensors become `optimizer.PARAMETER.KEY`, plain numbers and the groups'
+hyper-parameters go into the checkpoint's JSON record. Anything else cannot be saved and is refused
+right after the first step, not at the first save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import CheckpointError, ConfigError
+
+Plain = bool | int | float | str | None
+
+
+def split_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors by `PARAMETER.KEY`, JSON record) of an optimizer.
+
+    Errors: ConfigError naming the parameter, the key and the type of a state that cannot be saved.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, dict[str, Plain]] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{names[parameter]}.{key}"] = value
+            elif isinstance(value, Plain):
+                scalars.setdefault(names[parameter], {})[key] = value
+            else:
+                raise ConfigError(
+                    f"optimizer: {type(optimizer).__name__} keeps {key} of {names[parameter]} as "
+                    f"{type(value).__name__}; tensors and numbers can be saved"
+                )
+    groups = [
+        {
+            "names": [names[p] for p in group["params"]],
+            **{k: _plain(v) for k, v in group.items() if k != "params" and _is_plain(v)},
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"class": type(optimizer).__name__, "scalars": scalars, "groups": groups}
+
+
+def join_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+    record: Mapping[str, Any],
+) -> list[str]:
+    """Put a saved state back; gives lines on hyper-parameters that differ, which stay as given now.
+
+    tensors    by `PARAMETER.KEY`, on any device · record  the JSON part
+    Errors     CheckpointError if the checkpoint was written by another optimizer class
+    """
+    if record["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"optimizer: the checkpoint was written by {record['class']}, this run has "
+            f"{type(optimizer).__name__}; nearest: optimizer.name={record['class'].lower()}"
+        )
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        state: dict[str, Any] = dict(record["scalars"].get(name, {}))
+        prefix = f"{name}."
+        for key, value in tensors.items():
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                # AdamW keeps `step` on the CPU unless it is fused or capturable.
+                at_home = value.ndim == 0 and not _steps_on_device(optimizer)
+                state[key[len(prefix) :]] = value if at_home else value.to(parameter.device)
+        if state:
+            optimizer.state[parameter] = state
+    return _differences(optimizer, record["groups"], parameters)
+
+
+def _differences(
+    optimizer: torch.optim.Optimizer, saved: list[Any], parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    then = {name: group for group in saved for name in group["names"]}
+    names = {id(p): n for n, p in parameters.items()}
+    lines = []
+    for number, group in enumerate(optimizer.param_groups):
+        known = [names[id(p)] for p in group["params"] if names.get(id(p)) in then]
+        if not known:
+            continue
+        old = then[known[0]]
+        for key, value in group.items():
+            if key in ("params", "lr") or not _is_plain(value) or key not in old:
+                continue
+            if _plain(value) != old[key]:
+                lines.append(f"optimizer group {number}: {key} was {old[key]}, is {_plain(value)}")
+    return lines
+
+
+def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(v, Plain) for v in value)
+    return isinstance(value, Plain)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,120 @@
+"""BatchNorm under any layout: statistics per micro-batch, running buffers moved once per step.
+
+A running buffer is a linear recurrence r ← (1 − m)·r + m·x over the micro-batches in order. While a
+micro-batch runs, its BatchNorm layers write into scratch buffers that start at 0: after k calls
+these hold s with r_after = (1 − m)^k · r + s. Every rank then learns every (s, k), and all apply
+them in the order of the micro-batches, so running buffers are equal on all ranks and equal to those
+of one process. With momentum None (a plain average) the mean of all calls is kept instead.
+SyncBatchNorm, if the user put it in, already agrees and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError
+from shoal.fabric import World
+from shoal.parallel._torch import BatchNorm
+from shoal.parallel.program import Program
+
+
+def apply(program: Program) -> Program:
+    """Bring every BatchNorm with running statistics under the rule; nothing to do without any."""
+    layers = [
+        m
+        for m in program.module.modules()
+        if isinstance(m, BatchNorm)
+        and not isinstance(m, nn.SyncBatchNorm)
+        and m.running_mean is not None
+    ]
+    if not layers:
+        return program
+    rule = _Rule(layers, program.world)
+    return replace(
+        program,
+        around=(*program.around, rule.micro_batch),
+        on_update=(*program.on_update, rule.commit),
+    )
+
+
+def _running(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(running mean, running variance, number of calls) of a layer that keeps them."""
+    kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+    mean, variance, calls = kept
+    if mean is None or variance is None or calls is None:
+        raise BugError("a BatchNorm without running statistics came under the rule")
+    return mean, variance, calls
+
+
+class _Rule:
+    """Collects (s, k) of every micro-batch of a step and applies them at its end."""
+
+    def __init__(self, layers: list[BatchNorm], world: World) -> None:
+        self.layers = layers
+        self.world = world
+        self.step: int | None = None
+        self.rows: list[torch.Tensor] = []
+
+    @contextmanager
+    def micro_batch(self, step: int, index: int) -> Iterator[None]:
+        if step != self.step:
+            self.step, self.rows = step, []
+        kept = [_running(layer) for layer in self.layers]
+        for layer, buffers in zip(self.layers, kept, strict=True):
+            _set(layer, *(torch.zeros_like(buffer) for buffer in buffers))
+        try:
+            yield
+            self.rows.append(self._row(index))
+        finally:
+            for layer, buffers in zip(self.layers, kept, strict=True):
+                _set(layer, *buffers)
+
+    def _row(self, index: int) -> torch.Tensor:
+        """[index, k of each layer, s of each layer's mean and variance] as float64."""
+        scratch = [_running(layer) for layer in self.layers]
+        parts = [torch.tensor([index], dtype=torch.float64, device=self.world.device)]
+        parts += [calls.double().reshape(1) for _, _, calls in scratch]
+        for mean, variance, _ in scratch:
+            parts += [mean.double(), variance.double()]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def commit(self, counts: list[int]) -> None:
+        """Apply the step's statistics; `counts` are the micro-batches that each rank ran."""
+        width = 1 + len(self.layers)
+        width += sum(2 * _running(layer)[0].numel() for layer in self.layers)
+        mine = torch.full((max(counts), width), -1.0, dtype=torch.float64)
+        mine = mine.to(self.world.device)
+        for place, row in enumerate(self.rows):
+            mine[place] = row
+        everyone = self.world.gather(mine).reshape(-1, width)  # [ranks × most, width]
+        for row in sorted((r for r in everyone if r[0] >= 0), key=lambda r: float(r[0])):
+            self._advance(row)
+        self.rows = []
+
+    def _advance(self, row: torch.Tensor) -> None:
+        place = 1 + len(self.layers)
+        for number, layer in enumerate(self.layers):
+            mean, variance, tracked = _running(layer)
+            calls, before = int(row[1 + number]), int(tracked)
+            for buffer in (mean, variance):
+                told = row[place : place + buffer.numel()].to(buffer.dtype)
+                place += buffer.numel()
+                if calls == 0:
+                    continue
+                if layer.momentum is None:
+                    buffer.mul_(before / (before + calls)).add_(
+                        told, alpha=calls / (before + calls)
+                    )
+                else:
+                    buffer.mul_((1 - layer.momentum) ** calls).add_(told)
+            tracked += calls
+
+
+def _set(layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, calls: torch.Tensor) -> None:
+    layer.running_mean, layer.running_var, layer.num_batches_tracked = mean, variance, calls

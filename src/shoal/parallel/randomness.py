@@ -1,0 +1,91 @@
+"""Dropout that does not depend on the layout: the generator is re-keyed at every block's entry.
+
+The key is a hash of (seed, step, number of the micro-batch in the step, block name), so a random
+op draws the same numbers whichever rank runs the micro-batch and whatever ran before it. Blocks are
+the entries of the module's outermost ModuleLists and Sequentials; what runs after a block is keyed
+too, so that it does not depend on how much the block drew. Outside training steps the user's own
+generator state is left as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.parallel.program import Program
+
+
+def key(seed: int, step: int, micro_batch: int, block: str) -> int:
+    """A 63-bit generator seed for one block of one micro-batch of one step.
+
+    >>> key(0, 1, 2, "layers.0") == key(0, 1, 2, "layers.0") != key(0, 1, 3, "layers.0")
+    True
+    """
+    text = f"{seed}/{step}/{micro_batch}/{block}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def apply(program: Program, seed: int) -> Program:
+    """Key every micro-batch of the program, and every block inside it, by `seed`."""
+    keyed = _Keyed(seed, program.world.device)
+    for name, block in blocks(program.module):
+        block.register_forward_pre_hook(_enter(keyed, name))
+        block.register_forward_hook(_leave(keyed, name))
+    return replace(program, around=(*program.around, keyed.micro_batch))
+
+
+def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Entries of the outermost ModuleLists and Sequentials, with their names."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield path, child
+        else:
+            yield from blocks(child, path)
+
+
+class _Keyed:
+    """Where the step is now; blocks are keyed only while a micro-batch runs."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.at: tuple[int, int] | None = None
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def enter(self, block: str) -> None:
+        if self.at is not None:
+            for generator in self.generators:
+                generator.manual_seed(key(self.seed, *self.at, block))
+
+    @contextmanager
+    def micro_batch(self, step: int, index: int) -> Iterator[None]:
+        kept = [generator.get_state() for generator in self.generators]
+        self.at = (step, index)
+        self.enter("")
+        try:
+            yield
+        finally:
+            self.at = None
+            for generator, state in zip(self.generators, kept, strict=True):
+                generator.set_state(state)
+
+
+def _enter(keyed: _Keyed, name: str) -> Callable[[nn.Module, object], None]:
+    def hook(module: nn.Module, inputs: object) -> None:
+        keyed.enter(name)
+
+    return hook
+
+
+def _leave(keyed: _Keyed, name: str) -> Callable[[nn.Module, object, object], None]:
+    def hook(module: nn.Module, inputs: object, output: object) -> None:
+        keyed.enter(f"{name}/after")
+
+    return hook

@@ -1,0 +1,78 @@
+"""All ranks start from the same module: same names and shapes, same bits.
+
+Every rank hashes its tensors (SHA-256) and compares. Another structure is an error that names the
+first difference; other values are replaced by rank 0's, and one line says so, since a model that
+was built with an unseeded generator would otherwise train as many different models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel.program import Program
+
+
+def apply(program: Program) -> Program:
+    """Compare the module across ranks; adopt rank 0's values where they differ.
+
+    Errors: PlanError, the same on all ranks, when names, shapes, dtypes or frozen flags differ.
+    """
+    world, module = program.world, program.module
+    if world.size == 1:
+        return program
+    tensors = named_tensors(module)
+    structure = {n: [list(t.shape), str(t.dtype), t.requires_grad] for n, t in tensors.items()}
+    everyone = world.gather_json(hashlib.sha256(repr(structure).encode()).hexdigest())
+    if len(set(everyone)) > 1:
+        raise PlanError(_structure_line(world.gather_json(structure)))
+    digests = world.gather_json([tensor_digest(t) for t in tensors.values()])
+    differing = [
+        name
+        for name, column in zip(tensors, zip(*digests, strict=True), strict=True)
+        if len(set(column)) > 1
+    ]
+    if differing:
+        for name in differing:
+            world.broadcast(tensors[name].data)
+        program.notices.append(
+            f"weights differ across ranks in {len(differing)} of {len(tensors)} tensors, first: "
+            f"{differing[0]}; rank 0's are used (seed the generator before building the model)"
+        )
+    return program
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, on any device and of any dtype."""
+    raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).hexdigest()
+
+
+def _structure_line(structures: list[dict[str, list[object]]]) -> str:
+    first = structures[0]
+    for rank, other in enumerate(structures[1:], start=1):
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
+                return (
+                    f"model: {name} is {_shape(first.get(name))} on rank 0 and "
+                    f"{_shape(other.get(name))} on rank {rank}; every rank must build the same "
+                    f"model: look for a builder that reads the rank or the environment"
+                )
+        if list(first) != list(other):
+            return f"model: ranks 0 and {rank} name the same parameters in another order"
+    return "model: the structure differs between ranks"
+
+
+def _shape(entry: list[object] | None) -> str:
+    if entry is None:
+        return "missing"
+    shape, dtype, trains = entry
+    return f"{shape} {dtype}{'' if trains else ', frozen'}"

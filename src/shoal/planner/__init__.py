@@ -1,0 +1,1 @@
+"""Facts in, plans out: pure arithmetic, no torch."""

@@ -1,0 +1,1 @@
+"""Measures a machine and a model with torch; gives plain facts."""

@@ -1,0 +1,29 @@
+"""How much memory this process has used at most, and how busy its GPU is."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of this process: allocated bytes on a GPU, resident bytes on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gpu_utilisation(device: torch.device) -> float | None:
+    """Share of the last sample period in which the GPU ran a kernel, 0–1; None without a GPU.
+
+    Limits: needs NVIDIA's management library for Python; without it the answer is None too.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except (RuntimeError, ImportError, ModuleNotFoundError):
+        return None

@@ -1,0 +1,1 @@
+"""The loop: the only room that joins the crafts below it."""

@@ -1,0 +1,287 @@
+"""The main job: what one process of `shoal train` does from its start to its end.
+
+It reads the resolved run.toml of the run folder, joins the others, opens the data, builds the
+model, goes on from the newest checkpoint if there is one, and steps until the end, a signal, or a
+failure. What it has to say goes into the run folder as events and metrics; others draw it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.base.units import count_text, flops_text
+from shoal.config.load import load
+from shoal.config.sections import Config, ModelSection
+from shoal.data.cache import cache_folder
+from shoal.data.sources import Source, open_source
+from shoal.data.step import StepBatch
+from shoal.fabric import World, start_world
+from shoal.models.catalog import build
+from shoal.models.loss import token_loss
+from shoal.optim.build import build_optimizer
+from shoal.profile.flops import backward_flops
+from shoal.profile.matmul import matmul_flops_per_s
+from shoal.trainer.contract import (
+    Loss,
+    batch_length,
+    call_model,
+    cut_batch,
+    split_batch,
+    sum_and_count,
+)
+from shoal.trainer.finish import finish
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
+
+STOPPED = 143
+"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
+
+
+def train(folder: Path, *, world: World | None = None) -> int:
+    """Train the run whose resolved configuration is `folder/run.toml`; gives the exit code.
+
+    Errors: any ShoalError; the caller turns it into one line and an exit code.
+    """
+    config = load(folder / "run.toml").config
+    world = world or start_world()
+    run, source, total_steps = _prepare(config, folder, world)
+    previous = _stop_on_signal(run)
+    try:
+        return _steps(run, source, config, total_steps)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, int]:
+    """Everything before the first step: data, model, plan, state."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    source = _open_source(config, world)
+    layout = config.layout
+    degrees = {
+        axis: degree
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        if (degree := getattr(layout, axis))
+    }
+    run = parallelize(
+        lambda: build_model(config.model, source, config.data.sequence),
+        lambda parameters: build_optimizer(config.optimizer, parameters),
+        import_loss(config.model),
+        degrees or layout.strategy,
+        batch=config.train.batch,
+        micro_batch=config.train.micro_batch,
+        precision=config.precision.compute,
+        clip=config.optimizer.clip,
+        seed=config.train.seed,
+        call=config.model.call,
+        schedule=config.optimizer,
+        skip_limit=config.train.skip_limit,
+        folder=folder,
+        keep=config.checkpoint.keep,
+        world=world,
+    )
+    for path in config.train.on:
+        run.recorder.events.listeners.append(import_object("train.on", path))
+    run.restore()
+    run.recorder.cut(run.step_count)
+    total_steps = _length(config, run, source)
+    run.settings.total_steps = total_steps
+    _describe(run, source, config, total_steps, folder)
+    return run, source, total_steps
+
+
+def _open_source(config: Config, world: World) -> Source:
+    """One process per machine prepares the data (tokenizer, cache), then the others open it."""
+    if world.local_rank == 0:
+        source = open_source(config.data, config.train.seed)
+    world.barrier()
+    if world.local_rank != 0:
+        source = open_source(config.data, config.train.seed)
+    return source
+
+
+def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
+    """The module that `[model]` names, or what the user's builder gives."""
+    if section.build:
+        return import_object("model.build", section.build)(**section.arguments)
+    on_tokens = source.kind == "tokens"
+    return build(
+        section.name,
+        section.arguments,
+        vocabulary=source.vocabulary if on_tokens else None,
+        sequence=sequence if on_tokens else None,
+    )
+
+
+def import_loss(section: ModelSection) -> Loss:
+    """The user's loss function, or cross-entropy on integer targets."""
+    return import_object("model.loss", section.loss) if section.loss else token_loss
+
+
+def import_object(key: str, path: str) -> Any:
+    """What `pkg.mod:name` names. Errors: ConfigError with the key, the path and the reason."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as failure:
+        raise ConfigError(f"{key} = {path}: does not import: {failure}") from failure
+
+
+def _length(config: Config, run: Run, source: Source) -> int:
+    if config.train.steps:
+        return config.train.steps
+    try:
+        samples = len(source.train)
+    except TypeError:
+        raise ConfigError(
+            "train.epochs: the data has no length, so its epochs cannot be counted; nearest: "
+            "train.steps=1000"
+        ) from None
+    return config.train.epochs * -(-samples // run.plan.batch)
+
+
+def _describe(run: Run, source: Source, config: Config, total_steps: int, folder: Path) -> None:
+    """plan.json and the lines a user sees before the first step."""
+    rate = matmul_flops_per_s(run.world, run.plan.precision, cache_folder())
+    run.recorder.machine_flops_per_s = rate
+    if not run.world.is_first:
+        return
+    plan = json.loads(run.plan.to_json())
+    known = _known_flops(folder)
+    details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
+    (folder / "plan.json").write_text(json.dumps({**plan, **details}, indent=1))
+    run.recorder.flops_per_sample = known
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in run.model.parameters()})
+    emit = run.recorder.events.emit
+    if run.step_count == 0:
+        emit("notice", text=f"data: {source.description}")
+        emit("notice", text=run.plan.why)
+        emit(
+            "notice",
+            text=f"model: {config.model.build or config.model.name}, "
+            f"{count_text(run.plan.parameters)} parameters; {run.plan.arithmetic()}; "
+            f"{total_steps} steps",
+        )
+    emit(
+        "compute_started",
+        step=run.step_count,
+        parameters=run.plan.parameters,
+        parameter_dtypes=dtypes,
+        compute=run.plan.precision,
+        threads=torch.get_num_threads(),
+        device=str(run.world.device),
+        matmul=flops_text(rate),
+    )
+
+
+def _known_flops(folder: Path) -> float | None:
+    try:
+        return json.loads((folder / "plan.json").read_text())["flops_per_sample"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _count_flops(run: Run, batch: StepBatch) -> None:
+    """FLOP per sample, once per run: rank 0 counts on two samples and remembers in plan.json."""
+    folder = run.recorder.folder
+    if not run.world.is_first or run.recorder.flops_per_sample or not len(batch) or not folder:
+        return
+    program = run.program
+    few = next(cut_batch(batch.micro_batches[0].value, 2))
+    for prepare in program.prepare:
+        few = prepare(few)
+
+    def loss_sum(module: nn.Module, value: Any) -> torch.Tensor:
+        inputs, targets = split_batch(value)
+        with program.autocast():
+            outputs = call_model(module, inputs, run.settings.call)
+            return sum_and_count(run.loss(outputs, targets), targets)[0]
+
+    flops = backward_flops(run.model, few, loss_sum)
+    if flops:
+        run.recorder.flops_per_sample = flops / batch_length(few)
+        path = folder / "plan.json"
+        plan = {**json.loads(path.read_text()), "flops_per_sample": run.recorder.flops_per_sample}
+        path.write_text(json.dumps(plan, indent=1))
+
+
+def _stop_on_signal(run: Run) -> dict[int, Any]:
+    def ask(number: int, frame: object) -> None:
+        run.request_stop()
+
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    return {number: signal.signal(number, ask) for number in kinds}
+
+
+def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
+    """Step to the end; save and validate on the way. Gives the exit code."""
+    every = config.checkpoint.every or max(1, total_steps // 5)
+    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    validate = _validator(run, source, config)
+    began_s, first_step = time.perf_counter(), run.step_count
+    run.recorder.restart_clock()
+    while run.step_count < total_steps:
+        for batch in loader:
+            if run.step_count == first_step:
+                _count_flops(run, batch)
+                run.recorder.restart_clock()
+            run.step(batch)
+            if run.stopping:
+                return _stop(run)
+            if run.step_count >= total_steps:
+                break
+            if config.train.validate_every and run.step_count % config.train.validate_every == 0:
+                validate()
+            if run.step_count % every == 0:
+                run.save()
+    run.save()
+    values = validate()
+    wall_s = time.perf_counter() - began_s
+    finish(run, source, values, steps=run.step_count - first_step, wall_s=wall_s)
+    run.close()
+    return 0
+
+
+def _stop(run: Run) -> int:
+    saved = run.save()
+    if run.world.is_first:
+        run.recorder.events.emit(
+            "run_finished",
+            step=run.step_count,
+            how="stopped on request" if saved else "stopped on request; the last save failed",
+        )
+    run.close()
+    return STOPPED
+
+
+def _validator(run: Run, source: Source, config: Config) -> Callable[[], dict[str, float] | None]:
+    def validate() -> dict[str, float] | None:
+        if source.validation is None:
+            return None
+        values = run.evaluate(
+            source.validation, workers=config.data.workers, collate=source.collate
+        )
+        if run.world.is_first:
+            run.recorder.events.emit(
+                "validated",
+                step=run.step_count,
+                loss=values["loss"],
+                targets=int(values["targets"]),
+                unigram_entropy=source.unigram_entropy,
+            )
+        return values
+
+    return validate

@@ -1,0 +1,134 @@
+"""From a plain module to a run: decide the layout, build the plan, compose the program.
+
+The same function serves the main job and the user's own loop, alone, under torchrun and under
+Slurm: which processes there are is found in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from shoal.base.batches import check_batch, default_micro_batch
+from shoal.base.errors import ConfigError, one_of
+from shoal.base.facts import MachineFacts
+from shoal.base.plan import Plan
+from shoal.base.policies import PRECISIONS, OptimizerPolicy
+from shoal.fabric import World, start_world
+from shoal.models.loss import token_loss
+from shoal.optim.build import rebind
+from shoal.parallel import precision as formats
+from shoal.parallel.compose import compose, facts
+from shoal.parallel.program import trainable
+from shoal.planner.buckets import plan_buckets
+from shoal.planner.guide import choose_layout
+from shoal.trainer.contract import Loss
+from shoal.trainer.record import Recorder
+from shoal.trainer.run import BuildOptimizer, Run, RunSettings
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: torch.optim.Optimizer | BuildOptimizer,
+    loss: Loss | None = None,
+    layout: str | Mapping[str, int] = "auto",
+    *,
+    batch: int = 32,
+    micro_batch: int | None = None,
+    precision: str = "auto",
+    clip: float = 0.0,
+    seed: int = 0,
+    call: str = "single",
+    schedule: OptimizerPolicy | None = None,
+    total_steps: int = 0,
+    skip_limit: int = 5,
+    folder: str | Path | None = None,
+    keep: int = 2,
+    world: World | None = None,
+) -> Run:
+    """Make a module train on every process that was started, computing what one process computes.
+
+    model        an nn.Module, whose weights are kept as they are, or a function without arguments
+                 that builds one (it is called under `torch.manual_seed(seed)`)
+    optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
+    loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
+                 on integer targets, ignoring −100
+    layout       "auto", "single", "ddp", or degrees such as {"dp_replicate": 4}
+    batch        samples per optimizer step over all ranks, for `run.loader`
+    micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
+                 does not depend on the layout; a batch of your own is cut only if this is given
+    precision    auto, fp64, fp32, bf16 · clip  largest gradient norm, 0 for none
+    call         "single": model(inputs) · "kwargs": model(**inputs)
+    schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
+    skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
+                 checkpoints go · keep  newest checkpoints that stay
+    Gives        a `Run`
+    Errors       PlanError: layout and processes do not fit, ranks built different models, the
+                 optimizer holds foreign parameters · ConfigError: anything else that is not legal
+    Source       design §5; the loss rule is design §6
+    """
+    world = world or start_world()
+    if precision not in PRECISIONS:
+        raise ConfigError(one_of("precision", precision, PRECISIONS))
+    module = _build(model, seed)
+    compute = formats.resolve(precision, world.device)
+    module = formats.convert(module, compute).to(world.device)
+    parameters = trainable(module)
+    if not parameters:
+        raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
+    plan = _plan(module, layout, world, batch, micro_batch, compute)
+    bound = rebind(optimizer, module, parameters)
+    program = compose(module, plan, world, seed=seed)
+    recorder = Recorder(Path(folder) if folder is not None else None, world)
+    if world.is_first:
+        for notice in program.notices:
+            recorder.events.emit("notice", text=notice)
+    module.train()
+    settings = RunSettings(
+        clip=clip,
+        seed=seed,
+        call=call,
+        skip_limit=skip_limit,
+        keep=keep,
+        schedule=schedule,
+        total_steps=total_steps,
+        cut_own_batches=micro_batch is not None,
+    )
+    return Run(program, bound, loss or token_loss, settings, recorder)
+
+
+def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    torch.manual_seed(seed)
+    built = model()
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"model: the builder gave {type(built).__name__}, an nn.Module is wanted")
+    return built
+
+
+def _plan(
+    module: nn.Module,
+    layout: str | Mapping[str, int],
+    world: World,
+    batch: int,
+    micro_batch: int | None,
+    compute: str,
+) -> Plan:
+    parameters = sum(p.numel() for p in trainable(module).values())
+    machine = MachineFacts(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=torch.cuda.device_count(),
+    )
+    strategy, degrees = (layout, {}) if isinstance(layout, str) else ("auto", dict(layout))
+    chosen, why = choose_layout(strategy, degrees, world.size, parameters, machine)
+    micro = micro_batch or default_micro_batch(batch)
+    accumulate = check_batch(batch, micro, chosen.data_degree)
+    buckets = plan_buckets(facts(module))
+    return Plan(chosen, why, batch, micro, accumulate, compute, parameters, buckets)

@@ -1,0 +1,365 @@
+"""A run: the user's model, optimizer and loss, made ready for every process that was started.
+
+`parallelize` builds the plan and the program; `Run.step` is one optimizer step. The main job of
+`shoal train` is a client of this file like any other loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, TrainingError
+from shoal.base.plan import Plan
+from shoal.base.policies import OptimizerPolicy
+from shoal.data.iterable import IterableLoader, open_loader
+from shoal.data.loader import Loader
+from shoal.data.step import StepBatch
+from shoal.fabric import World
+from shoal.optim.schedule import lr_factor
+from shoal.optim.state import split_state
+from shoal.parallel.program import Program
+from shoal.profile.memory import peak_memory_bytes
+from shoal.trainer.contract import Loss, batch_length, cut_batch
+from shoal.trainer.evaluate import Metric, evaluate
+from shoal.trainer.record import Recorder
+from shoal.trainer.state import restore_run, save_run
+from shoal.trainer.step import MovementCheck, Tally, forward_backward, update
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; the same on every rank.
+
+    step        number of this step, from 1 · loss  mean over the targets of all ranks
+    grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
+    targets     how many targets the loss was divided by
+    skipped     the weights did not move, for `reason`
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    targets: int
+    skipped: bool
+    reason: str
+
+
+@dataclass
+class RunSettings:
+    """What a run was asked for, beyond model, optimizer and loss."""
+
+    clip: float = 0.0
+    seed: int = 0
+    call: str = "single"
+    skip_limit: int = 5
+    keep: int = 2
+    schedule: OptimizerPolicy | None = None
+    total_steps: int = 0
+    cut_own_batches: bool = False
+
+
+class Run:
+    """One model in training; several may live in one process (a GAN).
+
+    model       the module, on its device · world  the processes · plan  what was decided
+    step_count  optimizer steps taken so far, skipped ones included
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        settings: RunSettings,
+        recorder: Recorder,
+    ) -> None:
+        self.program = program
+        self.optimizer = optimizer
+        self.loss = loss
+        self.settings = settings
+        self.recorder = recorder
+        self.step_count = 0
+        self.data_state: dict[str, Any] | None = None
+        self.stopping = False
+        self.extra_record: dict[str, Any] = {}
+        self._loader: Any = None
+        self._tally: Tally | None = None
+        self._batch: Any = None
+        self._started_s: float = 0.0
+        self._data_wait_s = 0.0
+        self._stop_wanted = False
+        self._skipped_in_a_row = 0
+        self._movement = MovementCheck()
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that trains."""
+        return self.program.module
+
+    @property
+    def world(self) -> World:
+        """The processes of this run."""
+        return self.program.world
+
+    @property
+    def plan(self) -> Plan:
+        """The layout, the batch arithmetic and the gradient buckets."""
+        return self.program.plan
+
+    def loader(
+        self, dataset: Any, *, workers: int = 0, collate: Any = None
+    ) -> Loader | IterableLoader:
+        """Batches of a dataset in this run's order, each rank getting its own micro-batches.
+
+        dataset    map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`
+        Gives      an iterable over the steps of one epoch; iterating again is the next epoch
+        Errors     ConfigError for an object that is neither
+        After `restore`, the first loader goes on where the checkpoint was taken.
+        """
+        loader = open_loader(
+            dataset,
+            batch=self.plan.batch,
+            micro_batch=self.plan.micro_batch,
+            seed=self.settings.seed,
+            rank=self.world.rank,
+            degree=self.plan.layout.data_degree,
+            workers=workers,
+            collate=collate,
+        )
+        if self.data_state is not None:
+            loader.restore(self.data_state)
+        self._loader = loader
+        return loader
+
+    def step(self, batch: Any) -> StepResult:
+        """Forward, backward, clip and update for one optimizer step.
+
+        batch    a batch of `run.loader`, or this rank's own share of the step's samples,
+                 (inputs, targets) or one dict
+        Errors   ConfigError for a loss that returns a mean; TrainingError after too many
+                 non-finite steps in a row
+        """
+        self.forward_backward(batch)
+        return self.update()
+
+    def forward_backward(self, batch: Any) -> None:
+        """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
+        if self._tally is not None:
+            raise ConfigError(
+                "run.forward_backward was called twice without run.update between; give all "
+                "micro-batches of one optimizer step in one batch"
+            )
+        self._data_wait_s = self.recorder.data_wait_s()
+        self._batch = batch
+        self._tally = forward_backward(
+            self.program,
+            self._micro_batches(batch),
+            self.loss,
+            step=self.step_count,
+            call=self.settings.call,
+            stop=self._stop_wanted,
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
+        )
+        self.stopping = self._tally.stop
+
+    def update(self) -> StepResult:
+        """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
+        if self._tally is None:
+            raise ConfigError("run.update was called before run.forward_backward")
+        tally, self._tally = self._tally, None
+        lr = self._set_lr()
+        checking = not self._movement.done and lr > 0
+        if checking:
+            self._movement.look(self.program)
+        done = update(self.program, self.optimizer, tally, clip=self.settings.clip)
+        if checking and not done.skipped:
+            self._check_first_update()
+        self.step_count += 1
+        if isinstance(self._batch, StepBatch):
+            self.data_state = self._loader_state(self._batch)
+        result = StepResult(
+            self.step_count, done.loss, done.grad_norm, lr, int(tally.count), done.skipped,
+            done.reason,
+        )  # fmt: skip
+        self._record(result, tally)
+        self._count_skips(result, tally)
+        self._batch = None
+        return result
+
+    def evaluate(
+        self,
+        data: Any,
+        metrics: Mapping[str, Metric] | None = None,
+        *,
+        workers: int = 0,
+        collate: Any = None,
+    ) -> dict[str, float]:
+        """Means of the loss and of metrics over every sample once, on all ranks together.
+
+        data      a dataset (split over ranks here), or an iterable of this rank's own batches
+        metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
+        Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks
+        """
+        batches = self._evaluation_batches(data, workers, collate)
+        values = evaluate(self.program, batches, self.loss, metrics or {}, call=self.settings.call)
+        self.recorder.restart_clock()
+        return values
+
+    def save(self, folder: str | Path | None = None) -> Path | None:
+        """Write a checkpoint; every rank must call it.
+
+        folder   a run folder; default: the one given to `parallelize`
+        Gives    the checkpoint's folder, or None if writing failed (an event says why; the older
+                 checkpoints are untouched, and training may go on)
+        Errors   ConfigError without any folder
+        """
+        path = save_run(self, self._folder(folder))
+        self.recorder.restart_clock()
+        return path
+
+    def restore(self, folder: str | Path | None = None) -> bool:
+        """Go on from the newest complete checkpoint of a run folder; every rank must call it.
+
+        Gives    False if there is none
+        Errors   CheckpointError if its tensors do not fit this model or optimizer
+        """
+        found = restore_run(self, self._folder(folder))
+        self.recorder.restart_clock()
+        return found
+
+    def request_stop(self) -> None:
+        """Ask for a stop; after the next step `run.stopping` is true on every rank alike."""
+        self._stop_wanted = True
+
+    def close(self) -> None:
+        """Leave the other processes in an orderly way; call it last."""
+        self.world.close()
+
+    def _folder(self, folder: str | Path | None) -> Path:
+        chosen = Path(folder) if folder is not None else self.recorder.folder
+        if chosen is None:
+            raise ConfigError('run.save: no folder; nearest: shoal.parallelize(…, folder="runs/x")')
+        return chosen
+
+    def _micro_batches(self, batch: Any) -> list[tuple[int, Any]]:
+        if isinstance(batch, StepBatch):
+            return [(m.index, m.value) for m in batch.micro_batches]
+        cut = self.plan.micro_batch if self.settings.cut_own_batches else batch_length(batch)
+        parts = cut_batch(batch, max(1, cut))
+        return [
+            (place * self.world.size + self.world.rank, part) for place, part in enumerate(parts)
+        ]
+
+    def _evaluation_batches(self, data: Any, workers: int, collate: Any) -> Iterator[Any]:
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(
+            data, list
+        ):
+            yield from _flat(data)
+            return
+        loader = Loader(
+            data,
+            batch=self.plan.micro_batch * self.plan.layout.data_degree,
+            micro_batch=self.plan.micro_batch,
+            seed=self.settings.seed,
+            rank=self.world.rank,
+            degree=self.plan.layout.data_degree,
+            workers=workers,
+            collate=collate,
+            shuffle=False,
+        )
+        yield from _flat(loader)
+
+    def _loader_state(self, batch: StepBatch) -> dict[str, Any]:
+        kept = self._loader.state() if self._loader is not None else {}
+        return {**kept, "position": batch.next_position}
+
+    def _set_lr(self) -> float:
+        policy, total = self.settings.schedule, self.settings.total_steps
+        if policy is not None and total:
+            factor = lr_factor(policy, self.step_count, total)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+        groups = self.optimizer.param_groups
+        return float(groups[0]["lr"]) if groups else 0.0
+
+    def _check_first_update(self) -> None:
+        if self._movement.moved() is False:
+            raise ConfigError(
+                "optimizer: its first step moved no parameter that has a gradient: it was built "
+                "over other parameters, or all its learning rates are 0; give parallelize a "
+                "function params -> optimizer"
+            )
+        names = {p: n for n, p in self.model.named_parameters()}
+        split_state(self.optimizer, names)  # refuses now what the first save could not write
+
+    def _record(self, result: StepResult, tally: Tally) -> None:
+        batch = self._batch
+        loaded = isinstance(batch, StepBatch)
+        extras: dict[str, Any] = {"skipped": result.skipped}
+        samples = 0
+        if loaded:
+            extras["samples"] = [batch.position, batch.next_position]
+            samples = batch.next_position - batch.position
+        self.recorder.step(
+            {
+                "step": result.step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": result.targets,
+                "data_wait_s": self._data_wait_s,
+                "peak_memory_bytes": max(tally.peak_memory_bytes),
+                "peak_memory_bytes_by_rank": tally.peak_memory_bytes,
+                **extras,
+            },
+            samples=samples,
+        )
+
+    def _count_skips(self, result: StepResult, tally: Tally) -> None:
+        if not result.skipped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        mine: dict[str, Any] = {"rank": self.world.rank, "micro_batches": [], "samples": []}
+        if isinstance(self._batch, StepBatch):
+            mine["micro_batches"] = [m.index for m in self._batch.micro_batches]
+            mine["samples"] = self._batch.sample_ids
+        everyone = self.world.gather_json(mine)
+        culprits = [m for m in everyone if m["rank"] in tally.broken]
+        if self.world.is_first:
+            self.recorder.events.emit(
+                "step_skipped",
+                step=result.step,
+                reason=result.reason,
+                ranks=tally.broken,
+                culprits=culprits,
+                in_a_row=self._skipped_in_a_row,
+            )
+        if self._skipped_in_a_row >= self.settings.skip_limit:
+            where = ", ".join(f"rank {m['rank']}" for m in culprits) or "all ranks"
+            raise TrainingError(
+                f"step {result.step}: {result.reason} on {where}, {self._skipped_in_a_row} steps "
+                f"in a row (train.skip_limit); the weights are those of step "
+                f"{result.step - self._skipped_in_a_row}; look at these samples, lower "
+                f"optimizer.lr, or set optimizer.clip"
+            )
+
+
+def _flat(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        if isinstance(batch, StepBatch):
+            yield from (m.value for m in batch.micro_batches)
+        else:
+            yield batch
+
+
+BuildOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -1,0 +1,215 @@
+"""One optimizer step, on any layout: micro-batches in, one update out.
+
+    forward_backward   for each own micro-batch: forward, loss sum, backward; gradients of loss SUMS
+                       travel while the last backward still runs
+    tally              one all-reduce: loss sum, count of targets N, whose numbers broke, who wants
+                       to stop, which parameters were used
+    update             gradient = sum / N, clipped by the true global norm; both are one
+                       multiplication; then the optimizer, on all ranks or on none
+
+Nothing is ever averaged per rank or per micro-batch, so unequal counts of targets weigh right.
+Source: design §6; the same rule as torchtitan's global normalisation, but with N known late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from shoal.base.errors import BugError
+from shoal.parallel.program import Program, Reducer
+from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What all ranks know together after the backward passes of a step.
+
+    loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
+    stop              some rank was asked to stop · used  per parameter, on any rank
+    micro_batches     how many each rank ran · peak_memory_bytes  of each rank
+    """
+
+    loss_sum: float
+    count: float
+    broken: list[int]
+    stop: bool
+    used: list[bool]
+    micro_batches: list[int]
+    peak_memory_bytes: list[int]
+
+
+def reducer_of(program: Program) -> Reducer:
+    """The program's reducer, which `compose` always sets."""
+    if program.reducer is None:
+        raise BugError("the program has no reducer: compose() was not called")
+    return program.reducer
+
+
+def forward_backward(
+    program: Program,
+    micro_batches: Sequence[tuple[int, Any]],
+    loss: Loss,
+    *,
+    step: int,
+    call: str = "single",
+    stop: bool = False,
+    peak_memory_bytes: int = 0,
+) -> Tally:
+    """Run this rank's micro-batches of one step and sum everything over all ranks.
+
+    micro_batches   (number in the step, batch) pairs; may be empty, the rank then joins with zeros
+    Gives           the tally; `parameter.grad` is then the gradient of the loss SUM over all ranks
+    Errors          ConfigError for a loss that returns a mean, before anything was updated
+    """
+    reducer = reducer_of(program)
+    reducer.begin()
+    device = program.world.device
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.float64, device=device)
+    for place, (index, batch) in enumerate(micro_batches):
+        inputs, targets = split_batch(_prepare(program, batch))
+        if place == len(micro_batches) - 1:
+            reducer.arm()
+        with ExitStack() as around:
+            for enter in program.around:
+                around.enter_context(enter(step, index))
+            with program.autocast():
+                outputs = call_model(program.module, inputs, call)
+                total, targets_here = sum_and_count(loss(outputs, targets), targets)
+            del outputs  # activations that only the outputs hold are free during backward
+            if total.requires_grad:
+                total.backward()
+        loss_sum += total.detach()
+        count += targets_here
+    reducer.finish()
+    return _tally(program, loss_sum, count, len(micro_batches), stop, peak_memory_bytes)
+
+
+def _prepare(program: Program, batch: Any) -> Any:
+    for prepare in program.prepare:
+        batch = prepare(batch)
+    return batch
+
+
+def _tally(
+    program: Program,
+    loss_sum: torch.Tensor,
+    count: torch.Tensor,
+    micro_batches: int,
+    stop: bool,
+    peak_memory_bytes: int,
+) -> Tally:
+    """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags."""
+    world, reducer = program.world, reducer_of(program)
+    device, ranks = world.device, world.size
+    norms = reducer.local_norms()
+    magnitude = loss_sum.abs() + sum((n.to(torch.float64) for n in norms), torch.zeros_like(count))
+    per_rank = torch.zeros(3, ranks, dtype=torch.float64, device=device)
+    per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
+    per_rank[1, world.rank] = micro_batches
+    per_rank[2, world.rank] = peak_memory_bytes
+    used = torch.tensor(reducer.used(), dtype=torch.float64, device=device)
+    # A rank whose loss is not finite must not turn the sums of the others into NaN.
+    head = torch.stack([torch.nan_to_num(loss_sum, 0, 0, 0), count, count.new_tensor(float(stop))])
+    vector = torch.cat([head, per_rank.flatten(), used])
+    world.sum(vector)
+    told = vector.tolist()
+    slots = [told[3 + k * ranks : 3 + (k + 1) * ranks] for k in range(3)]
+    return Tally(
+        loss_sum=told[0],
+        count=told[1],
+        stop=told[2] > 0,
+        broken=[rank for rank, flag in enumerate(slots[0]) if flag],
+        micro_batches=[int(n) for n in slots[1]],
+        peak_memory_bytes=[int(n) for n in slots[2]],
+        used=[n > 0 for n in told[3 + 3 * ranks :]],
+    )
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What an update did: the mean loss, the gradient norm before clipping, whether weights moved.
+
+    reason   why not, if it was skipped
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    reason: str = ""
+
+
+def update(
+    program: Program, optimizer: torch.optim.Optimizer, tally: Tally, *, clip: float
+) -> Updated:
+    """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
+
+    clip     largest norm of the mean gradient; 0 leaves it
+    Gives    what happened; `parameter.grad` is then the clipped mean gradient, None where no rank
+             used the parameter (weight decay and momentum then leave it alone, as in one process)
+    """
+    reducer = reducer_of(program)
+    buffers = reducer.buffers()
+    loss = tally.loss_sum / tally.count if tally.count else math.nan
+    if tally.broken:
+        return Updated(math.nan, math.nan, True, "non-finite loss or gradient")
+    if tally.count <= 0:
+        return Updated(loss, 0.0, True, "no valid target in the whole step")
+    norm = global_norm(buffers) / tally.count
+    if not math.isfinite(norm):
+        return Updated(loss, norm, True, "the summed gradient overflowed")
+    coefficient = 1.0 / tally.count
+    if clip > 0:
+        coefficient *= min(1.0, clip / (norm + 1e-6))
+    if buffers:
+        torch._foreach_mul_(buffers, coefficient)
+    for parameter, used in zip(program.parameters.values(), tally.used, strict=True):
+        if not used:
+            parameter.grad = None
+    optimizer.step()
+    for commit in program.on_update:
+        commit(tally.micro_batches)
+    return Updated(loss, norm, False)
+
+
+def global_norm(buffers: Sequence[torch.Tensor]) -> float:
+    """Euclidean norm over all elements of all buffers, as a Python float (float64)."""
+    if not buffers:
+        return 0.0
+    norms = torch._foreach_norm(list(buffers))
+    return float(torch.linalg.vector_norm(torch.stack([n.to(torch.float64) for n in norms])))
+
+
+class MovementCheck:
+    """Proves once that the optimizer trains this model: some parameter with a gradient must move.
+
+    An optimizer built before a model was copied, cast or sharded steps happily over parameters that
+    nobody uses. The smallest parameters are copied before the first real step and compared after.
+    """
+
+    WATCHED = 8
+
+    def __init__(self) -> None:
+        self.done = False
+        self.before: list[tuple[str, nn.Parameter, torch.Tensor]] = []
+
+    def look(self, program: Program) -> None:
+        """Before the update: remember the smallest parameters."""
+        smallest = sorted(program.parameters.items(), key=lambda item: item[1].numel())
+        self.before = [(n, p, p.detach().clone()) for n, p in smallest[: self.WATCHED]]
+
+    def moved(self) -> bool | None:
+        """After it: did any watched parameter with a gradient move? None if none had a gradient."""
+        had = [(p, old) for _, p, old in self.before if p.grad is not None and bool(p.grad.any())]
+        self.before = []
+        if not had:
+            return None
+        self.done = True
+        return any(not torch.equal(p.detach(), old) for p, old in had)

@@ -1,0 +1,185 @@
+"""Events as sentences: which of them a person is told of during a run, and in which words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shoal.base.units import bytes_text, count_text, seconds_text
+
+Record = dict[str, Any]
+SHOWN_RUNS = 6
+
+
+def event_text(event: Record) -> str | None:
+    """What to tell about an event, or None if it is for the log only.
+
+    >>> event_text({"event": "restarting", "attempt": 1, "of": 3})
+    'restart 1 of 3, from the last checkpoint'
+    >>> event_text({"event": "worker_started", "rank": 0, "pid": 4711}) is None
+    True
+    """
+    tell = SENTENCES.get(str(event.get("event")))
+    return None if tell is None else printable(tell(event))
+
+
+def printable(text: str) -> str:
+    """Text that cannot move the cursor or change colours: a model may have written it.
+
+    >>> printable("a\\x1b[31mb\\tc")
+    'a·[31mb c'
+    """
+    kept = text.rstrip().expandtabs(4)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in kept)
+
+
+def died_text(event: Record) -> str:
+    """Who died and how, in one line.
+
+    >>> died_text({"rank": 1, "pid": 4711, "how": "killed by SIGKILL", "traceback": ""})
+    'rank 1 (pid 4711): killed by SIGKILL'
+    """
+    trace = str(event.get("traceback") or "").rstrip()
+    last = f": {trace.splitlines()[-1].strip()}" if trace else ""
+    return f"rank {event.get('rank')} (pid {event.get('pid')}): {event.get('how', 'ended')}{last}"
+
+
+def signal_text(name: str) -> str:
+    """A signal as the user knows it.
+
+    >>> signal_text("SIGINT"), signal_text("SIGTERM")
+    ('Ctrl-C', 'SIGTERM')
+    """
+    return "Ctrl-C" if name == "SIGINT" else name
+
+
+def _notice(event: Record) -> str:
+    body = event.get("body")
+    return f"{event.get('text', '')}\n{body}" if body else str(event.get("text", ""))
+
+
+def _restarting(event: Record) -> str:
+    attempt, of = event.get("attempt", "?"), event.get("of", "?")
+    return f"restart {attempt} of {of}, from the last checkpoint"
+
+
+def _damaged(event: Record) -> str:
+    place = " ".join(str(event[key]) for key in ("file", "tensor") if event.get(key))
+    where = place or event.get("folder", "")
+    kept = f"; kept as {event['kept_as']}" if event.get("kept_as") else ""
+    return f"checkpoint damaged: {where}: {event.get('reason', 'does not verify')}{kept}"
+
+
+def _not_saved(event: Record) -> str:
+    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    return (
+        f"checkpoint{where} not saved: {event.get('reason', 'no reason given')}; training goes on"
+    )
+
+
+def _saved(event: Record) -> str:
+    parts = []
+    if event.get("bytes") is not None:
+        parts.append(bytes_text(event["bytes"]))
+    if event.get("seconds") is not None:
+        parts.append(seconds_text(event["seconds"]))
+    detail = f" ({', '.join(parts)})" if parts else ""
+    return f"checkpoint saved: {_folder_name(event)}{detail}"
+
+
+def _resumed(event: Record) -> str:
+    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    differs = event.get("differs") or []
+    if isinstance(differs, dict):
+        differs = [f"{key} = {value}" for key, value in differs.items()]
+    if isinstance(differs, str):
+        differs = [differs]
+    changes = f"; different from then: {', '.join(map(str, differs))}" if differs else ""
+    return f"resumed from {_folder_name(event)}{where}{changes}"
+
+
+def _folder_name(event: Record) -> str:
+    folder = str(event.get("folder") or f"step-{event.get('step')}")
+    found = re.search(r"step-\d+$", folder)
+    return found[0] if found else folder
+
+
+def _skipped(event: Record) -> str:
+    culprits = [_culprit(culprit) for culprit in event.get("culprits") or [event]]
+    where = "; ".join(culprit for culprit in culprits if culprit)
+    reason = event.get("reason", "non-finite numbers")
+    text = f"step {event.get('step')} skipped, the weights did not move: {reason}"
+    return f"{text} on {where}" if where else text
+
+
+def _culprit(event: Record) -> str:
+    words = [f"rank {event['rank']}"] if event.get("rank") is not None else []
+    for key in ("micro_batches", "samples"):
+        if event.get(key):
+            words.append(f"{key.replace('_b', '-b')} {numbers_text(event[key])}")
+    return ", ".join(words)
+
+
+def numbers_text(values: Any) -> str:
+    """Whole numbers with runs drawn together; the first few of many.
+
+    >>> numbers_text([3, 4, 5, 9]), numbers_text(7)
+    ('3–5, 9', '7')
+    """
+    numbers = values if isinstance(values, list) else [values]
+    runs: list[list[Any]] = []
+    for number in numbers:
+        if runs and isinstance(number, int) and number - 1 == runs[-1][1]:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}–{last}" for first, last in runs]
+    more = f" and {len(texts) - SHOWN_RUNS} more" if len(texts) > SHOWN_RUNS else ""
+    return ", ".join(texts[:SHOWN_RUNS]) + more
+
+
+def _stopping(event: Record) -> str:
+    who = f" at rank {event['rank']}" if event.get("rank") is not None else ""
+    return (
+        f"{signal_text(str(event.get('signal', 'a signal')))}{who}: saving, then stopping "
+        f"(Ctrl-C again stops at once)"
+    )
+
+
+def _validated(event: Record) -> str:
+    loss, entropy = event.get("loss"), event.get("unigram_entropy")
+    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    text = f"validation{where}: loss {number_text(loss, 4)}"
+    if entropy is not None:
+        text += f", unigram entropy {number_text(entropy, 4)}"
+    if loss is not None and entropy is not None and loss == loss:
+        gap = entropy - loss
+        text += f" ({abs(gap):.4f} {'below' if gap >= 0 else 'above'} it)"
+    if event.get("targets") is not None:
+        text += f", {count_text(event['targets'])} targets"
+    return text
+
+
+def number_text(value: Any, digits: int) -> str:
+    """A number at fixed precision; a dash for none.
+
+    >>> number_text(3.14159, 2), number_text(None, 2), number_text(float("nan"), 2)
+    ('3.14', '–', 'nan')
+    """
+    return "–" if value is None else f"{float(value):.{digits}f}"
+
+
+SENTENCES: dict[str, Callable[[Record], str]] = {
+    "notice": _notice,
+    "worker_died": died_text,
+    "restarting": _restarting,
+    "checkpoint_saved": _saved,
+    "checkpoint_failed": _not_saved,
+    "checkpoint_damaged": _damaged,
+    "resumed": _resumed,
+    "step_skipped": _skipped,
+    "stop_requested": _stopping,
+    "validated": _validated,
+}
+"""The events that are shown; the others stay in the log."""

@@ -1,0 +1,220 @@
+"""Shows a run while it goes: what happened as lines, where it stands as a live region.
+
+On a terminal the last two lines are redrawn in place (one dense step line, one bar); through a pipe
+they become one `key=value` line about every two seconds. All of it comes from the run folder, so
+the same view works on a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.view.events import died_text, event_text, printable
+from shoal.view.folder import RunFolder, last_session
+from shoal.view.progress import Progress, coarse_text, fit
+
+Record = dict[str, Any]
+PIPE_EVERY_S = 2.0
+DRAW_EVERY_S = 0.25
+STYLES = {
+    "worker_died": "red",
+    "checkpoint_damaged": "red",
+    "checkpoint_failed": "yellow",
+    "step_skipped": "yellow",
+    "restarting": "yellow",
+    "stop_requested": "yellow",
+    "validated": "bold",
+    "checkpoint_saved": "dim",
+}
+"""Emphasis only: the words say the same without colour."""
+
+
+class LiveView:
+    """Draws the run in `folder` on `stream`; call `tick()` often and `finish()` once.
+
+    folder       the run folder; of what it holds already only the events of this session are
+                 shown, so make the view after `run_started` was emitted, or in an empty folder
+    total_steps  length of the run; None: `steps` of plan.json, if it says so
+    stream       where to write; in place only if it is a terminal
+    colour       False: no colours even on a terminal; never through a pipe, nor if NO_COLOR is set
+
+    A stream that cannot be written any more (a closed pipe, a lost terminal) ends the drawing, not
+    the run.
+    """
+
+    def __init__(
+        self, folder: Path, *, total_steps: int | None = None, stream: TextIO, colour: bool = True
+    ) -> None:
+        self.folder = RunFolder(folder)
+        self.untold = last_session(self.folder.events.read()[0])
+        self.folder.metrics.read()
+        self.progress = Progress(total_steps)
+        self.stream = stream
+        self.on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        coloured = colour and self.on_terminal and not os.environ.get("NO_COLOR")
+        self.console = Console(
+            file=stream,
+            color_system="auto" if coloured else None,
+            force_terminal=self.on_terminal,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        self.live: Live | None = None
+        self.broken = False
+        self.phase = "starting"
+        self.began_s, self.drawn_s = time.monotonic(), -math.inf
+        self.drawn_step: int | None = None
+        self.told_traceback = ""
+
+    def tick(self) -> None:
+        """Read what is new and show it; cheap if nothing is."""
+        self._guarded(self._tick)
+
+    def finish(self) -> None:
+        """Show the rest, leave the last step as an ordinary line, give the terminal back."""
+        self._guarded(self._finish)
+
+    def _guarded(self, draw: Any) -> None:
+        if self.broken:
+            return
+        try:
+            draw()
+        except OSError:
+            self.broken = True
+
+    def _tick(self) -> None:
+        # In this order every event finds the steps that it followed already read.
+        events = self.untold + self.folder.events.read()[0]
+        self.untold = []
+        self._take_steps(*self.folder.metrics.read())
+        if self.progress.fraction == 1 and not self._is_drawn():
+            self._draw_last()
+        for event in events:
+            self._tell(event)
+        if self.on_terminal:
+            self._draw_in_place()
+        else:
+            self._draw_line()
+
+    def _finish(self) -> None:
+        self._tick()
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+        if not self._is_drawn():
+            self._draw_last()
+
+    def _take_steps(self, records: list[Record], cut_back: bool) -> None:
+        self.progress.add(records, cut_back)
+        last = self.progress.last
+        if last is None or not records:
+            return
+        if self.progress.total_steps is None:
+            steps = self.folder.plan().get("steps")
+            self.progress.total_steps = steps if isinstance(steps, int) else None
+        if cut_back:
+            self.drawn_step = last["step"]  # old news: what is left after the cut was run before
+        elif self.phase != "stopping":
+            done = self.progress.fraction == 1
+            self.phase, self.began_s = ("finishing" if done else "training"), time.monotonic()
+
+    def _is_drawn(self) -> bool:
+        last = self.progress.last
+        return last is None or last["step"] == self.drawn_step
+
+    def _draw_last(self) -> None:
+        """The last step as a line that stays."""
+        width = self.console.width
+        text = self.progress.dense(width) if self.on_terminal else self.progress.key_values()
+        self._write(text)
+        self.drawn_step = self.progress.last["step"] if self.progress.last else None
+
+    def _tell(self, event: Record) -> None:
+        name = str(event.get("event"))
+        if name == "restarting":
+            self.phase, self.began_s = "restarting", time.monotonic()
+        elif name == "stop_requested":
+            self.phase = "stopping"
+        if name == "worker_died":
+            self._tell_death(event)
+        elif (text := event_text(event)) is not None:
+            self._write(text, STYLES.get(name, ""))
+
+    def _tell_death(self, event: Record) -> None:
+        # The last death is the outcome of the run: who started it says it, once, with its words.
+        if event.get("fatal"):
+            return
+        trace = printable(str(event.get("traceback") or ""))
+        if trace.count("\n") and trace != self.told_traceback:
+            event = {**event, "traceback": ""}
+            body = "\n" + "\n".join(f"  {line}" for line in trace.splitlines())
+        else:
+            body = ""
+        self._write(printable(died_text(event)) + body, STYLES["worker_died"])
+        self.told_traceback = trace
+
+    def _write(self, text: str, style: str = "") -> None:
+        if self.on_terminal:
+            if "\n" not in text:
+                width = max(20, self.console.width)
+                lines = textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+                text = "\n".join(lines)
+            # Longer texts (tracebacks, code) keep their own lines, so that they can be copied.
+            self.console.print(Text(text, style=style), soft_wrap=True)
+            return
+        encoding = self.stream.encoding or "utf-8"
+        self.stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self.stream.flush()
+
+    def _draw_line(self) -> None:
+        now_s = time.monotonic()
+        if self._is_drawn() or (self.drawn_step and now_s - self.drawn_s < PIPE_EVERY_S):
+            return
+        self._draw_last()
+        self.drawn_s = now_s
+
+    def _draw_in_place(self) -> None:
+        now_s = time.monotonic()
+        if self.live is None:
+            self.live = Live(
+                console=self.console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self.live.start()
+        elif now_s - self.drawn_s < DRAW_EVERY_S:
+            return
+        self.drawn_s = now_s
+        self.live.update(self._region(self.console.width, now_s), refresh=True)
+
+    def _region(self, width: int, now_s: float) -> Group | Text:
+        if self.progress.last is None or self.phase in ("restarting", "finishing"):
+            return Text(f"{self.phase} · {coarse_text(now_s - self.began_s)}", no_wrap=True)
+        dense = Text(self.progress.dense(width), no_wrap=True)
+        words = self.progress.waits()
+        if self.phase != "training":
+            words.insert(0, self.phase)
+        fraction = self.progress.fraction
+        if fraction is None:
+            return Group(dense, Text(fit(words, width), no_wrap=True))
+        beside = fit([f"{fraction:4.0%}", *words], width - 12)
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, width=len(beside))
+        bar = ProgressBar(total=1.0, completed=fraction, complete_style="cyan")
+        row.add_row(bar, Text(beside))
+        return Group(dense, row)

@@ -1,0 +1,169 @@
+"""The block at the end of a run: how it ended, how fast it was, what it held, sent and saved.
+
+Counts and times are of the last session only: a resumed run's earlier steps were timed elsewhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from shoal.base.units import bytes_text, count_text, seconds_text
+from shoal.view.events import died_text, number_text, numbers_text, printable, signal_text
+from shoal.view.folder import RunFolder, last_session
+from shoal.view.progress import is_number
+
+Record = dict[str, Any]
+LABEL_WIDTH = 13
+
+
+def summary(folder: Path) -> str:
+    """What a run folder tells about its last session, as a few lines of at most 80 columns."""
+    run = RunFolder(folder)
+    events = last_session(run.events.read()[0])
+    start = _first_step(events)
+    steps = [record for record in run.metrics.read()[0] if record.get("step", 0) > start]
+    rows = [
+        ("trained", _trained(steps, events)),
+        ("step", _speed(steps)),
+        ("memory", _memory(steps)),
+        ("sent", _sent(steps)),
+        ("waited", _waited(steps)),
+        ("restarts", _restarts(events)),
+        ("skipped", _skipped(events)),
+        ("validation", _validation(events)),
+        ("checkpoints", _checkpoints(run, events)),
+    ]
+    lines = [_ending(events, steps)]
+    lines += [f"  {label:<{LABEL_WIDTH}}{_short(text)}" for label, text in rows if text]
+    return "\n".join(lines)
+
+
+def _named(events: list[Record], name: str) -> list[Record]:
+    return [event for event in events if event.get("event") == name]
+
+
+def _first_step(events: list[Record]) -> int:
+    """The step that the session began from: its resume before any restart, else 0."""
+    for event in events:
+        if event.get("event") == "restarting":
+            return 0
+        if event.get("event") == "resumed":
+            return int(event.get("step") or 0)
+    return 0
+
+
+def _ending(events: list[Record], steps: list[Record]) -> str:
+    at = f" at step {steps[-1]['step']}" if steps else " before the first step"
+    deaths = [event for event in _named(events, "worker_died") if event.get("fatal")]
+    if deaths:
+        return printable(f"failed{at}: {died_text(deaths[-1])}")
+    stops, ends = _named(events, "stop_requested"), _named(events, "run_finished")
+    by = f", by {signal_text(str(stops[-1].get('signal', 'a signal')))}" if stops else ""
+    if ends:
+        how, mark, trouble = str(ends[-1].get("how", "finished")).partition(";")
+        return printable(f"{how}{at}{by}{mark}{trouble}")
+    if stops:
+        return f"stopped{at}{by}; the end was not recorded"
+    return f"no end recorded; last seen{at}"
+
+
+def _trained(steps: list[Record], events: list[Record]) -> str:
+    if not steps:
+        return ""
+    tokens = sum(record["tokens"] for record in steps if is_number(record.get("tokens")))
+    times = [event["time_s"] for event in events if is_number(event.get("time_s"))]
+    took = f" in {seconds_text(max(times) - min(times))}" if len(times) > 1 else ""
+    word = "step" if len(steps) == 1 else "steps"
+    loss = number_text(steps[-1].get("loss"), 4)
+    return f"{len(steps)} {word}, {count_text(tokens)} tokens{took}; last loss {loss}"
+
+
+def _values(steps: list[Record], key: str) -> list[float]:
+    return [record[key] for record in steps if is_number(record.get(key))]
+
+
+def _speed(steps: list[Record]) -> str:
+    # The first step of a session pays for warm-up and says little about the others.
+    steady = steps[1:] or steps
+    if not (times := _values(steady, "step_s")):
+        return ""
+    parts = [f"{seconds_text(statistics.median(times))} median"]
+    if rates := _values(steady, "tokens_per_s"):
+        parts.append(f"{count_text(statistics.median(rates))} tokens/s")
+    if mfus := _values(steady, "mfu"):
+        parts.append(f"MFU {statistics.median(mfus):.1%}")
+    return ", ".join(parts)
+
+
+def _memory(steps: list[Record]) -> str:
+    if not (peaks := _values(steps, "peak_memory_bytes")):
+        return ""
+    rows = [row for record in steps if (row := record.get("peak_memory_bytes_by_rank"))]
+    by_rank = [bytes_text(max(peaks)) for peaks in zip(*rows, strict=False)]
+    each = f" ({', '.join(by_rank)} by rank)" if len(by_rank) > 1 else ""
+    return f"{bytes_text(max(peaks))} peak per rank{each}"
+
+
+def _sent(steps: list[Record]) -> str:
+    kinds: dict[str, list[float]] = {}
+    for record in steps:
+        found = record.get("comm_bytes_by_kind") or record.get("comm_bytes")
+        for kind, sent in found.items() if isinstance(found, dict) else [("", found)]:
+            if is_number(sent):
+                kinds.setdefault(kind, []).append(sent)
+    means = {kind: sum(sent) / len(steps) for kind, sent in kinds.items()}
+    total = sum(means.values())
+    if not total:
+        return ""
+    parts = [f"{kind} {bytes_text(mean)}" for kind, mean in means.items() if kind and mean]
+    detail = f" ({', '.join(parts)})" if parts else ""
+    return f"{bytes_text(total)} per step and rank{detail}"
+
+
+def _waited(steps: list[Record]) -> str:
+    total_s = sum(_values(steps, "step_s"))
+    parts = []
+    for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data")):
+        waits = _values(steps, key)
+        if waits and total_s > 0:
+            mean_s = sum(waits) / len(waits)
+            parts.append(f"{seconds_text(mean_s)} {word} ({sum(waits) / total_s:.1%})")
+    return f"per step {', '.join(parts)}" if parts else ""
+
+
+def _restarts(events: list[Record]) -> str:
+    restarts = _named(events, "restarting")
+    deaths = [event for event in _named(events, "worker_died") if not event.get("fatal")]
+    if not restarts:
+        return ""
+    last = f"; last: {died_text(deaths[-1])}" if deaths else ""
+    return printable(f"{len(restarts)}{last}")
+
+
+def _skipped(events: list[Record]) -> str:
+    steps = sorted({event["step"] for event in _named(events, "step_skipped") if "step" in event})
+    return f"{len(steps)}, non-finite: {numbers_text(steps)}" if steps else ""
+
+
+def _validation(events: list[Record]) -> str:
+    if not (found := _named(events, "validated")):
+        return ""
+    loss, entropy = found[-1].get("loss"), found[-1].get("unigram_entropy")
+    beside = f", unigram entropy {number_text(entropy, 4)}" if entropy is not None else ""
+    return f"loss {number_text(loss, 4)}{beside}"
+
+
+def _checkpoints(run: RunFolder, events: list[Record]) -> str:
+    if not (complete := run.checkpoints()):
+        return ""
+    sizes = [event["bytes"] for event in _named(events, "checkpoint_saved") if "bytes" in event]
+    size = f", {bytes_text(sizes[-1])} each" if sizes else ""
+    names = ", ".join(f"step-{step}" for step in complete[-3:])
+    earlier = f" and {len(complete) - 3} earlier" if len(complete) > 3 else ""
+    return f"{names}{earlier}{size}"
+
+
+def _short(text: str, width: int = 80 - LABEL_WIDTH - 2) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

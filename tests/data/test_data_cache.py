@@ -1,0 +1,143 @@
+"""The cache: made once, shared, rebuilt when damaged, never seen half-made."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.base.errors import ConfigError
+from shoal.data import cache
+from shoal.data.cache import cache_folder, content_key, open_cached
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+
+
+class Builder:
+    """Counts how often it had to build."""
+
+    def __init__(self) -> None:
+        self.built = 0
+
+    def __call__(self, folder: Path) -> dict[str, Any]:
+        self.built += 1
+        (folder / "data.bin").write_bytes(bytes(range(200)))
+        return {"answer": 42}
+
+
+def test_made_once() -> None:
+    build = Builder()
+    first = open_cached("thing", "k1", build)
+    assert open_cached("thing", "k1", build) == first
+    assert build.built == 1
+    folder, about = first
+    assert about == {"answer": 42}
+    assert (folder / "data.bin").read_bytes() == bytes(range(200))
+    open_cached("thing", "k2", build)
+    assert build.built == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "meta", "meta-list"])
+def test_damage_is_found_and_mended(damage: str) -> None:
+    build = Builder()
+    folder, _ = open_cached("thing", "k", build)
+    data, meta = folder / "data.bin", folder / "meta.json"
+    if damage == "flip":
+        data.write_bytes(bytes(range(199)) + b"\x00")
+    elif damage == "cut":
+        data.write_bytes(b"")
+    elif damage == "remove":
+        data.unlink()
+    else:
+        meta.write_text("{" if damage == "meta" else "[]")
+    again, about = open_cached("thing", "k", build)
+    assert (build.built, again, about) == (2, folder, {"answer": 42})
+    assert data.read_bytes() == bytes(range(200))
+    names = sorted(p.name for p in folder.parent.iterdir())
+    assert names == ["thing-k", "thing-k.lock"]
+
+
+def test_a_builder_that_fails_leaves_nothing() -> None:
+    def fail(folder: Path) -> dict[str, Any]:
+        (folder / "half").touch()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        open_cached("thing", "k", fail)
+    assert [p.name for p in cache_folder().iterdir()] == ["thing-k.lock"]
+
+
+def test_what_a_killed_process_left_is_removed() -> None:
+    stale = cache_folder() / "thing-k.tmp-abc"
+    stale.mkdir(parents=True)
+    open_cached("thing", "k", Builder())
+    assert not stale.exists()
+
+
+def test_without_a_lock_the_first_of_two_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on a file system without locks build at once; both must end up well."""
+    monkeypatch.setattr(cache, "LOCK_WAIT_S", 0.0)
+    inner = Builder()
+
+    def build(folder: Path) -> dict[str, Any]:
+        open_cached("thing", "k", inner)  # the other process finishes first
+        return Builder()(folder)
+
+    folder, about = open_cached("thing", "k", build)
+    assert about == {"answer": 42}
+    assert (folder / "data.bin").exists()
+    assert inner.built == 1
+
+
+def race(log: Path) -> None:
+    """One of two processes that want the same entry."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        with log.open("a") as file:
+            file.write("built ")
+        time.sleep(0.3)
+        return Builder()(folder)
+
+    folder, _ = open_cached("race", "k", build)
+    assert (folder / "data.bin").stat().st_size == 200
+    with log.open("a") as file:
+        file.write("read ")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the racers are forked")
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    racers = [context.Process(target=race, args=(tmp_path / "log",)) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(timeout=60)
+        assert racer.exitcode == 0
+    assert (tmp_path / "log").read_text() == "built read read "
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match="cache: Not a directory; set SHOAL_CACHE to a folder"):
+        open_cached("thing", "k", Builder())
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/shoal")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "shoal"
+
+
+def test_the_key_tells_parts_apart() -> None:
+    keys = {content_key("ab", "c"), content_key("a", "bc"), content_key(["ab", "c"])}
+    assert len(keys) == 3

@@ -1,0 +1,301 @@
+"""The map-style loader: same bits for any rank, degree, workers; its state is one integer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from shoal.base.errors import ClusterError, ConfigError, UserError
+from shoal.data import Loader
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is i."""
+
+    draws_nothing = True
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class Augmented(Numbers):
+    """Sample i with noise from all three generators."""
+
+    draws_nothing = False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = [random.random(), np.random.rand(), torch.rand(()).item()]
+        return torch.tensor([float(index), *noise], dtype=torch.float64)
+
+
+def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Like masked language modelling: draws while joining."""
+    return torch.stack(samples) + torch.rand(())
+
+
+def run(loader: Any, epochs: int = 1) -> list[Any]:
+    """Every micro-batch: (epoch, index, start, stop, ids, value)."""
+    out = []
+    for _ in range(epochs):
+        for step in loader:
+            for m, ids in zip(step.micro_batches, step.sample_ids, strict=True):
+                out.append((step.epoch, m.index, m.start, m.stop, ids, m.value.tolist()))
+    return out
+
+
+def test_one_epoch_holds_every_sample_once_and_the_next_another_order() -> None:
+    loader = Loader(Numbers(11), batch=4, micro_batch=2, seed=3)
+    epochs = [[v for b in loader for value in b for v in value.tolist()] for _ in range(3)]
+    assert [sorted(e) for e in epochs] == [list(range(11))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert len(loader) == 3
+    assert loader.position == 33
+
+
+def test_steps_say_where_they_are() -> None:
+    loader = Loader(Numbers(11), batch=4, micro_batch=2, seed=3)
+    list(loader)
+    steps = list(loader)
+    assert [(s.position, s.next_position, s.total, s.epoch, len(s)) for s in steps] == [
+        (11, 15, 2, 1, 2),
+        (15, 19, 2, 1, 2),
+        (19, 22, 2, 1, 2),
+    ]
+    last = steps[-1]
+    assert [m.value.tolist() for m in last.micro_batches] == [list(i) for i in last.sample_ids]
+    assert len(last.sample_ids[1]) == 1
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_ranks_together_are_one_process(degree: int) -> None:
+    alone = run(Loader(Augmented(23), batch=12, micro_batch=2, seed=1), epochs=2)
+    ranks = [
+        run(Loader(Augmented(23), batch=12, micro_batch=2, seed=1, rank=r, degree=degree), 2)
+        for r in range(degree)
+    ]
+    merged = sorted((m for rank in ranks for m in rank), key=lambda m: m[2])
+    assert merged == alone
+
+
+def test_a_rank_without_work_still_gets_the_step() -> None:
+    loader = Loader(Numbers(9), batch=8, micro_batch=2, seed=0, rank=3, degree=4)
+    steps = list(loader)
+    assert [len(s) for s in steps] == [1, 0]
+    assert (steps[1].total, steps[1].position, steps[1].next_position) == (1, 8, 9)
+    assert list(steps[1]) == []
+    assert loader.position == 9
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_bits_do_not_depend_on_workers(workers: int) -> None:
+    settings: dict[str, Any] = dict(batch=8, micro_batch=2, seed=5, degree=2, rank=1)
+    settings["collate"] = noisy_collate
+    want = run(Loader(Augmented(21), **settings), epochs=2)
+    torch.manual_seed(99)
+    assert run(Loader(Augmented(21), workers=workers, **settings), epochs=2) == want
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 4, 5])
+def test_resume_gives_the_rest_on_any_layout(stop_after: int) -> None:
+    whole = run(Loader(Augmented(22), batch=6, micro_batch=2, seed=2), epochs=2)
+    first = Loader(Augmented(22), batch=6, micro_batch=2, seed=2)
+    position = 0
+    for _ in range(2):
+        for step in first:
+            stop_after -= 1
+            position = step.next_position
+            if stop_after <= 0:
+                break
+        if stop_after <= 0:
+            break
+    state = first.state()
+    assert state == {"position": position, "samples": 22}
+    rest: list[Any] = []
+    for rank in range(3):
+        again = Loader(Augmented(22), batch=6, micro_batch=2, seed=2, rank=rank, degree=3)
+        again.restore(state)
+        rest += run(again, epochs=2 - position // 22)
+    assert sorted(rest, key=lambda m: m[2]) == [m for m in whole if m[2] >= position]
+
+
+def test_position_moves_when_the_step_is_handed_out() -> None:
+    loader = Loader(Numbers(10), batch=4, micro_batch=4, seed=0)
+    assert [loader.position for _ in loader] == [4, 8, 10]
+
+
+def test_setting_the_position_ends_a_running_iteration() -> None:
+    loader = Loader(Numbers(10), batch=2, micro_batch=2, seed=0)
+    seen = []
+    for step in loader:
+        seen.append(step.position)
+        if step.position == 4:
+            loader.position = 2
+    assert seen == [0, 2, 4]
+    assert [s.position for s in loader] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_models_own_draws_are_not_disturbed(workers: int) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    want = (random.random(), np.random.rand(), torch.rand(()).item())
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    loader = Loader(Augmented(6), batch=2, micro_batch=2, seed=0, workers=workers)
+    for _ in loader:
+        pass
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == want
+
+
+def test_a_quiet_dataset_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr("shoal.data.fetch.seed_draws", lambda *key: calls.append(key))
+    list(Loader(Numbers(4), batch=2, micro_batch=2, seed=0))
+    assert calls == []
+    list(Loader(Augmented(4), batch=2, micro_batch=2, seed=0))
+    assert len(calls) == 4 + 2
+
+
+class Broken(Numbers):
+    """Sample 3 cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            raise OSError("bad image")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_epoch_and_sample(workers: int) -> None:
+    loader = Loader(Broken(6), batch=2, micro_batch=1, seed=0, workers=workers, shuffle=False)
+    with pytest.raises(UserError) as caught:
+        list(loader)
+    assert str(caught.value) == ("data.source: sample 3 (epoch 0, position 3): OSError: bad image")
+    assert "__getitem__" in caught.value.__notes__[0]
+    assert loader.position == 2  # the step that failed was not handed out
+    assert multiprocessing.active_children() == []
+
+
+def test_samples_that_cannot_be_joined() -> None:
+    ragged = [torch.zeros(2), torch.zeros(3)]
+    with pytest.raises(UserError) as caught:
+        list(Loader(ragged, batch=2, micro_batch=2, seed=0))
+    assert str(caught.value).startswith(
+        "data.collate: joining positions 0 … 1 (epoch 0); unequal samples need "
+        "data.collate=pkg.mod:function: RuntimeError: stack expects"
+    )
+
+
+def test_arrays_stay_arrays_in_workers() -> None:
+    values = [
+        type(next(iter(Loader([1, 2], batch=2, micro_batch=2, seed=0, workers=w, collate=np.array))
+             ).micro_batches[0].value)
+        for w in (0, 1)
+    ]  # fmt: skip
+    assert values == [np.ndarray, np.ndarray]
+
+
+class Suicidal(Numbers):
+    """Sample 1 kills the process that reads it, as the kernel does when memory runs out."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_killed_worker_is_named() -> None:
+    loader = Loader(Suicidal(4), batch=1, micro_batch=1, seed=0, workers=1, shuffle=False)
+    with pytest.raises(ClusterError, match=r"data.workers = 1: DataLoader worker .* fewer"):
+        list(loader)
+    assert multiprocessing.active_children() == []
+
+
+PARENT = """
+import os, pathlib, sys, time
+from shoal.data import Loader
+
+class Slow:
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+        time.sleep(120)
+
+next(iter(Loader(Slow(), batch=4, micro_batch=1, seed=0, workers=2)))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signal is Linux's")
+def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 60
+        while len(pids := [int(p.name) for p in tmp_path.iterdir()]) < 2:
+            assert time.monotonic() < deadline
+            assert parent.poll() is None
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 3  # torch's own watchdog would take until the item is read
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """True for a process that is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"batch": 0}, "train.batch = 0: must be at least 1; nearest: train.batch=1"),
+        ({"micro_batch": 0}, "train.micro_batch = 0: must be at least 1"),
+        ({"workers": -1}, "data.workers = -1: must be at least 0"),
+        ({"rank": 2, "degree": 2}, "rank = 2: must be 0 … 1, the data-parallel degree"),
+        ({"position": -1}, "loader position = -1: must be at least 0 samples"),
+    ],
+)
+def test_impossible_numbers(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Loader(Numbers(4), **{"batch": 2, "micro_batch": 1, "seed": 0, **wrong})
+    assert str(caught.value).startswith(text)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.source: the dataset \(list\) has 0 samples"):
+        Loader([], batch=2, micro_batch=1, seed=0)
+
+
+def test_another_datasets_state_is_refused() -> None:
+    state = Loader(Numbers(10), batch=2, micro_batch=1, seed=0).state()
+    other = Loader(Numbers(12), batch=2, micro_batch=1, seed=0)
+    with pytest.raises(ConfigError, match="has 12 samples, the checkpoint was made with 10"):
+        other.restore(state)
+    other.restore({"position": 4})
+    assert other.position == 4

@@ -1,0 +1,174 @@
+"""Nothing outlives the supervisor; the store is private; workers are told their place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.fabric.place import find_place
+from shoal.launch import supervise
+from shoal.launch.processes import private_socket, usable_cores, worker_environment
+
+PARENT = """
+import sys
+from pathlib import Path
+from shoal.base.events import silent
+from shoal.launch import supervise
+supervise([sys.executable, "-c", Path(sys.argv[1]).read_text()], processes=2,
+          folder=Path(sys.argv[2]), restarts=0, emit=silent)
+"""
+WITH_GRANDCHILD = """
+import os, subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+path = Path(os.environ["SHOAL_RUN_FOLDER"], "pids-" + os.environ["RANK"])
+path.with_suffix(".tmp").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".tmp").rename(path)
+time.sleep(60)
+"""
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that waits to be collected (a zombie) does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Any, limit_s: float) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def start_family(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A supervisor in its own process, and the ids of its workers and their children."""
+    script = folder / "script.py"
+    script.write_text(WITH_GRANDCHILD)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(script), str(folder)])
+    files = [folder / "pids-0", folder / "pids-1"]
+    assert wait_until(lambda: all(file.exists() for file in files), 15)
+    return parent, [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_sigkill_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    parent, pids = start_family(tmp_path)
+    pids += [pid for pid in children_of(parent.pid) if pid not in pids]
+    assert len(pids) == 5  # two workers, a child of each, the guardian
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not any(map(lives, pids)), 3), [p for p in pids if lives(p)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signal")
+def test_workers_die_with_the_supervisor_even_without_the_guardian(tmp_path: Path) -> None:
+    parent, pids = start_family(tmp_path)
+    workers = pids[::2]
+    (guardian,) = [pid for pid in children_of(parent.pid) if pid not in workers]
+    os.kill(guardian, signal.SIGKILL)
+    parent.kill()
+    parent.wait()
+    try:
+        assert wait_until(lambda: not any(map(lives, workers)), 3)
+    finally:
+        for pid in pids[1::2]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["time.sleep(30)", "sys.exit(0)"])
+def test_what_a_worker_started_ends_with_it(tmp_path: Path, end: str) -> None:
+    body = (
+        WITH_GRANDCHILD.replace("time.sleep(60)\n", "")
+        + f"""
+if os.environ["RANK"] == "1":
+    time.sleep(0.3)
+    os.kill(os.getpid(), 9)
+{end}
+"""
+    )
+    supervise([sys.executable, "-c", body], processes=2, folder=tmp_path, restarts=0,
+              emit=lambda *_, **__: None)  # fmt: skip
+    pids = [int(pid) for k in (0, 1) for pid in (tmp_path / f"pids-{k}").read_text().split()]
+    assert wait_until(lambda: not any(map(lives, pids)), 3)
+
+
+REPORT_PLACE = """
+import json, os, socket, sys
+from pathlib import Path
+attempt, rank = os.environ["SHOAL_ATTEMPT"], os.environ["RANK"]
+seen = {"cwd": os.getcwd(), "session": os.getsid(0) == os.getpid(), "env": dict(os.environ)}
+if rank == "0":
+    store = socket.socket(fileno=int(os.environ["SHOAL_STORE_FD"]))
+    seen["address"] = store.getsockname()
+    seen["listens"] = store.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+Path(os.environ["SHOAL_RUN_FOLDER"], f"seen-{attempt}-{rank}").write_text(json.dumps(seen))
+if attempt == "0":
+    sys.exit(1)
+"""
+
+
+def test_workers_are_told_their_place_and_each_attempt_meets_elsewhere(tmp_path: Path) -> None:
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    outcome = supervise([sys.executable, "-c", REPORT_PLACE + "import time; time.sleep(0.3)"],
+                        processes=2, folder=tmp_path, restarts=1, environ=environ,
+                        emit=lambda *_, **__: None)  # fmt: skip
+    assert outcome.status == "finished"
+    first, second = (json.loads((tmp_path / f"seen-{k}-0").read_text()) for k in (0, 1))
+    peer = json.loads((tmp_path / "seen-1-1").read_text())
+    for seen in (first, second):
+        assert seen["address"][0] == "127.0.0.1"
+        assert seen["listens"] == 1
+        assert str(seen["address"][1]) == seen["env"]["SHOAL_STORE_PORT"]
+    assert first["address"][1] != second["address"][1]
+    assert peer["env"]["SHOAL_STORE_PORT"] == second["env"]["SHOAL_STORE_PORT"]
+    assert peer["session"]
+    assert peer["cwd"] == os.getcwd()
+    assert "SHOAL_STORE_FD" not in peer["env"]
+    assert peer["env"]["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
+    assert peer["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert peer["env"]["SHOAL_RUN_FOLDER"] == str(tmp_path)
+    place = find_place(second["env"])
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (0, 2, 0, 2)
+    assert place.hosts_store
+    assert place.started_by == "shoal"
+    assert place.attempt == "1"
+    assert find_place(peer["env"]).rank == 1
+    assert not find_place(peer["env"]).hosts_store
+
+
+def test_what_the_user_set_is_kept(tmp_path: Path) -> None:
+    with private_socket() as listener:
+        base = {"OMP_NUM_THREADS": "5", "GLOO_SOCKET_IFNAME": "eth7", "SHOAL_STORE_FD": "99"}
+        environ = worker_environment(
+            base, rank=1, processes=2, attempt=0, folder=tmp_path, listener=listener
+        )
+    assert environ["OMP_NUM_THREADS"] == "5"
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "SHOAL_STORE_FD" not in environ
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_store_listens_on_loopback_only() -> None:
+    with private_socket() as listener:
+        port = listener.getsockname()[1]
+        tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+        rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+        bound = [row[1] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
+    assert bound == [f"0100007F:{port:04X}"]

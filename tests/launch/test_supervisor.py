@@ -1,0 +1,320 @@
+"""The supervisor with tiny workers: restarts, the culprit's own words, clean stops, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.base.errors import BugError, ClusterError
+from shoal.launch import Outcome, State, supervise
+from shoal.launch.supervisor import _Supervisor
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from shoal.base import errors
+from shoal.launch import run_worker
+rank, attempt = int(os.environ["RANK"]), int(os.environ["SHOAL_ATTEMPT"])
+folder = Path(os.environ["SHOAL_RUN_FOLDER"])
+def step(n):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": n}) + "\\n")
+"""
+
+
+class Run:
+    """Supervises one script; keeps the events."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, "time_s": time.time(), **fields})
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [found for found in self.events if found["event"] == event]
+
+    def __call__(self, body: str, *, processes: int = 2, **settings: Any) -> Outcome:
+        script = self.folder / "worker_script.py"
+        script.write_text(PRELUDE + body)
+        return supervise(
+            [sys.executable, str(script)],
+            processes=processes,
+            folder=self.folder,
+            restarts=settings.pop("restarts", 3),
+            emit=self.emit,
+            **settings,
+        )
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank-{rank}.log").read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def after(run: Run, seconds: float, act: Callable[[], None], mark: str = "up-0") -> None:
+    """Do something `seconds` after a worker has written the file `mark`."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + 10
+        while not (run.folder / mark).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def to_self(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+UP = "(folder / f'up-{rank}').touch()\n"
+
+
+def test_all_workers_finish_and_their_words_are_in_their_logs(run: Run) -> None:
+    outcome = run("print('hello from', rank)\nprint('to stderr', file=sys.stderr)")
+    assert outcome == Outcome("finished", 0, 1, "")
+    assert "hello from 1\nto stderr" in run.log(1)
+    assert "rank 1 of 2 · attempt 0 ---" in run.log(1)
+    started = run.named("worker_started")
+    assert [(e["rank"], e["attempt"]) for e in started] == [(0, 0), (1, 0)]
+    assert len({e["pid"] for e in started}) == 2
+
+
+def test_a_killed_worker_is_named_and_all_start_again(run: Run) -> None:
+    body = """
+step(attempt)
+if attempt == 0:
+    if rank == 1:
+        time.sleep(0.1)
+        (folder / "killed_s").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+"""
+    outcome = run(body)
+    assert outcome == Outcome("finished", 0, 2, "")
+    (died,) = run.named("worker_died")
+    pids = {e["rank"]: e["pid"] for e in run.named("worker_started") if e["attempt"] == 0}
+    assert (died["rank"], died["how"], died["pid"]) == (1, "killed by SIGKILL", pids[1])
+    assert not died["fatal"]
+    assert died["time_s"] - float((run.folder / "killed_s").read_text()) < 0.2
+    assert [(e["attempt"], e["of"]) for e in run.named("restarting")] == [(1, 3)]
+    assert "attempt 1" in run.log(0)
+
+
+def test_the_first_failure_is_told_once_although_a_peer_exits_first(run: Run) -> None:
+    body = """
+def main():
+    if rank == 2:
+        raise ValueError("the real mistake")
+    while not (folder / "logs" / "rank-2.error.json").exists():
+        time.sleep(0.005)
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+code = run_worker(main)
+if rank == 2:
+    time.sleep(0.2)  # slow on its way out: the peers are seen to die first
+sys.exit(code)
+"""
+    outcome = run(body, processes=3, restarts=0)
+    assert (outcome.status, outcome.exit_code, outcome.attempts) == ("failed", 1, 1)
+    assert outcome.message.startswith("rank 2 (pid ")
+    assert "exit code 1; restarts are off. Log: " in outcome.message
+    assert outcome.message.count("the real mistake") == 2  # the source line and the last line
+    assert outcome.message.count("Traceback") == 1
+    assert "worker_script.py" in outcome.message
+    assert "run_worker" not in outcome.message
+    (died,) = run.named("worker_died")
+    assert died["fatal"]
+    assert died["traceback"].endswith("ValueError: the real mistake")
+
+
+def test_a_failure_that_only_blames_a_peer_waits_for_the_peer(run: Run) -> None:
+    body = """
+def main():
+    if rank == 1:
+        (folder / "up-1").touch()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not (folder / "up-1").exists():
+        time.sleep(0.005)
+    raise RuntimeError("Connection reset by peer")
+sys.exit(run_worker(main))
+"""
+    outcome = run(body, restarts=0)
+    assert "rank 1 (pid" in outcome.message
+    assert "killed by SIGKILL (not by Shoal; often the kernel, out of memory)" in outcome.message
+
+
+def test_a_worker_that_reports_an_error_but_hangs_does_not_hang_the_run(run: Run) -> None:
+    body = """
+def main():
+    raise ValueError("then it hangs")
+if rank == 0:
+    run_worker(main)
+time.sleep(30)
+"""
+    began_s = time.monotonic()
+    outcome = run(body, restarts=0)
+    assert "then it hangs" in outcome.message
+    assert time.monotonic() - began_s < 5
+
+
+def test_restarts_run_out_and_the_last_traceback_is_the_message(run: Run) -> None:
+    body = """
+step(attempt)
+def main():
+    time.sleep(0.1)
+    raise ValueError("again")
+sys.exit(run_worker(main))
+"""
+    outcome = run(body, processes=1, restarts=3)
+    assert (outcome.status, outcome.exit_code, outcome.attempts) == ("failed", 1, 4)
+    assert "gave up after 4 attempts, no restarts left" in outcome.message
+    assert outcome.message.count("Traceback") == 1
+    assert [e["fatal"] for e in run.named("worker_died")] == [False, False, False, True]
+
+
+def test_the_same_failure_before_any_step_stops_after_three_attempts(run: Run) -> None:
+    outcome = run("raise RuntimeError('cannot start')", processes=1, restarts=9)
+    assert outcome.attempts == 3
+    assert "gave up after 3 attempts, the same failure before any step" in outcome.message
+    assert "RuntimeError: cannot start" in outcome.message  # no error file: the log's own end
+
+
+def test_different_failures_at_start_use_all_restarts(run: Run) -> None:
+    assert run("raise RuntimeError(attempt)", processes=1, restarts=4).attempts == 5
+
+
+@pytest.mark.parametrize(("error", "code"), [("UserError", 2), ("TrainingError", 3)])
+def test_what_a_restart_cannot_mend_is_not_restarted(run: Run, error: str, code: int) -> None:
+    body = f"""
+def main():
+    raise errors.{error}("train.lr = −1: must be above 0; nearest: train.lr=0.001")
+sys.exit(run_worker(main))
+"""
+    outcome = run(body)
+    line = "train.lr = −1: must be above 0; nearest: train.lr=0.001"
+    assert outcome == Outcome("failed", code, 1, line)
+    assert run.named("restarting") == []
+
+
+def test_a_stale_report_is_not_taken_for_a_new_failure(run: Run) -> None:
+    (run.folder / "logs").mkdir()
+    stale = run.folder / "logs" / "rank-0.error.json"
+    stale.write_text(json.dumps({"kind": "UserError", "line": "old", "traceback": "",
+                                 "exit_code": 2, "time_s": 0, "lost_peer": False}))  # fmt: skip
+    assert run("").status == "finished"
+
+
+def test_a_command_that_does_not_exist_is_one_line(run: Run) -> None:
+    with pytest.raises(ClusterError, match="rank 0: its process cannot be started: no-such-prog"):
+        supervise(["no-such-program"], processes=2, folder=run.folder, restarts=1, emit=run.emit)
+
+
+def test_sigterm_reaches_every_worker_once_and_they_may_save(run: Run) -> None:
+    body = (
+        """
+def save(number, frame):
+    with open(folder / f"signals-{rank}", "a") as file:
+        file.write("x")
+    time.sleep(0.3)
+    (folder / f"saved-{rank}").touch()
+    sys.exit(143 if rank else 0)
+signal.signal(signal.SIGTERM, save)
+"""
+        + UP
+    )
+    previous = signal.getsignal(signal.SIGTERM)
+    after(run, 0.2, to_self(signal.SIGTERM), "up-1")
+    outcome = run(body + "time.sleep(30)")
+    assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM")
+    assert [e["signal"] for e in run.named("stop_requested")] == ["SIGTERM"]
+    for rank in (0, 1):
+        assert (run.folder / f"signals-{rank}").read_text() == "x"
+        assert (run.folder / f"saved-{rank}").exists()
+    assert signal.getsignal(signal.SIGTERM) is previous
+    assert run.named("worker_died") == []
+
+
+def test_ctrl_c_asks_for_a_stop_with_sigterm(run: Run) -> None:
+    after(run, 0.1, to_self(signal.SIGINT))
+    outcome = run(UP + "time.sleep(30)", processes=1)
+    assert outcome == Outcome("stopped", 130, 1, "stopped by Ctrl-C")
+
+
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + UP + "time.sleep(30)"
+
+
+def test_workers_that_do_not_stop_in_time_are_killed(run: Run) -> None:
+    after(run, 0.1, to_self(signal.SIGTERM))
+    outcome = run(STUBBORN, processes=1, grace_s=0.4)
+    assert outcome.exit_code == 143
+    assert outcome.message == "stopped by SIGTERM; killed rank 0, still busy after 0 s"
+
+
+def test_a_second_ctrl_c_kills_at_once_but_an_echo_does_not(run: Run) -> None:
+    after(run, 0.0, to_self(signal.SIGINT))
+    after(run, 0.2, to_self(signal.SIGINT))
+    after(run, 0.9, to_self(signal.SIGINT))
+    began_s = time.monotonic()
+    outcome = run(STUBBORN, processes=1)
+    assert outcome.exit_code == 130
+    assert "killed at the second Ctrl-C, before all was saved" in outcome.message
+    assert 0.8 < time.monotonic() - began_s < 10
+
+
+def test_a_worker_that_fails_while_stopping_is_named(run: Run) -> None:
+    body = """
+def main():
+    def save(number, frame):
+        raise OSError("disk full")
+    signal.signal(signal.SIGTERM, save)
+    (folder / "up-0").touch()
+    time.sleep(30)
+    return 0
+sys.exit(run_worker(main))
+"""
+    after(run, 0.1, to_self(signal.SIGTERM))
+    outcome = run(body, processes=1)
+    assert "rank 0 did not end cleanly: OSError: disk full. Log: " in outcome.message
+
+
+def test_workers_that_were_asked_directly_end_the_run_without_a_restart(run: Run) -> None:
+    outcome = run("time.sleep(0.2 * rank)\nsys.exit(143)")
+    assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM")
+    assert run.named("stop_requested") == []
+
+
+def test_ticks_come_about_ten_times_a_second_and_a_failing_one_leaves_no_worker(run: Run) -> None:
+    ticks: list[float] = []
+    run("time.sleep(1.0)", processes=1, on_tick=lambda: ticks.append(time.monotonic()))
+    assert 5 <= len(ticks) <= 15
+
+    def fail() -> None:
+        raise KeyError("drawing")
+
+    with pytest.raises(KeyError):
+        run("time.sleep(30)", processes=1, on_tick=fail)
+    pid = run.named("worker_started")[-1]["pid"]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_states_move_only_as_the_table_says() -> None:
+    supervisor = object.__new__(_Supervisor)
+    supervisor.state = State.DONE
+    with pytest.raises(BugError, match="no way from done to running"):
+        supervisor.move(State.RUNNING)

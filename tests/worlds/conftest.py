@@ -1,0 +1,35 @@
+"""Fixtures: a world of 2 and a world of 4 processes, each started at its first use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from worlds import Members
+
+
+class Worlds:
+    """Gives the world of a size, starting it when first asked; a broken one is started anew."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self.log_folder = log_folder
+        self.by_size: dict[int, Members] = {}
+
+    def __call__(self, size: int) -> Members:
+        world = self.by_size.get(size)
+        if world is None or any(p.poll() is not None for p in world.processes):
+            self.by_size[size] = world = Members(size, self.log_folder)
+        return world
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    made = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield made
+    for world in made.by_size.values():
+        world.close()

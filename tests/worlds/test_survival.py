@@ -1,0 +1,127 @@
+"""Kills, stops and resumes of the real command at 4 ranks: bit for bit the unbroken run."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
+
+RANKS = "launch.processes=4"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happens to."""
+    command = CommandLine(tmp_path_factory.mktemp("unbroken"), *TOY_ARGUMENTS, RANKS)
+    code, output = command.finish()
+    assert code == 0, output
+    return command.run
+
+
+def assert_same(run: Path, unbroken: Path) -> None:
+    assert trajectory(run) == trajectory(unbroken)
+    assert final_hashes(run) == final_hashes(unbroken)
+
+
+def test_samples_of_the_unbroken_run_are_each_committed_once(unbroken: Path) -> None:
+    spans = [samples for _, _, _, samples in trajectory(unbroken)]
+    assert [step for step, *_ in trajectory(unbroken)] == list(range(1, 13))
+    assert spans[0][0] == 0
+    assert all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
+    # 70 samples in steps of 16: the fifth step of an epoch holds what is left.
+    assert spans[4] == [64, 70]
+
+
+def test_sigkill_of_a_random_rank_restarts_bit_for_bit(tmp_path: Path, unbroken: Path) -> None:
+    seed = time.time_ns() % 10_000
+    dice = random.Random(seed)
+    victim, after = dice.randrange(4), dice.randrange(1, 11)
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, RANKS)
+    command.wait_for(lambda: command.steps() >= after)
+    time.sleep(dice.random() * 0.08)
+    command.kill(victim)
+    code, output = command.finish()
+    assert code == 0, f"seed {seed}\n{output}"
+    died = command.events("worker_died")
+    assert [e["rank"] for e in died] == [victim], f"seed {seed}: {died}"
+    assert output.count("killed") >= 1
+    assert_same(command.run, unbroken)
+
+
+def test_sigterm_then_resume_is_bit_for_bit(tmp_path: Path, unbroken: Path) -> None:
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, RANKS)
+    command.wait_for(lambda: command.steps() >= 5)
+    command.process.send_signal(signal.SIGTERM)
+    code, output = command.finish()
+    assert code == 143, output
+    stopped_at = command.steps()
+    assert 5 <= stopped_at < 12
+    assert f"shoal train --resume runs/{command.run.name}" in output
+    resumed = CommandLine(tmp_path, "--resume", "runs/run")
+    code, output = resumed.finish()
+    assert code == 0, output
+    assert_same(command.run, unbroken)
+    assert f"step {stopped_at}" in output
+
+
+def test_sigkill_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, "launch.processes=2")
+    command.wait_for(lambda: command.steps() >= 1)
+    family = psutil.Process(command.process.pid).children(recursive=True)
+    assert len(family) >= 2
+    command.process.kill()
+    command.process.communicate(timeout=10)
+    gone, alive = psutil.wait_procs(family, timeout=3)
+    assert not alive, f"still there after 3 s: {alive}"
+
+
+def test_kill_to_next_committed_step_takes_ten_seconds_at_most(tmp_path: Path) -> None:
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, "launch.processes=2", "checkpoint.every=1")
+    command.wait_for(lambda: command.steps() >= 4)
+    command.kill(1)
+    killed_s, before = time.time(), command.steps()
+    command.wait_for(lambda: command.events("resumed") != [])
+    command.wait_for(lambda: command.steps() > before)
+    elapsed_s = time.time() - killed_s
+    code, output = command.finish()
+    assert code == 0, output
+    assert elapsed_s <= 10, f"{elapsed_s:.1f} s"
+
+
+def test_live_folder_refuses_a_second_owner(tmp_path: Path) -> None:
+    first = CommandLine(tmp_path, *TOY_ARGUMENTS, "launch.processes=1")
+    first.wait_for(lambda: first.steps() >= 4)
+    second = CommandLine(tmp_path, "--resume", "runs/run")
+    code, output = second.finish()
+    assert code == 2
+    assert f"pid {first.process.pid}" in output
+    assert "since" in output
+    assert first.finish()[0] == 0
+
+
+def test_metrics_hold_every_promised_key(unbroken: Path) -> None:
+    promised = [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_s",
+        "tokens_per_s",
+        "mfu",
+        "peak_memory_bytes",
+        "comm_bytes",
+        "comm_exposed_s",
+        "data_wait_s",
+    ]
+    for row in lines(unbroken / "metrics.jsonl"):
+        assert set(promised) <= set(row)
+    started = [e for e in lines(unbroken / "events.jsonl") if e["event"] == "worker_started"]
+    assert sorted(e["rank"] for e in started) == [0, 1, 2, 3]
+    assert all(isinstance(e["pid"], int) for e in started)

@@ -1,0 +1,102 @@
+"""Worlds of real processes for tests: started once per session, asked many times."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+START_S, CALL_S = 90.0, 120.0
+
+
+class Failed(AssertionError):
+    """A check failed or did not answer on some rank."""
+
+
+class Members:
+    """`size` processes in one process group, each running `member.py`."""
+
+    def __init__(self, size: int, log_folder: Path) -> None:
+        self.size = size
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        self.log_paths = [log_folder / f"world-{size}-rank-{rank}.log" for rank in range(size)]
+        self.processes = []
+        for rank in range(size):
+            env = {
+                **os.environ,
+                "SHOAL_STORE_PORT": str(listener.getsockname()[1]),
+                "SHOAL_STORE_FD": str(listener.fileno()),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(size),
+                "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+                "OMP_NUM_THREADS": "1",
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "member.py")],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.log_paths[rank].open("w"),
+                    env=env,
+                    pass_fds=[listener.fileno()] if rank == 0 else [],
+                    text=True,
+                )
+            )
+        listener.close()
+        self.collect(START_S)
+
+    def call(self, function: str, *, deadline_s: float = CALL_S, **arguments: Any) -> list[Any]:
+        """Run `module:function(world, **arguments)` on every member; answers by rank."""
+        line = json.dumps({"call": function, "arguments": arguments}) + "\n"
+        for process in self.processes:
+            process.stdin.write(line)
+            process.stdin.flush()
+        return self.collect(deadline_s)
+
+    def collect(self, deadline_s: float) -> list[Any]:
+        """One answer of every member, or Failed with the traceback of the first that has one."""
+        until_s = time.monotonic() + deadline_s
+        answers: dict[int, Any] = {}
+        while len(answers) < self.size:
+            waiting = {p.stdout: r for r, p in enumerate(self.processes) if r not in answers}
+            left_s = until_s - time.monotonic()
+            ready = select.select(list(waiting), [], [], max(0.0, left_s))[0]
+            if not ready:
+                errors = [a["error"] for a in answers.values() if "error" in a]
+                raise Failed(f"ranks {sorted(waiting.values())} silent for {deadline_s} s {errors}")
+            for stream in ready:
+                text = stream.readline()
+                rank = waiting[stream]
+                if not text:
+                    raise Failed(f"rank {rank} ended: {self.log_paths[rank].read_text()[-3000:]}")
+                answers[rank] = json.loads(text)
+        errors = [f"rank {r}: {a['error']}" for r, a in sorted(answers.items()) if "error" in a]
+        if errors:
+            raise Failed("\n".join(errors))
+        return [answers[rank]["ok"] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End every member: it leaves through barrier and destroy."""
+        for process in self.processes:
+            try:
+                process.stdin.write('{"call": "end"}\n')
+                process.stdin.close()
+            except OSError:
+                continue
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
