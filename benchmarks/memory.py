@@ -26,7 +26,7 @@ from processes import machine, run_together
 
 HERE = Path(__file__).resolve().parent
 LIMIT, HEAD_LIMIT = 1.03, 1.01
-PROCESSES, STEPS, DEADLINE_S = 2, 3, 300
+PROCESSES, STEPS, DEADLINE_S = 2, 2, 300
 PROGRAMS = "shoal,shoal_plain,ddp"
 CASE: dict[str, Any] = {
     "size": "memory",

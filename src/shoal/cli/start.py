@@ -19,7 +19,7 @@ from shoal.base.layout import Layout
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
 from shoal.config.load import Loaded, load
-from shoal.config.paths import check_data_path
+from shoal.config.paths import check_data
 from shoal.config.resolve import resolve_batch, resolve_folder, resolve_length
 from shoal.config.save import to_toml
 from shoal.launch import supervise
@@ -103,9 +103,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
 
 def _check_paths(loaded: Loaded) -> None:
     config = loaded.config
-    check_data_path(config.data.source)
-    if not _is_share(config.data.validation):
-        check_data_path(config.data.validation)
+    check_data(config.data)
     for key, path in (
         ("model.build", config.model.build),
         ("model.loss", config.model.loss),
@@ -114,13 +112,6 @@ def _check_paths(loaded: Loaded) -> None:
     ):
         if path:
             check_import(key, path)
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 <= float(text) < 1
-    except ValueError:
-        return False
 
 
 def check_import(key: str, path: str) -> None:
@@ -215,4 +206,6 @@ def next_command(folder: Path, exit_code: int) -> str:
             f"next: shoal checkpoint export {folder} model.safetensors"
             f"    (or train longer: shoal train --resume {folder} train.steps=…)"
         )
+    if not find(folder / "checkpoints"):
+        return f"run folder: {folder}\nnext: mend the above, then start a new run"
     return f"run folder: {folder}\nnext: shoal train --resume {folder}"

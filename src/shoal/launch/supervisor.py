@@ -11,6 +11,7 @@ Every attempt meets on a fresh port under a fresh name; stock restarts that reus
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -190,6 +191,7 @@ class _Supervisor:
     def give_up(self, death: Death) -> Outcome | None:
         """Record a death; the outcome if it was the last one, None if there is another attempt."""
         self.alike = [earlier for earlier in self.alike if death.same_as(earlier)] + [death]
+        told_before = len(self.alike) > 1
         if self.progress.made:
             self.alike = []
         hopeless = len(self.alike) >= SAME_FAILURES
@@ -210,7 +212,9 @@ class _Supervisor:
         attempts = self.attempt + 1
         if final_code:
             return Outcome("failed", death.code, attempts, death.line)
-        return Outcome("failed", 1, attempts, obituary(death, attempts, hopeless))
+        # The traceback of an equal death was shown when it first happened.
+        last = dataclasses.replace(death, words=death.line) if told_before else death
+        return Outcome("failed", 1, attempts, obituary(last, attempts, hopeless))
 
     def wind_down(self, grace_s: float) -> Outcome:
         """Ask every worker to save and exit; kill what has not done so in time."""

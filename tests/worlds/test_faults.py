@@ -1,0 +1,101 @@
+"""Faults of the numbers and of the disk, on the real command: contained, named, survived."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
+
+from shoal.checkpoint.catalog import find
+
+TWO = "launch.processes=2"
+
+
+def test_nan_on_one_rank_is_skipped_by_all_and_named(tmp_path: Path) -> None:
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, TWO, "data.source=toy:poisoned")
+    code, output = command.finish()
+    assert code == 0, output
+    skipped = command.events("step_skipped")
+    rows = lines(command.run / "metrics.jsonl")
+    assert [e["step"] for e in skipped] == [r["step"] for r in rows if r["skipped"]]
+    # 12 steps of 16 over 70 samples see sample 13 in at least the two whole epochs.
+    assert len(skipped) >= 2
+    for event in skipped:
+        (culprit,) = event["culprits"]
+        assert event["ranks"] == [culprit["rank"]]
+        assert any(13 in ids for ids in culprit["samples"]), "the poisoned sample is named"
+        assert culprit["micro_batches"]
+    assert rows[-1]["loss"] is not None, "the weights stayed finite"
+    assert "skipped" in output
+
+
+def test_nan_for_ever_stops_with_a_clear_message(tmp_path: Path) -> None:
+    arguments = (*TOY_ARGUMENTS, TWO, "data.source=toy:all_poison", "train.skip_limit=3")
+    code, output = CommandLine(tmp_path, *arguments, "data.validation=0").finish()
+    assert code == 3, output
+    assert "non-finite loss or gradient on rank 0, rank 1, 3 steps in a row" in output
+    assert "restarting" not in output
+
+
+def test_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
+    whole = CommandLine(tmp_path, *TOY_ARGUMENTS, TWO)
+    assert whole.finish()[0] == 0
+    expected = trajectory(whole.run), final_hashes(whole.run)
+    newest = find(whole.run / "checkpoints")[0].path
+    victim = newest / "rank-1.safetensors"
+    raw = bytearray(victim.read_bytes())
+    raw[-100] ^= 1
+    victim.write_bytes(raw)
+    code, output = CommandLine(tmp_path, "--resume", "runs/run").finish()
+    assert code == 0, output
+    assert "rank-1.safetensors" in output
+    (damaged,) = [
+        e for e in lines(whole.run / "events.jsonl") if e["event"] == "checkpoint_damaged"
+    ][:1]
+    assert damaged["tensor"]
+    assert "step-9" in output, "went on from the one before"
+    assert (trajectory(whole.run), final_hashes(whole.run)) == expected
+
+
+def test_full_disk_in_a_save_does_not_stop_training(tmp_path: Path) -> None:
+    """The run folder lies on a tmpfs that is filled up while the run goes."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(runs)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip(f"this machine forbids mounting a tmpfs: {made.stderr.decode().strip()}")
+    try:
+        arguments = (*TOY_ARGUMENTS, TWO, "model.width=96", "train.steps=24", "checkpoint.every=6")
+        command = CommandLine(tmp_path, *arguments)
+        command.wait_for(lambda: command.events("checkpoint_saved") != [])
+        filler = runs / "filler"
+        room = os.statvfs(runs)
+        filler.write_bytes(b"x" * (room.f_bavail * room.f_frsize - 16384))
+        command.wait_for(lambda: command.events("checkpoint_failed") != [])
+        failed_at = command.events("checkpoint_failed")[0]
+        filler.unlink()
+        code, output = command.finish()
+        assert code == 0, output
+        assert "No space left" in failed_at["reason"] or "free" in failed_at["reason"], failed_at
+        saved = [e["step"] for e in command.events("checkpoint_saved")]
+        assert saved[0] == 6
+        assert saved[-1] == 24, "saving works again once there is room"
+        assert len(trajectory(command.run)) == 24
+        resumed = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=26")
+        assert resumed.finish()[0] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(runs)], check=False)
+
+
+def test_a_crash_shows_the_traceback_once_and_gives_up(tmp_path: Path) -> None:
+    arguments = (*TOY_ARGUMENTS, TWO, "model.build=toy:broken", "launch.restarts=1")
+    code, output = CommandLine(tmp_path, *arguments).finish()
+    assert code == 1
+    assert output.count("Traceback (most recent call last)") == 1, output
+    assert output.count("toy.py") == 1
+    assert "--resume" not in output, "there is nothing to resume"

@@ -1,0 +1,48 @@
+"""Peak memory: `ddp` takes no more than the loop that people write by hand; the loss head one chunk.
+
+The measurement is `benchmarks/memory.py`; the gates are here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+LIMIT, DEADLINE_S = 1.03, 120
+PARAMETER_BYTES = 4 * 27_797_000  # of the benchmark's model, fp32
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """What the benchmark says, one entry per program and one for the head."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("program", ["shoal", "shoal_plain"])
+def test_no_more_than_a_hand_written_loop(measured: dict[str, Any], program: str) -> None:
+    ours, theirs = measured[program]["peak_bytes"], measured["ddp"]["peak_bytes"]
+    # weights, gradients and two moments of Adam must be in it, else nothing was measured
+    assert ours > 4 * PARAMETER_BYTES
+    assert ours <= LIMIT * theirs
+
+
+def test_the_head_adds_one_chunk_of_logits(measured: dict[str, Any]) -> None:
+    head = measured["head"]["fp32"]
+    assert 0.9 < head["chunks"] <= 1.01  # the hundredth: a few numbers per row
