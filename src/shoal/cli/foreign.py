@@ -52,6 +52,8 @@ def _work(arguments: list[str], resume: Path | None) -> int:
             answer = {"error": str(failure), "kind": type(failure).__name__}
     answer = world.broadcast_json(answer)
     if "error" in answer:
+        if not world.is_first:
+            return 2  # rank 0 says why
         kinds = {"PlanError": PlanError, "CheckpointError": CheckpointError}
         raise kinds.get(answer["kind"], ConfigError)(answer["error"])
     folder = Path(answer["folder"])

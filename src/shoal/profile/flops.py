@@ -1,9 +1,8 @@
-"""Counts the floating-point operations of one sample, forward and backward.
+"""Counts the floating-point operations of one sample, forward and backward, without running them.
 
-A copy of the module runs two samples while torch's own counter listens, before the optimizer has
-any state, so the copy fits where that state will be. The real module, its buffers and the random
-generators are left as they were. Matrix products, convolutions and attention count; element-wise
-work does not, as is usual for MFU.
+A twin of the module on torch's meta device (shapes without data) runs two samples while torch's own
+counter listens. Nothing is allocated, no generator is drawn from, and the real module is untouched.
+Matrix products, convolutions and attention count; element-wise work does not, as is usual for MFU.
 """
 
 from __future__ import annotations
@@ -16,25 +15,43 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.profile._torch import pytree
+
 
 def backward_flops(
     module: nn.Module, batch: Any, loss_sum: Callable[[nn.Module, Any], torch.Tensor]
 ) -> int | None:
-    """FLOP of `loss_sum(module, batch).backward()`; None for a module that cannot be copied or run.
+    """FLOP of `loss_sum(module, batch).backward()`; None if the module needs values, not shapes.
 
-    batch    a few samples, already on the module's device
-    Limits   operations that torch's counter does not know count as 0
+    batch    a few samples, on any device
+    Limits   operations that torch's counter does not know count as 0; a real copy of the model
+             would also count models that look at values, but cost rank 0 their memory (measured:
+             95 MiB for a 14 MiB model)
     """
-    kept = torch.get_rng_state()
     try:
-        copied = copy.deepcopy(module)
-        for part in copied.modules():
-            part._forward_pre_hooks.clear()
-            part._forward_hooks.clear()
+        twin = _meta_twin(module)
+        shapes = pytree.tree_map(_to_meta, batch)
         with FlopCounterMode(display=False) as counter:
-            loss_sum(copied, batch).backward()
+            loss_sum(twin, shapes).backward()
         return counter.get_total_flops()
     except Exception:  # whatever a user's module cannot do here, MFU is worth less than training
         return None
-    finally:
-        torch.set_rng_state(kept)
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _meta_twin(module: nn.Module) -> nn.Module:
+    """A copy of the module whose tensors have no data, and whose hooks are gone."""
+    twins: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        twin = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        twins[id(tensor)] = twin
+    copied = copy.deepcopy(module, twins)
+    for part in copied.modules():
+        part._forward_pre_hooks.clear()
+        part._forward_hooks.clear()
+    return copied
