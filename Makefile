@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types floors unit proof test-cuda test-oldest clean
+.PHONY: demo test lint types floors unit proof test-cuda clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,15 +31,10 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
-	$(BIN)/python -m tests.proof.kills
+	$(BIN)/python tests/proof/kills.py
 
 test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment
 	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda -p no:cacheprovider --override-ini addopts= -q
 
-test-oldest:  ## the oldest torch that README names
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 --editable '.[dev]'
-	.venv-oldest/bin/python -m pytest tests/worlds tests/trainer
-
 clean:
-	rm -rf $(VENV) .venv-oldest runs build src/*.egg-info
+	rm -rf $(VENV) runs build src/*.egg-info

@@ -1,7 +1,7 @@
 """Starts the processes of a measurement, with one thread each, and says what machine they ran on.
 
-Each process runs a script again with RANK, WORLD_SIZE and MASTER_PORT set, as torchrun would; the
-first that fails ends the others, and everything has a deadline.
+Each process runs a script with RANK and WORLD_SIZE set, as torchrun would, and meets the others at a
+socket that this one has bound; the first that fails ends the others, everything has a deadline.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def run_together(
     environment: dict[str, str] | None = None,
 ) -> None:
     """Run `python arguments…` in `processes` processes that form one world; raises if one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = socket.socket()  # bound before anyone starts: no other program can take the port
+    store.bind(("127.0.0.1", 0))
+    store.listen(64)
+    port = str(store.getsockname()[1])
     started = []
     for rank in range(processes):
         env = {
@@ -40,13 +41,17 @@ def run_together(
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": port,
+            "SHOAL_STORE_PORT": port,
+            "SHOAL_STORE_FD": str(store.fileno()),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}",
         }
-        started.append(subprocess.Popen([sys.executable, *arguments], env=env))
+        handed = [store.fileno()] if rank == 0 else []
+        started.append(subprocess.Popen([sys.executable, *arguments], env=env, pass_fds=handed))
+    store.close()
     until_s = time.monotonic() + deadline_s
     try:
         while any(p.poll() is None for p in started):

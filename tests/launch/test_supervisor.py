@@ -318,3 +318,10 @@ def test_states_move_only_as_the_table_says() -> None:
     supervisor.state = State.DONE
     with pytest.raises(BugError, match="no way from done to running"):
         supervisor.move(State.RUNNING)
+
+
+def test_kills_from_outside_before_any_step_are_not_the_same_failure(run: Run) -> None:
+    """Whoever kills workers while they start must not make the run give up early."""
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    outcome = run(script, processes=1, restarts=5)
+    assert outcome.attempts == 6, "every restart that was allowed was used"

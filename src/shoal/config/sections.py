@@ -83,10 +83,15 @@ class LayoutSection:
     strategy: str = "auto"
     """auto, single, ddp"""
     dp_replicate: int = 0
-    pp: int = 0
+    """replicas of the whole model"""
     dp_shard: int = 0
+    """ranks that share one copy of the states; not built yet"""
+    pp: int = 0
+    """pipeline stages; not built yet"""
     cp: int = 0
+    """ranks that share a sequence; not built yet"""
     tp: int = 0
+    """ranks that share a layer; not built yet"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class RunSection:
     """Where the run's files go."""
 
     folder: str = "runs"
+    """where run folders are made"""
     name: str = ""
     """empty: model, data and a number"""
 
@@ -105,6 +111,7 @@ class LaunchSection:
     processes: int = 0
     """processes on this machine; 0: one per GPU, else 2 where there are 2 cores"""
     nodes: int = 1
+    """machines; more than one are started by torchrun or srun"""
     restarts: int = 3
     """restarts from the last checkpoint before the run gives up"""
 

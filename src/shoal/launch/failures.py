@@ -93,7 +93,12 @@ class Death:
         return exit_text(self.code)
 
     def same_as(self, other: Death) -> bool:
-        """Whether two attempts failed alike, on whichever rank."""
+        """Whether two attempts failed alike, on whichever rank.
+
+        A SIGKILL comes from outside and says nothing about what a further attempt would meet.
+        """
+        if self.code == -signal.SIGKILL:
+            return False
         return (self.code, self.line) == (other.code, other.line)
 
 

@@ -77,6 +77,8 @@ def linear_cross_entropy(
     chunk_rows   rows of logits that exist at once; None: see `default_chunk_rows`
     Gives        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars
     Errors       IndexError for a target outside the vocabulary (on CPU; CUDA's own assertion there)
+    Source       chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in
+                 plain torch, for any device
     Limits       first derivatives only. Under autocast(bf16) or with bf16 inputs the products are
                  bf16 and everything between them fp32; fp16 products are made in fp32, because
                  gradients made before loss scaling would underflow

@@ -29,6 +29,11 @@ def split_state(
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Plain]] = {}
     for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} keeps state under {_kind(parameter)}, which "
+                f"is no parameter of the model; only state of parameters can be saved"
+            )
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{names[parameter]}.{key}"] = value
@@ -73,10 +78,23 @@ def join_state(
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 # AdamW keeps `step` on the CPU unless it is fused or capturable.
                 at_home = value.ndim == 0 and not _steps_on_device(optimizer)
-                state[key[len(prefix) :]] = value if at_home else value.to(parameter.device)
+                state[key[len(prefix) :]] = value if at_home else _placed(value, parameter)
         if state:
             optimizer.state[parameter] = state
     return _differences(optimizer, record["groups"], parameters)
+
+
+def _placed(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The value on the parameter's device and in its memory format, which fused kernels rely on."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _kind(key: object) -> str:
+    if isinstance(key, torch.Tensor):
+        return f"a tensor of shape {list(key.shape)}"
+    return repr(key)
 
 
 def _differences(

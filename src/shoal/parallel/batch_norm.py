@@ -5,7 +5,10 @@ micro-batch runs, its BatchNorm layers write into scratch buffers that start at 
 these hold s with r_after = (1 − m)^k · r + s. Every rank then learns every (s, k), and all apply
 them in the order of the micro-batches, so running buffers are equal on all ranks and equal to those
 of one process. With momentum None (a plain average) the mean of all calls is kept instead.
-SyncBatchNorm, if the user put it in, already agrees and is left alone.
+Layers in evaluation mode (frozen statistics, usual in fine-tuning) read their buffers and move
+nothing. SyncBatchNorm, if the user put it in, already agrees and is left alone.
+Limits: a BatchNorm that another run's loss calls (a GAN's discriminator inside the generator's
+step) moves at once, on its own rank, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ def apply(program: Program) -> Program:
     rule = _Rule(layers, program.world)
     return replace(
         program,
+        on_begin=(*program.on_begin, rule.begin),
         around=(*program.around, rule.micro_batch),
         on_update=(*program.on_update, rule.commit),
     )
@@ -57,31 +61,36 @@ class _Rule:
     def __init__(self, layers: list[BatchNorm], world: World) -> None:
         self.layers = layers
         self.world = world
-        self.step: int | None = None
         self.rows: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Forget the statistics of a step that was skipped, or that failed half-way."""
+        self.rows = []
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        if step != self.step:
-            self.step, self.rows = step, []
-        kept = [_running(layer) for layer in self.layers]
-        for layer, buffers in zip(self.layers, kept, strict=True):
+        kept = [(layer, _running(layer)) for layer in self.layers if layer.training]
+        for layer, buffers in kept:
             _set(layer, *(torch.zeros_like(buffer) for buffer in buffers))
         try:
             yield
-            self.rows.append(self._row(index))
+            self.rows.append(self._row(index, {layer for layer, _ in kept}))
         finally:
-            for layer, buffers in zip(self.layers, kept, strict=True):
+            for layer, buffers in kept:
                 _set(layer, *buffers)
 
-    def _row(self, index: int) -> torch.Tensor:
+    def _row(self, index: int, moved: set[BatchNorm]) -> torch.Tensor:
         """[index, k of each layer, s of each layer's mean and variance] as float64."""
-        scratch = [_running(layer) for layer in self.layers]
-        parts = [torch.tensor([index], dtype=torch.float64, device=self.world.device)]
-        parts += [calls.double().reshape(1) for _, _, calls in scratch]
-        for mean, variance, _ in scratch:
-            parts += [mean.double(), variance.double()]
-        return torch.cat(parts)
+        device = self.world.device
+        parts = [torch.tensor([index], dtype=torch.float64, device=device)]
+        sums = []
+        for layer in self.layers:
+            mean, variance, calls = _running(layer)
+            if layer not in moved:  # its buffers are no scratch: they say nothing of this step
+                mean, variance, calls = (torch.zeros_like(b) for b in (mean, variance, calls))
+            parts.append(calls.double().reshape(1))
+            sums += [mean.double(), variance.double()]
+        return torch.cat([*parts, *sums])
 
     @torch.no_grad()
     def commit(self, counts: list[int]) -> None:

@@ -11,7 +11,7 @@ from shoal.base.facts import ParameterFacts
 from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel import batch_norm, ddp, placement, precision, randomness, same_weights, single
-from shoal.parallel.program import Program, aliases, trainable
+from shoal.parallel.program import Program, aliases, frozen, trainable
 
 
 def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Program:
@@ -20,7 +20,7 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
     module    already on the world's device and in the plan's parameter format
     Errors    PlanError when ranks hold different models
     """
-    program = Program(module, world, plan, trainable(module), aliases(module))
+    program = Program(module, world, plan, trainable(module), aliases(module), frozen(module))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = same_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.

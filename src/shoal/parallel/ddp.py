@@ -28,7 +28,7 @@ from shoal.parallel.program import Program
 def apply(program: Program) -> Program:
     """Give the program a reducer that sums over all ranks in the plan's buckets."""
     reducer = BucketReducer(program.parameters, program.plan.buckets, program.world)
-    return replace(program, reducer=reducer)
+    return replace(program, reducer=reducer, on_close=(*program.on_close, reducer.close))
 
 
 class BucketReducer:
@@ -51,7 +51,7 @@ class BucketReducer:
             for name in bucket.names:
                 parameter = parameters[name]
                 part = flat[place : place + parameter.numel()]
-                self.views[name] = part.view_as(parameter)
+                self.views[name] = _laid_out_like(parameter, part)
                 self.bucket_of[name] = number
                 place += parameter.numel()
             self.flats.append(flat)
@@ -62,8 +62,10 @@ class BucketReducer:
         self.missing: list[int] = []
         self.pending: list[dist.Work | None] = []
         self.norms: list[torch.Tensor] = []
-        for name, parameter in parameters.items():
+        self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in parameters.items()
+        ]
 
     def begin(self) -> None:
         """Zero the buffers and make every gradient a view into them."""
@@ -97,6 +99,14 @@ class BucketReducer:
                     f"{name}.grad was replaced during the backward pass (by a hook or by the "
                     f"model): its gradient is not in the buffer that ranks sum; leave .grad alone"
                 )
+
+    def close(self) -> None:
+        """Leave the parameters as plain PyTorch has them: no hooks, no views into buffers."""
+        for hook in self.hooks:
+            hook.remove()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is self.views[name]:
+                parameter.grad = None
 
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank."""
@@ -135,3 +145,14 @@ class BucketReducer:
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
         self.pending.append(self.world.sum(flat, wait=False))
+
+
+def _laid_out_like(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """`part` of a flat buffer, seen with the parameter's shape and order of elements in memory.
+
+    torch's fused CPU kernels walk weight and gradient side by side in memory and ignore strides: a
+    channels_last weight with a gradient in row order would get other elements' updates, silently.
+    """
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return part.view_as(parameter)  # gaps or overlaps: autograd keeps row order for these too
+    return part.as_strided(parameter.shape, parameter.stride())

@@ -50,12 +50,15 @@ class Program:
     """A module, made ready.
 
     parameters    trainable ones by name, tied ones once, in the module's order
+    frozen        the others by name; they must stay frozen, since nothing sums their gradients
     aliases       other names of tied tensors → the name under which they are kept
     prepare       functions on the inputs of a micro-batch (device, dtype)
     around        context managers around a micro-batch's forward and backward pass, by
                   (step, micro-batch number)
     autocast      around the forward pass only
+    on_begin      called before the first micro-batch of every step
     on_update     called once per committed step, after the reduction: (micro-batches of each rank)
+    on_close      called at the end: takes away whatever was hung on the user's module
     """
 
     module: nn.Module
@@ -63,17 +66,25 @@ class Program:
     plan: Plan
     parameters: dict[str, nn.Parameter]
     aliases: dict[str, str]
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     reducer: Reducer | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[list[int]], None], ...] = ()
+    on_close: tuple[Callable[[], None], ...] = ()
     notices: list[str] = field(default_factory=list)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by their first name; a tied parameter appears once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that do not train, by their first name."""
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

@@ -3,8 +3,10 @@
 The key is a hash of (seed, step, number of the micro-batch in the step, block name), so a random
 op draws the same numbers whichever rank runs the micro-batch and whatever ran before it. Blocks are
 the entries of the module's outermost ModuleLists and Sequentials; what runs after a block is keyed
-too, so that it does not depend on how much the block drew. Outside training steps the user's own
-generator state is left as it was.
+too, so that it does not depend on how much the block drew. A block that runs several times in one
+micro-batch (a recurrent cell, shared layers) has a key per call; activation checkpointing, which
+runs it again during the backward pass, gets the key of the call that is recomputed. Outside
+training steps the user's own generator state is left as it was.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from shoal.parallel._torch import in_backward
 from shoal.parallel.program import Program
 
 
@@ -33,10 +36,20 @@ def key(seed: int, step: int, micro_batch: int, block: str) -> int:
 def apply(program: Program, seed: int) -> Program:
     """Key every micro-batch of the program, and every block inside it, by `seed`."""
     keyed = _Keyed(seed, program.world.device)
+    hooks = []
     for name, block in blocks(program.module):
-        block.register_forward_pre_hook(_enter(keyed, name))
-        block.register_forward_hook(_leave(keyed, name))
-    return replace(program, around=(*program.around, keyed.micro_batch))
+        hooks.append(block.register_forward_pre_hook(_enter(keyed, name)))
+        hooks.append(block.register_forward_hook(_leave(keyed, name)))
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return replace(
+        program,
+        around=(*program.around, keyed.micro_batch),
+        on_close=(*program.on_close, remove),
+    )
 
 
 def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -50,7 +63,11 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 class _Keyed:
-    """Where the step is now; blocks are keyed only while a micro-batch runs."""
+    """Where the step is now; blocks are keyed only while a micro-batch runs.
+
+    `calls` counts how often a block was entered in this micro-batch; `arrived` remembers with which
+    generator seed each call arrived, since checkpointing puts that seed back before it recomputes.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -58,17 +75,44 @@ class _Keyed:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.calls: dict[str, int] = {}
+        self.arrived: dict[tuple[str, int], int] = {}
+        self.inside: dict[str, list[int]] = {}
 
     def enter(self, block: str) -> None:
-        if self.at is not None:
-            for generator in self.generators:
-                generator.manual_seed(key(self.seed, *self.at, block))
+        """A block begins: key the generators by its name and by which of its calls this is."""
+        if self.at is None:
+            return
+        arrival = (block, self.generators[0].initial_seed())
+        if in_backward():
+            call = self.arrived.get(arrival, 0)
+        else:
+            call = self.calls.get(block, 0)
+            self.calls[block] = call + 1
+            self.arrived[arrival] = call
+        self.inside.setdefault(block, []).append(call)
+        self._set(block, call)
+
+    def leave(self, block: str) -> None:
+        """It ended: what follows must not depend on how much it drew."""
+        if self.at is None:
+            return
+        calls = self.inside.get(block)
+        self._set(f"{block}/after", calls.pop() if calls else 0)
+
+    def _set(self, block: str, call: int) -> None:
+        if self.at is None:
+            return
+        name = f"{block}#{call}" if call else block
+        for generator in self.generators:
+            generator.manual_seed(key(self.seed, *self.at, name))
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         kept = [generator.get_state() for generator in self.generators]
         self.at = (step, index)
-        self.enter("")
+        self.calls, self.arrived, self.inside = {}, {}, {}
+        self._set("", 0)
         try:
             yield
         finally:
@@ -86,6 +130,6 @@ def _enter(keyed: _Keyed, name: str) -> Callable[[nn.Module, object], None]:
 
 def _leave(keyed: _Keyed, name: str) -> Callable[[nn.Module, object, object], None]:
     def hook(module: nn.Module, inputs: object, output: object) -> None:
-        keyed.enter(f"{name}/after")
+        keyed.leave(name)
 
     return hook

@@ -19,13 +19,17 @@ from shoal.parallel.program import Program
 def apply(program: Program) -> Program:
     """Compare the module across ranks; adopt rank 0's values where they differ.
 
-    Errors: PlanError, the same on all ranks, when names, shapes, dtypes or frozen flags differ.
+    Errors: PlanError, the same on all ranks, when names, shapes, dtypes, memory formats or
+    frozen flags differ.
     """
     world, module = program.world, program.module
     if world.size == 1:
         return program
     tensors = named_tensors(module)
-    structure = {n: [list(t.shape), str(t.dtype), t.requires_grad] for n, t in tensors.items()}
+    structure = {
+        n: [list(t.shape), str(t.dtype), t.requires_grad, list(t.stride())]
+        for n, t in tensors.items()
+    }
     everyone = world.gather_json(hashlib.sha256(repr(structure).encode()).hexdigest())
     if len(set(everyone)) > 1:
         raise PlanError(_structure_line(world.gather_json(structure)))
@@ -37,7 +41,9 @@ def apply(program: Program) -> Program:
     ]
     if differing:
         for name in differing:
-            world.broadcast(tensors[name].data)
+            value = tensors[name].detach().contiguous()
+            world.broadcast(value)
+            tensors[name].data.copy_(value)
         program.notices.append(
             f"weights differ across ranks in {len(differing)} of {len(tensors)} tensors, first: "
             f"{differing[0]}; rank 0's are used (seed the generator before building the model)"
@@ -74,5 +80,5 @@ def _structure_line(structures: list[dict[str, list[object]]]) -> str:
 def _shape(entry: list[object] | None) -> str:
     if entry is None:
         return "missing"
-    shape, dtype, trains = entry
-    return f"{shape} {dtype}{'' if trains else ', frozen'}"
+    shape, dtype, trains, strides = entry
+    return f"{shape} {dtype}{'' if trains else ', frozen'}, strides {strides}"

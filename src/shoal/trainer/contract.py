@@ -6,9 +6,10 @@ that hold different numbers of targets weighs their samples unequally, silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +25,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
     Errors: ConfigError for anything that is neither a pair nor a dict.
     """
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return batch, batch
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -39,7 +40,7 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs."""
     if call == "single":
         return module(inputs)
-    if not isinstance(inputs, dict):
+    if not isinstance(inputs, Mapping):
         raise ConfigError(
             f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "
             f"nearest: model.call=single"
@@ -47,35 +48,57 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     return module(**inputs)
 
 
-def sum_and_count(result: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) from whatever a loss returned; both are tensors without dims.
+def sum_and_count(
+    result: Any, targets: Any, where: str = "loss"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, count) from whatever a loss or a metric returned; both are tensors without dims.
 
-    Unreduced values of the shape of integer targets count the targets that are not −100, others
-    count every value.
-    Errors: ConfigError for a mean, or for a value that is no tensor
+    Unreduced values of the shape of integer targets are summed and counted where the target is not
+    −100, others everywhere.
+    Takes   where, the name that an error line begins with
+    Errors  ConfigError for a mean, or for a value that is no tensor
     """
     if isinstance(result, tuple) and len(result) == 2:
         total, count = result
         if not isinstance(total, torch.Tensor) or total.ndim != 0:
-            raise ConfigError("loss: the first of (sum, count) must be a tensor without dims")
-        return total, torch.as_tensor(count, device=total.device)
+            raise ConfigError(
+                f"{where}: the first of (sum, count) must be a tensor without dims, got "
+                f"{_kind(total)}"
+            )
+        counted = isinstance(count, torch.Tensor) and count.ndim == 0
+        if not counted and not isinstance(count, int | float):
+            raise ConfigError(
+                f"{where}: the second of (sum, count) must be a number or a tensor without dims, "
+                f"got {_kind(count)}"
+            )
+        return total, torch.as_tensor(count, device=total.device).detach()
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
-            f"loss: (sum, count) or unreduced values are wanted, got {type(result).__name__}"
+            f"{where}: (sum, count) or unreduced values are wanted, got {_kind(result)}"
         )
     if result.ndim == 0:
         raise ConfigError(
-            "loss returned a mean: ranks with unequal token counts would weigh wrongly. "
-            "Return (sum, count), or wrap it: shoal.mean_of_samples(loss)"
+            f"{where} returned a mean: ranks with unequal token counts would weigh wrongly. "
+            f"Return (sum, count), or wrap it: shoal.mean_of_samples({where})"
         )
     if _marks_ignored(result, targets):
-        return result.sum(), (targets != IGNORED_TARGET).sum()
+        valid = targets.long() != IGNORED_TARGET  # long: −100 wraps around to 156 in uint8
+        return result.masked_fill(~valid, 0).sum(), valid.sum()
     return result.sum(), torch.tensor(result.numel(), device=result.device)
 
 
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return type(value).__name__ + length
+
+
 def _marks_ignored(values: torch.Tensor, targets: Any) -> bool:
-    integer = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
-    return integer and targets.shape == values.shape
+    whole = isinstance(targets, torch.Tensor) and not (
+        targets.is_floating_point() or targets.is_complex()
+    )
+    return whole and targets.shape == values.shape
 
 
 def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
@@ -84,40 +107,73 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
     Takes   loss(outputs, targets) → tensor without dims, a mean over dim 0 of the targets
     Gives   a loss that returns (mean × samples, samples), so that every sample weighs the same
             in every layout
-    Errors  ConfigError when the targets hold no tensor to count
+    Errors  ConfigError when the targets hold no tensor to count, or the loss is no mean
     Limits  right for means over samples; a mean over tokens needs (sum, count) from the loss itself
     """
 
     def counted(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
         samples = batch_length(targets)
-        return loss(outputs, targets) * samples, samples
+        mean = loss(outputs, targets)
+        if not isinstance(mean, torch.Tensor) or mean.ndim != 0:
+            raise ConfigError(
+                f"shoal.mean_of_samples: the loss must return a mean, a tensor without dims, got "
+                f"{_kind(mean)}; unreduced values and (sum, count) need no wrapper"
+            )
+        return mean * samples, samples
 
     return counted
 
 
 def batch_length(batch: Any) -> int:
     """Samples in a batch: the length of dim 0 of its first tensor."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
-            return leaf.shape[0]
+    for leaf in pytree.tree_leaves(_plain(batch)):
+        if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
+            return int(leaf.shape[0])
     raise ConfigError("batch: holds no tensor whose dim 0 counts samples")
 
 
 def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:
-    """Cut every tensor of a batch along dim 0 into parts of `micro_batch` samples.
+    """Cut a batch along dim 0 into parts of `micro_batch` samples, whatever its structure.
 
+    Tensors, NumPy arrays and lists of one value per sample (strings, for example) are cut; tensors
+    without dims and other values go whole into every part.
     Errors: ConfigError when tensors disagree about the number of samples.
     """
-    leaves, structure = pytree.tree_flatten(batch)
+    batch = _plain(batch)
+    leaves, structure = pytree.tree_flatten(batch, is_leaf=_is_column)
     samples = batch_length(batch)
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] != samples):
+        if _has_samples(leaf) and leaf.shape[0] != samples:
             raise ConfigError(
-                f"batch: tensors hold {samples} and {list(leaf.shape)} samples along dim 0; every "
-                f"tensor of a batch needs the same number"
+                f"batch: tensors of {samples} and {leaf.shape[0]} samples along dim 0 (shape "
+                f"{list(leaf.shape)}); every tensor of a batch needs the same number"
             )
     for start in range(0, samples, micro_batch):
         stop = min(start + micro_batch, samples)
         yield pytree.tree_unflatten(
-            [x[start:stop] if isinstance(x, torch.Tensor) else x for x in leaves], structure
+            [
+                leaf[start:stop]
+                if _has_samples(leaf) or (_is_column(leaf) and len(leaf) == samples)
+                else leaf
+                for leaf in leaves
+            ],
+            structure,
         )
+
+
+def _plain(batch: Any) -> Any:
+    """A dict for any other mapping: transformers' BatchEncoding is one that pytree cannot see."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
+
+
+def _is_column(value: Any) -> bool:
+    """A list that a collate function made of values that are no tensors: one per sample."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and not any(isinstance(v, torch.Tensor | np.ndarray | Mapping | list | tuple) for v in value)
+    )

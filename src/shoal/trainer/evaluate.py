@@ -6,11 +6,14 @@ padded and no sample is counted twice, so the value does not depend on the numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
 
@@ -31,29 +34,43 @@ def evaluate(
     batches   this rank's micro-batches, pairs or dicts; ranks may hold different numbers
     metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
     Gives     `loss`, one value per metric, and `targets`, the count that the loss was divided by
+    Errors    ConfigError for a loss or metric that returns a mean, or a metric of a taken name
     """
-    names = ["loss", *metrics]
-    functions = [loss, *metrics.values()]
-    totals = torch.zeros(2, len(names), dtype=torch.float64, device=program.world.device)
-    was_training = program.module.training
-    program.module.eval()
-    try:
+    for name in ("loss", "targets"):
+        if name in metrics:
+            raise ConfigError(
+                f"run.evaluate: metrics hold the name {name}, which the result has already; "
+                f"nearest: {name}_metric"
+            )
+    functions = {"loss": loss, **metrics}
+    totals = torch.zeros(2, len(functions), dtype=torch.float64, device=program.world.device)
+    with _evaluating(program.module):
         for batch in batches:
             for prepare in program.prepare:
                 batch = prepare(batch)
             inputs, targets = split_batch(batch)
             with program.autocast():
                 outputs = call_model(program.module, inputs, call)
-                for column, function in enumerate(functions):
-                    total, count = sum_and_count(function(outputs, targets), targets)
+                for column, (name, function) in enumerate(functions.items()):
+                    total, count = sum_and_count(function(outputs, targets), targets, name)
                     totals[0, column] += total
                     totals[1, column] += count
-    finally:
-        program.module.train(was_training)
     program.world.sum(totals)
     sums, counts = totals.tolist()
     values = {
         name: total / count if count else float("nan")
-        for name, total, count in zip(names, sums, counts, strict=True)
+        for name, total, count in zip(functions, sums, counts, strict=True)
     }
     return {**values, "targets": counts[0]}
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, then every submodule's own mode again: some may be kept in it."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

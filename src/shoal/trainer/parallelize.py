@@ -67,6 +67,7 @@ def parallelize(
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
+    world        the processes, if `World`s are made by hand (tests); default: found by itself
     Gives        a `Run`
     Errors       PlanError: layout and processes do not fit, ranks built different models, the
                  optimizer holds foreign parameters · ConfigError: anything else that is not legal

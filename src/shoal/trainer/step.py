@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from shoal.base.errors import BugError
+from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
 
@@ -66,10 +66,14 @@ def forward_backward(
 
     micro_batches   (number in the step, batch) pairs; may be empty, the rank then joins with zeros
     Gives           the tally; `parameter.grad` is then the gradient of the loss SUM over all ranks
-    Errors          ConfigError for a loss that returns a mean, before anything was updated
+    Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
+                    frozen when the program was composed, both before anything was updated
     """
     reducer = reducer_of(program)
+    _check_frozen(program)
     reducer.begin()
+    for begin in program.on_begin:
+        begin()
     device = program.world.device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros((), dtype=torch.float64, device=device)
@@ -92,6 +96,15 @@ def forward_backward(
     return _tally(program, loss_sum, count, len(micro_batches), stop, peak_memory_bytes)
 
 
+def _check_frozen(program: Program) -> None:
+    for name, parameter in program.frozen.items():
+        if parameter.requires_grad:
+            raise PlanError(
+                f"{name} was frozen when shoal.parallelize was called and trains now: nothing sums "
+                f"its gradient over ranks; unfreeze it before, or save, and parallelize again"
+            )
+
+
 def _prepare(program: Program, batch: Any) -> Any:
     for prepare in program.prepare:
         batch = prepare(batch)
@@ -110,15 +123,16 @@ def _tally(
     world, reducer = program.world, reducer_of(program)
     device, ranks = world.device, world.size
     norms = reducer.local_norms()
-    magnitude = loss_sum.abs() + sum((n.to(torch.float64) for n in norms), torch.zeros_like(count))
+    own = loss_sum.abs() + count.abs()
+    magnitude = own + sum((n.to(torch.float64) for n in norms), torch.zeros_like(count))
     per_rank = torch.zeros(3, ranks, dtype=torch.float64, device=device)
     per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
     per_rank[1, world.rank] = micro_batches
     per_rank[2, world.rank] = peak_memory_bytes
     used = torch.tensor(reducer.used(), dtype=torch.float64, device=device)
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
-    head = torch.stack([torch.nan_to_num(loss_sum, 0, 0, 0), count, count.new_tensor(float(stop))])
-    vector = torch.cat([head, per_rank.flatten(), used])
+    sums = torch.nan_to_num(torch.stack([loss_sum, count]), 0, 0, 0)
+    vector = torch.cat([sums, count.new_tensor([float(stop)]), per_rank.flatten(), used])
     world.sum(vector)
     told = vector.tolist()
     slots = [told[3 + k * ranks : 3 + (k + 1) * ranks] for k in range(3)]
@@ -131,6 +145,10 @@ def _tally(
         peak_memory_bytes=[int(n) for n in slots[2]],
         used=[n > 0 for n in told[3 + 3 * ranks :]],
     )
+
+
+NO_TARGET = "no valid target in the whole step"
+"""Why a step is skipped whose targets are all ignored."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +165,20 @@ class Updated:
 
 
 def update(
-    program: Program, optimizer: torch.optim.Optimizer, tally: Tally, *, clip: float
+    program: Program,
+    optimizer: torch.optim.Optimizer,
+    tally: Tally,
+    *,
+    clip: float,
+    watch: MovementCheck | None = None,
 ) -> Updated:
     """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
 
     clip     largest norm of the mean gradient; 0 leaves it
+    watch    looks at parameters between the last change of gradients and the optimizer's step
     Gives    what happened; `parameter.grad` is then the clipped mean gradient, None where no rank
              used the parameter (weight decay and momentum then leave it alone, as in one process)
+    Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
     """
     reducer = reducer_of(program)
     buffers = reducer.buffers()
@@ -161,7 +186,12 @@ def update(
     if tally.broken:
         return Updated(math.nan, math.nan, True, "non-finite loss or gradient")
     if tally.count <= 0:
-        return Updated(loss, 0.0, True, "no valid target in the whole step")
+        return Updated(loss, 0.0, True, NO_TARGET)
+    if not any(tally.used):
+        raise ConfigError(
+            "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), "
+            ".item(), or torch.no_grad()), or computed from something else"
+        )
     norm = global_norm(buffers) / tally.count
     if not math.isfinite(norm):
         return Updated(loss, norm, True, "the summed gradient overflowed")
@@ -173,6 +203,8 @@ def update(
     for parameter, used in zip(program.parameters.values(), tally.used, strict=True):
         if not used:
             parameter.grad = None
+    if watch is not None:
+        watch.look(program, optimizer)
     optimizer.step()
     for commit in program.on_update:
         commit(tally.micro_batches)
@@ -190,26 +222,40 @@ def global_norm(buffers: Sequence[torch.Tensor]) -> float:
 class MovementCheck:
     """Proves once that the optimizer trains this model: some parameter with a gradient must move.
 
-    An optimizer built before a model was copied, cast or sharded steps happily over parameters that
-    nobody uses. The smallest parameters are copied before the first real step and compared after.
+    An optimizer that keeps its own copies, built before a model was cast or moved, steps happily
+    over tensors that nobody uses. Before the first real update a few small parameters are copied,
+    of those whose update cannot vanish in rounding; after it one of them must differ. Updates that
+    may vanish (a warm-up that starts at lr 1e-9) prove nothing and are waited out.
     """
 
     WATCHED = 8
 
     def __init__(self) -> None:
         self.done = False
-        self.before: list[tuple[str, nn.Parameter, torch.Tensor]] = []
+        self.before: list[tuple[nn.Parameter, torch.Tensor]] = []
 
-    def look(self, program: Program) -> None:
-        """Before the update: remember the smallest parameters."""
-        smallest = sorted(program.parameters.items(), key=lambda item: item[1].numel())
-        self.before = [(n, p, p.detach().clone()) for n, p in smallest[: self.WATCHED]]
+    def look(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are final: remember the smallest parameters that must move now."""
+        lr_of: dict[int, float] = {}
+        for group in optimizer.param_groups:
+            lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
+        self.before = []
+        for parameter in sorted(program.parameters.values(), key=lambda p: p.numel()):
+            gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
+            if gradient is None or lr <= 0 or not parameter.numel():
+                continue
+            # Plain descent moves by lr · gradient, normalised methods by about lr.
+            reach = lr * min(1.0, float(gradient.abs().max()))
+            lost = 8 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
+            if reach > lost:
+                self.before.append((parameter, parameter.detach().clone()))
+            if len(self.before) == self.WATCHED:
+                return
 
     def moved(self) -> bool | None:
-        """After it: did any watched parameter with a gradient move? None if none had a gradient."""
-        had = [(p, old) for _, p, old in self.before if p.grad is not None and bool(p.grad.any())]
-        self.before = []
-        if not had:
+        """After the update: did a watched parameter move? None if none was worth watching."""
+        watched, self.before = self.before, []
+        if not watched:
             return None
         self.done = True
-        return any(not torch.equal(p.detach(), old) for p, old in had)
+        return any(not torch.equal(p.detach(), old) for p, old in watched)

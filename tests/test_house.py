@@ -1,0 +1,85 @@
+"""The house keeps its own rules: sizes, docstrings, public names, and the table of where things are."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "src" / "shoal").rglob("*.py"))
+
+
+def test_most_files_are_short() -> None:
+    lengths = sorted(len(p.read_text().splitlines()) for p in FILES)
+    assert lengths[int(len(lengths) * 0.9)] <= 300
+    assert lengths[-1] <= 400, "one file became two things"
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+
+
+def code_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_explains_itself(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "no module docstring"
+    for function in functions(tree):
+        assert code_lines(function) <= 60, f"{function.name} is too long to read"
+    for node in tree.body:
+        named = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if named and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+def test_public_names_are_few_and_documented() -> None:
+    public = [n for n in shoal.__all__ if not n.startswith("__")]
+    assert len(public) <= 15
+    assert public == sorted(public)
+    for name in public:
+        text = inspect.getdoc(getattr(shoal, name)) or ""
+        assert len(text) > 30, name
+    signature = inspect.signature(shoal.parallelize)
+    documented = inspect.getdoc(shoal.parallelize) or ""
+    for parameter in signature.parameters:
+        assert re.search(rf"\b{parameter}\b", documented), parameter
+    for name in ("parallelize", "linear_cross_entropy"):
+        text = inspect.getdoc(getattr(shoal, name)) or ""
+        for word in ("Gives", "Errors", "Source"):
+            assert word in text, f"{name}: {word} is missing"
+
+
+def test_every_key_says_what_it_is() -> None:
+    from shoal.config import sections
+
+    text = Path(sections.__file__).read_text() + (
+        ROOT / "src/shoal/base/policies.py"
+    ).read_text()
+    for tree in [ast.parse(text.replace("from __future__ import annotations", ""))]:
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or node.name == "Config":
+                continue
+            for place, item in enumerate(node.body):
+                if isinstance(item, ast.AnnAssign):
+                    after = node.body[place + 1] if place + 1 < len(node.body) else None
+                    assert isinstance(after, ast.Expr), f"{node.name}.{item.target.id}"
+
+
+def test_where_is_it_points_at_what_exists() -> None:
+    table = (ROOT / "docs" / "where.md").read_text()
+    paths = re.findall(r"`([a-z_]+/[a-z_/.]*)`", table)
+    assert len(paths) > 15
+    for path in paths:
+        found = (ROOT / path).exists() or (ROOT / "src" / "shoal" / path).exists()
+        assert found, f"docs/where.md: {path} does not exist"
