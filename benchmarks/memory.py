@@ -15,6 +15,7 @@ Linux only (/proc). The training gate is ≤ 1.03 × the hand-written loop, the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -82,15 +83,16 @@ def in_fresh_processes(name: str) -> dict[str, int]:
 def train(name: str, out: Path) -> None:
     """One rank: build the program, take a few steps, tell how far memory rose."""
     import torch
-    import torch._dynamo  # optimizers import it when first made: code, not the program's memory
     from peers import Case, make
 
     from shoal.fabric import start_world
 
+    importlib.import_module("torch._dynamo")  # optimizers do when first made; it is no one's memory
     torch.set_num_threads(1)
     world = start_world()
     world.barrier()
     baseline = reset_peak()
+    torch.manual_seed(0)
     case = Case(**CASE)
     program = make(name, case, world)
     rows = case.micro_batch * case.accumulate

@@ -105,6 +105,8 @@ class PlainLlama(nn.Module):
             self.head.weight = self.embedding.weight
         rates = rope_theta ** -(torch.arange(0, dim // heads, 2) / (dim // heads))
         angles = torch.outer(torch.arange(sequence).float(), rates).repeat(1, 2)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)  # [seq, head_dim]
         self.register_buffer("sin", angles.sin(), persistent=False)
 

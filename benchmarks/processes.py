@@ -1,7 +1,7 @@
 """Starts the processes of a measurement, with one thread each, and says what machine they ran on.
 
-Each process runs a script with RANK and WORLD_SIZE set, as torchrun would, and meets the others at a
-socket that this one has bound; the first that fails ends the others, everything has a deadline.
+Each runs a script with RANK and WORLD_SIZE set, as torchrun would, and meets the others at a socket
+that this process has bound; the first that fails ends the others, and everything has a deadline.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from typing import Any
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 
-def run_together(
-    arguments: list[str],
-    processes: int,
-    *,
-    deadline_s: float,
-    environment: dict[str, str] | None = None,
-) -> None:
+def run_together(arguments: list[str], processes: int, *, deadline_s: float) -> None:
     """Run `python arguments…` in `processes` processes that form one world; raises if one fails."""
     store = socket.socket()  # bound before anyone starts: no other program can take the port
     store.bind(("127.0.0.1", 0))
@@ -35,7 +29,6 @@ def run_together(
     for rank in range(processes):
         env = {
             **os.environ,
-            **(environment or {}),
             "RANK": str(rank),
             "WORLD_SIZE": str(processes),
             "LOCAL_RANK": str(rank),
@@ -46,7 +39,6 @@ def run_together(
             "SHOAL_STORE_FD": str(store.fileno()),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}",
         }
         handed = [store.fileno()] if rank == 0 else []

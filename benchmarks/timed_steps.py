@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -50,18 +51,12 @@ def main() -> None:
         "parameters": sum(p.numel() for p in source.parameters()),
         "loss_difference": difference,
         # at the same step for everyone, though some programs took part in more pairs
-        "final_losses": {
-            n: sum(x[ends - LAST : ends]) / len(x[ends - LAST : ends])
-            if ends > LAST
-            else x[ends - 1]
-            for n, x in losses.items()
-        },
+        "final_losses": {n: statistics.fmean(x[:ends][-LAST:]) for n, x in losses.items()},
         "losses": losses,
         "comparisons": comparisons,
     }
     if world.is_first:
         Path(job["out"]).write_text(json.dumps(measured))
-    dist.barrier()
     world.close()
     os._exit(0)  # the peers' own exit handlers would use the group that is gone
 

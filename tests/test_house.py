@@ -63,9 +63,7 @@ def test_public_names_are_few_and_documented() -> None:
 def test_every_key_says_what_it_is() -> None:
     from shoal.config import sections
 
-    text = Path(sections.__file__).read_text() + (
-        ROOT / "src/shoal/base/policies.py"
-    ).read_text()
+    text = Path(sections.__file__).read_text() + (ROOT / "src/shoal/base/policies.py").read_text()
     for tree in [ast.parse(text.replace("from __future__ import annotations", ""))]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef) or node.name == "Config":

@@ -28,7 +28,9 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
 )
 def test_no_torch_is_imported(arguments: list[str]) -> None:
     script = PROBE.format(arguments=arguments)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "worlds"))
 
-from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, trajectory
+from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, trajectory  # noqa: E402
 
 KILLS, STEPS, RANKS = 20, 120, 4
 ARGUMENTS = [

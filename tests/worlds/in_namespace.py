@@ -111,4 +111,5 @@ def main() -> None:
     print(json.dumps(answers))
 
 
-main()
+if __name__ == "__main__":
+    main()

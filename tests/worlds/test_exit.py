@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 
-SCRIPT = '''
+SCRIPT = """
 import sys, torch
 from pathlib import Path
 from torch import nn
@@ -21,10 +21,10 @@ for batch in run.loader(Data()):
 run.close()
 names = [p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")]
 sys.exit(7 if any("gloo" in n for n in names) else 0)
-'''
+"""
 
 
-def test_close_ends_every_gloo_thread() -> None:
+def start(script: str) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -39,6 +39,16 @@ def test_close_ends_every_gloo_thread() -> None:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(subprocess.Popen([sys.executable, "-c", SCRIPT], env=env))
-    codes = [p.wait(60) for p in processes]
-    assert codes == [0, 0], "7: a gloo thread outlived close; -6: the exit aborted"
+        processes.append(subprocess.Popen([sys.executable, "-c", script], env=env))
+    return [p.wait(60) for p in processes]
+
+
+def test_close_ends_every_gloo_thread() -> None:
+    assert start(SCRIPT) == [0, 0], "7: a gloo thread outlived close; -6: the exit aborted"
+
+
+def test_a_script_that_forgets_close_leaves_cleanly_too() -> None:
+    forgets = SCRIPT.replace("run.close()", "import atexit; atexit.unregister").replace(
+        "sys.exit(7 if any", "report = (7 if any"
+    )
+    assert start(forgets + "\nassert report == 7, 'gloo should still be there'") == [0, 0]

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
 
+from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
 from shoal.checkpoint.catalog import find
 
 TWO = "launch.processes=2"

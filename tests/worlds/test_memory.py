@@ -15,7 +15,7 @@ import pytest
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
 LIMIT, DEADLINE_S = 1.03, 120
-PARAMETER_BYTES = 4 * 27_797_000  # of the benchmark's model, fp32
+PARAMETER_BYTES = 4 * 27_795_968  # of the benchmark's model, fp32
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, wh
 def measured() -> dict[str, Any]:
     """What the benchmark says, one entry per program and one for the head."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--json"],
+        [sys.executable, str(BENCHMARK), "--json", "--programs", "shoal,ddp"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -35,9 +35,8 @@ def measured() -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("program", ["shoal", "shoal_plain"])
-def test_no_more_than_a_hand_written_loop(measured: dict[str, Any], program: str) -> None:
-    ours, theirs = measured[program]["peak_bytes"], measured["ddp"]["peak_bytes"]
+def test_no_more_than_a_hand_written_loop(measured: dict[str, Any]) -> None:
+    ours, theirs = measured["shoal"]["peak_bytes"], measured["ddp"]["peak_bytes"]
     # weights, gradients and two moments of Adam must be in it, else nothing was measured
     assert ours > 4 * PARAMETER_BYTES
     assert ours <= LIMIT * theirs

@@ -105,6 +105,24 @@ def test_live_folder_refuses_a_second_owner(tmp_path: Path) -> None:
     assert first.finish()[0] == 0
 
 
+def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
+    """Four processes, then one: the curve goes on to rounding (design §6), samples as planned."""
+    arguments = (*TOY_ARGUMENTS, "precision.compute=fp64", "checkpoint.every=6", RANKS)
+    whole = CommandLine(tmp_path, *arguments)
+    code, output = whole.finish()
+    assert code == 0, output
+    expected = trajectory(whole.run)
+    (whole.run / "checkpoints" / "step-12").rename(tmp_path / "put-away")
+    resumed = CommandLine(tmp_path, "--resume", "runs/run", "launch.processes=1")
+    code, output = resumed.finish()
+    assert code == 0, output
+    assert "layout was ddp (dp_replicate = 4), is single" in output
+    for ours, theirs in zip(trajectory(whole.run), expected, strict=True):
+        assert ours[3] == theirs[3], "other samples"
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-10)
+        assert ours[2] == pytest.approx(theirs[2], rel=1e-10)
+
+
 def test_metrics_hold_every_promised_key(unbroken: Path) -> None:
     promised = [
         "step",

@@ -22,7 +22,7 @@ class OptimizerPolicy:
 
     name: str = "adamw"
     """adamw, sgd, or any class of torch.optim, or pkg.mod:Class"""
-    lr: float = 1e-3
+    lr: float = 3e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
     """for optimizers that have betas"""

@@ -13,8 +13,8 @@ from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
 from shoal.config.load import Loaded
 
-DEFAULT_BATCH = 32
-DEFAULT_STEPS = 240
+DEFAULT_BATCH = 16
+DEFAULT_STEPS = 150
 
 
 def resolve_batch(loaded: Loaded, degree: int) -> int:

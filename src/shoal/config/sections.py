@@ -42,7 +42,7 @@ class DataSection:
     """share of files or samples held out, or a second source for validation"""
     tokenizer: str = "bpe:2048"
     """bpe:VOCABULARY trained on the text and cached, or the path of a tokenizer.json"""
-    sequence: int = 256
+    sequence: int = 128
     """tokens per sample"""
     workers: int = 0
     """loader processes per rank; 0 loads between steps"""
@@ -73,7 +73,7 @@ class TrainSection:
     skip_limit: int = 5
     """non-finite steps in a row before the run stops"""
     on: tuple[str, ...] = ()
-    """pkg.mod:function hooks that receive every event"""
+    """pkg.mod:function hooks: called with every event and every step's row, a dict"""
 
 
 @dataclass(frozen=True)

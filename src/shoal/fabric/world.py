@@ -14,6 +14,7 @@ How a process learns its place, first match wins:
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Mapping
@@ -188,4 +189,14 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             f"rank {place.rank} of {place.size} ({place.started_by}): the processes did not meet "
             f"at {place.host}:{place.port} within {JOIN_TIMEOUT.seconds} s: {failure}"
         ) from failure
+    atexit.register(_leave_at_exit)
     return World(place, device, dist.group.WORLD, owns_group=True)
+
+
+def _leave_at_exit() -> None:
+    """For scripts that never call `close`, or die of an exception: gloo's threads must end here.
+
+    Without a barrier, since peers may be gone; those that still wait for this rank fail at once.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

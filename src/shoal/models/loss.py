@@ -52,7 +52,7 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
         return linear_cross_entropy(outputs.hidden, outputs.weight, targets.long())
-    logits = _find_logits(outputs)
+    logits = find_logits(outputs)
     _check_shapes(tuple(logits.shape[:-1]), targets)
     rows = logits.reshape(-1, logits.shape[-1])
     flat = targets.reshape(-1).long()
@@ -115,6 +115,10 @@ def default_chunk_rows(vocabulary: int, device_type: str) -> int:
     """
     least, budget_bytes = (256, 8 * 2**20) if device_type == "cpu" else (1024, 512 * 2**20)
     return max(least, budget_bytes // (4 * vocabulary))
+
+
+STRIPE = 1024
+"""Rows of the weight whose gradient is computed at once in narrow formats."""
 
 
 class _Settings(NamedTuple):
@@ -188,9 +192,20 @@ def _all_chunks(
         if grad_weight is not None:
             if low is None:
                 grad_weight.addmm_(gradient.T, low_hidden[here])
-            else:  # sums over chunks stay fp32
-                grad_weight += torch.mm(gradient.T, low_hidden[here])
+            else:
+                _add_product(grad_weight, gradient, low_hidden[here])
     return total, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _add_product(grad_weight: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """grad_weight += gradient.T @ hidden, where sums are fp32 and products narrower.
+
+    In stripes of the vocabulary: one product for all of it makes a second tensor of the weight's
+    size, and its conversion a third (55 against 24 ms at 256 rows × 32000 × 512, one thread).
+    """
+    for first in range(0, grad_weight.shape[0], STRIPE):
+        stripe = slice(first, first + STRIPE)
+        grad_weight[stripe] += torch.mm(gradient[:, stripe].T, hidden)
 
 
 def _to_gradient(block: Tensor, picked: Tensor, skip: Tensor | None) -> Tensor:
@@ -237,7 +252,13 @@ def _check_targets(flat: Tensor, valid: Tensor, classes: int) -> None:
         )
 
 
-def _find_logits(outputs: Any) -> Tensor:
+def find_logits(outputs: Any) -> Tensor:
+    """Scores [..., classes] in whatever a model returned: a tensor, `.logits`, `["logits"]`.
+
+    Errors: ConfigError for outputs without any.
+    """
+    if isinstance(outputs, Unprojected):
+        return outputs.logits()
     found = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
     found = getattr(found, "logits", found)
     if not isinstance(found, Tensor):

@@ -29,6 +29,8 @@ def build_optimizer(
     Errors: ConfigError for an unknown name (nearest spelling) or settings that the class refuses.
     """
     kind = _find_class(policy.name)
+    if issubclass(kind, torch.optim.LBFGS):
+        raise _needs_closure(kind)
     accepted = inspect.signature(kind).parameters
     settings: dict[str, Any] = {"lr": policy.lr}
     if "betas" in accepted and len(kind_default(kind, "betas")) == 2:
@@ -60,15 +62,21 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
     if ":" in name:
         module_name, _, attribute = name.partition(":")
         try:
-            return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as failure:
+            found = getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError, ValueError) as failure:
             raise ConfigError(f"optimizer.name = {name}: does not import: {failure}") from failure
+        if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
+            raise ConfigError(
+                f"optimizer.name = {name}: is no subclass of torch.optim.Optimizer; nearest: adamw"
+            )
+        return found
     classes = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
     }
-    classes.pop("optimizer", None)
+    for unfit in ("optimizer", "sparseadam"):  # the base class; and one for sparse gradients only
+        classes.pop(unfit, None)
     if name.lower() not in classes:
         close = nearest(name.lower(), classes)
         raise ConfigError(
@@ -124,8 +132,12 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs = closure is not None and closure.default is inspect.Parameter.empty
     if needs or isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} evaluates the model itself through a closure, "
-            f"which a layout cannot split; nearest: torch.optim.AdamW"
-        )
+        raise _needs_closure(type(optimizer))
     return optimizer
+
+
+def _needs_closure(kind: type) -> ConfigError:
+    return ConfigError(
+        f"optimizer: {kind.__name__} evaluates the model itself through a closure, which a layout "
+        f"cannot split; nearest: torch.optim.AdamW"
+    )

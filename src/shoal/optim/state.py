@@ -31,8 +31,8 @@ def split_state(
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} keeps state under {_kind(parameter)}, which "
-                f"is no parameter of the model; only state of parameters can be saved"
+                f"optimizer: {type(optimizer).__name__} keeps state under {_kind(parameter)}, "
+                f"which is no parameter of the model; only state of parameters can be saved"
             )
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -47,11 +47,20 @@ def split_state(
     groups = [
         {
             "names": [names[p] for p in group["params"]],
-            **{k: _plain(v) for k, v in group.items() if k != "params" and _is_plain(v)},
+            **{k: _plain(v) for k, v in group.items() if k != "params" and _is_plain(_plain(v))},
         }
         for group in optimizer.param_groups
     ]
     return tensors, {"class": type(optimizer).__name__, "scalars": scalars, "groups": groups}
+
+
+def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
+    """Errors: CheckpointError if the state was written by another optimizer class."""
+    if record["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"optimizer: the checkpoint was written by {record['class']}, this run has "
+            f"{type(optimizer).__name__}; nearest: optimizer.name={record['class'].lower()}"
+        )
 
 
 def join_state(
@@ -65,11 +74,7 @@ def join_state(
     tensors    by `PARAMETER.KEY`, on any device · record  the JSON part
     Errors     CheckpointError if the checkpoint was written by another optimizer class
     """
-    if record["class"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"optimizer: the checkpoint was written by {record['class']}, this run has "
-            f"{type(optimizer).__name__}; nearest: optimizer.name={record['class'].lower()}"
-        )
+    check_class(optimizer, record)
     optimizer.state.clear()
     for name, parameter in parameters.items():
         state: dict[str, Any] = dict(record["scalars"].get(name, {}))
@@ -109,7 +114,7 @@ def _differences(
             continue
         old = then[known[0]]
         for key, value in group.items():
-            if key in ("params", "lr") or not _is_plain(value) or key not in old:
+            if key in ("params", "lr", "initial_lr") or key not in old:
                 continue
             if _plain(value) != old[key]:
                 lines.append(f"optimizer group {number}: {key} was {old[key]}, is {_plain(value)}")
@@ -127,4 +132,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return value.item()  # a learning rate may be a tensor
     return list(value) if isinstance(value, tuple) else value

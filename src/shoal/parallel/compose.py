@@ -10,7 +10,16 @@ from torch import nn
 from shoal.base.facts import ParameterFacts
 from shoal.base.plan import Plan
 from shoal.fabric import World
-from shoal.parallel import batch_norm, ddp, placement, precision, randomness, same_weights, single
+from shoal.parallel import (
+    batch_norm,
+    ddp,
+    loose_buffers,
+    placement,
+    precision,
+    randomness,
+    same_weights,
+    single,
+)
 from shoal.parallel.program import Program, aliases, frozen, trainable
 
 
@@ -29,6 +38,8 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
     program = randomness.apply(program, seed)
     program = batch_norm.apply(program)
+    # After BatchNorm's rule: what is left over has no rule.
+    program = loose_buffers.apply(program)
     # Last: the reducer takes over `parameter.grad`, so nothing may replace parameters after it.
     program = ddp.apply(program) if world.size > 1 else single.apply(program)
     return program

@@ -56,6 +56,7 @@ class Program:
     around        context managers around a micro-batch's forward and backward pass, by
                   (step, micro-batch number)
     autocast      around the forward pass only
+    moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
     on_begin      called before the first micro-batch of every step
     on_update     called once per committed step, after the reduction: (micro-batches of each rank)
     on_close      called at the end: takes away whatever was hung on the user's module
@@ -71,6 +72,8 @@ class Program:
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    moved: Callable[[], bool] = lambda: False
+    align: Callable[[], None] = lambda: None
     on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[list[int]], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()

@@ -66,10 +66,12 @@ def _structure_line(structures: list[dict[str, list[object]]]) -> str:
     first = structures[0]
     for rank, other in enumerate(structures[1:], start=1):
         for name in [*first, *other]:
-            if first.get(name) != other.get(name):
+            here, there = first.get(name), other.get(name)
+            if here != there:
+                strides = here is not None and there is not None and here[:3] == there[:3]
                 return (
-                    f"model: {name} is {_shape(first.get(name))} on rank 0 and "
-                    f"{_shape(other.get(name))} on rank {rank}; every rank must build the same "
+                    f"model: {name} is {_shape(here, strides)} on rank 0 and "
+                    f"{_shape(there, strides)} on rank {rank}; every rank must build the same "
                     f"model: look for a builder that reads the rank or the environment"
                 )
         if list(first) != list(other):
@@ -77,8 +79,9 @@ def _structure_line(structures: list[dict[str, list[object]]]) -> str:
     return "model: the structure differs between ranks"
 
 
-def _shape(entry: list[object] | None) -> str:
+def _shape(entry: list[object] | None, with_strides: bool) -> str:
     if entry is None:
         return "missing"
     shape, dtype, trains, strides = entry
-    return f"{shape} {dtype}{'' if trains else ', frozen'}, strides {strides}"
+    kept = f", strides {strides} (memory format)" if with_strides else ""
+    return f"{shape} {dtype}{'' if trains else ', frozen'}{kept}"

@@ -80,8 +80,9 @@ def check_guide(parameters: int | None, machine: MachineFacts) -> None:
     rule = "fsdp" if parameters <= 10_000_000_000 else "3d (tp × pp × dp)"
     span = "1–10B" if parameters <= 10_000_000_000 else "above 10B"
     needs = bytes_text(parameters * STATE_BYTES_PER_PARAMETER)
+    has = bytes_text(machine.memory_bytes)
     raise PlanError(
         f"layout.strategy = auto: {count_text(parameters)} parameters, {span}: the guide says "
-        f"{rule}, which this version does not build; if {needs} of states fit on every rank (this "
-        f"machine has {bytes_text(machine.memory_bytes)}): layout.strategy=ddp, else a smaller model"
+        f"{rule}, which this version does not build; if {needs} of states fit on every rank "
+        f"(this machine has {has}): layout.strategy=ddp, else a smaller model"
     )

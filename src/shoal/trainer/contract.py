@@ -175,5 +175,7 @@ def _is_column(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and not any(isinstance(v, torch.Tensor | np.ndarray | Mapping | list | tuple) for v in value)
+        and not any(
+            isinstance(v, torch.Tensor | np.ndarray | Mapping | list | tuple) for v in value
+        )
     )

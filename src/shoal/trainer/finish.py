@@ -48,7 +48,12 @@ def sample(run: Run, source: Source) -> str | None:
     generator = torch.Generator(device=run.world.device).manual_seed(run.settings.seed)
     with run.program.autocast():
         tokens = generate(
-            run.model, prompt, steps=SAMPLE_TOKENS, temperature=0.7, generator=generator
+            run.model,
+            prompt,
+            steps=SAMPLE_TOKENS,
+            temperature=0.7,
+            generator=generator,
+            window=run.model.sequence,
         )
     return tokenizer.decode(tokens[0].tolist())
 

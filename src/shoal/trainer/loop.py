@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from shoal.trainer.contract import (
 from shoal.trainer.finish import finish
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
+from shoal.trainer.validate import validator
 
 STOPPED = 143
 """Exit code of a run that was asked to stop and saved: not finished, resume it."""
@@ -55,6 +55,7 @@ def train(folder: Path, *, world: World | None = None) -> int:
     """
     config = load(folder / "run.toml").config
     world = world or start_world()
+    check_shared(folder, world)
     run, source, total_steps = _prepare(config, folder, world)
     previous = _stop_on_signal(run)
     try:
@@ -62,6 +63,26 @@ def train(folder: Path, *, world: World | None = None) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Every rank must see the run folder that rank 0 sees: checkpoints have one file per rank.
+
+    Errors: ConfigError, the same on all ranks, naming those that do not.
+    """
+    probe = folder / f".probe-{os.getpid()}"
+    name = world.broadcast_json(probe.name if world.is_first else None)
+    if world.is_first:
+        probe.touch()
+    world.barrier()
+    blind = [r for r, seen in enumerate(world.gather_json((folder / name).exists())) if not seen]
+    if world.is_first:
+        probe.unlink()
+    if blind:
+        raise ConfigError(
+            f"run.folder = {folder}: rank {', '.join(map(str, blind))} of {world.size} does not "
+            f"see what rank 0 writes there; the run folder must be on a file system that all share"
+        )
 
 
 def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, int]:
@@ -230,7 +251,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     """Step to the end; save and validate on the way. Gives the exit code."""
     every = config.checkpoint.every or max(1, total_steps // 5)
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    validate = _validator(run, source, config)
+    validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
     began_s, first_step = time.perf_counter(), run.step_count
     run.recorder.restart_clock()
     while run.step_count < total_steps:
@@ -265,23 +286,3 @@ def _stop(run: Run) -> int:
         )
     run.close()
     return STOPPED
-
-
-def _validator(run: Run, source: Source, config: Config) -> Callable[[], dict[str, float] | None]:
-    def validate() -> dict[str, float] | None:
-        if source.validation is None:
-            return None
-        values = run.evaluate(
-            source.validation, workers=config.data.workers, collate=source.collate
-        )
-        if run.world.is_first:
-            run.recorder.events.emit(
-                "validated",
-                step=run.step_count,
-                loss=values["loss"],
-                targets=int(values["targets"]),
-                unigram_entropy=source.unigram_entropy,
-            )
-        return values
-
-    return validate

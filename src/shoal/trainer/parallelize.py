@@ -28,8 +28,12 @@ from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import choose_layout
 from shoal.trainer.contract import Loss
+from shoal.trainer.excepthook import install
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import BuildOptimizer, Run, RunSettings
+from shoal.trainer.state import model_tensors
+
+DEFAULT_BATCH = 32
 
 
 def parallelize(
@@ -38,7 +42,7 @@ def parallelize(
     loss: Loss | None = None,
     layout: str | Mapping[str, int] = "auto",
     *,
-    batch: int = 32,
+    batch: int | None = None,
     micro_batch: int | None = None,
     precision: str = "auto",
     clip: float = 0.0,
@@ -59,7 +63,8 @@ def parallelize(
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
                  on integer targets, ignoring −100
     layout       "auto", "single", "ddp", or degrees such as {"dp_replicate": 4}
-    batch        samples per optimizer step over all ranks, for `run.loader`
+    batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
+                 micro-batches if only `micro_batch` is given
     micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
                  does not depend on the layout; a batch of your own is cut only if this is given
     precision    auto, fp64, fp32, bf16 · clip  largest gradient norm, 0 for none
@@ -73,7 +78,9 @@ def parallelize(
                  optimizer holds foreign parameters · ConfigError: anything else that is not legal
     Source       design §5; the loss rule is design §6
     """
+    install()
     world = world or start_world()
+    install().world = world
     if precision not in PRECISIONS:
         raise ConfigError(one_of("precision", precision, PRECISIONS))
     module = _build(model, seed)
@@ -82,14 +89,14 @@ def parallelize(
     parameters = trainable(module)
     if not parameters:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
-    plan = _plan(module, layout, world, batch, micro_batch, compute)
+    _refuse_sparse(module)
+    samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
+    plan = _plan(module, layout, world, samples, micro_batch, compute)
     bound = rebind(optimizer, module, parameters)
     program = compose(module, plan, world, seed=seed)
     recorder = Recorder(Path(folder) if folder is not None else None, world)
-    if world.is_first:
-        for notice in program.notices:
-            recorder.events.emit("notice", text=notice)
-    module.train()
+    if not module.training:  # from_pretrained gives models in evaluation mode
+        module.train()
     settings = RunSettings(
         clip=clip,
         seed=seed,
@@ -100,17 +107,31 @@ def parallelize(
         total_steps=total_steps,
         cut_own_batches=micro_batch is not None,
     )
-    return Run(program, bound, loss or token_loss, settings, recorder)
+    run = Run(program, bound, loss or token_loss, settings, recorder)
+    if folder is not None:
+        model_tensors(run)  # refuses now what the first save could not write
+    return run
 
 
 def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
+    kept = torch.get_rng_state()  # the builder's seed must not become the user's
     torch.manual_seed(seed)
     built = model()
+    torch.set_rng_state(kept)
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model: the builder gave {type(built).__name__}, an nn.Module is wanted")
     return built
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ConfigError(
+                f"model: {name or 'the embedding'} gives sparse gradients (sparse=True), which are "
+                f"neither clipped nor summed over ranks; nearest: sparse=False"
+            )
 
 
 def _plan(

@@ -8,12 +8,14 @@ the stream positions [from, to) that the step consumed, and whether it was skipp
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from shoal.base.errors import ConfigError
 from shoal.base.events import EventLog, append_line
 from shoal.fabric import World
 from shoal.profile.memory import gpu_utilisation
@@ -23,15 +25,27 @@ class Recorder:
     """The run folder as one process sees it; without a folder nothing is written.
 
     flops_per_sample, machine_flops_per_s   set once known; MFU is null until then
+    Errors   ConfigError when the folder cannot be made
     """
 
     def __init__(self, folder: Path | None, world: World) -> None:
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as failure:
+                raise ConfigError(f"folder = {folder}: cannot be made: {failure}") from failure
         self.folder = folder
         self.world = world
         self.flops_per_sample: float | None = None
         self.machine_flops_per_s: float | None = None
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
         self.waiting_since_s = time.perf_counter()
+
+    def notice(self, text: str) -> None:
+        """One line for the user, by rank 0: an event, and through `logging`, for scripts."""
+        if self.world.is_first:
+            self.events.emit("notice", text=text)
+            logging.getLogger("shoal").warning("shoal: %s", text)
 
     def data_wait_s(self) -> float:
         """Seconds since the last step ended: what the loader and the user's own code took."""
@@ -70,6 +84,8 @@ class Recorder:
                 append_line(self.folder / "metrics.jsonl", _finite(row))
             except OSError:
                 self.events.dropped += 1  # a full disk must not stop training
+        for listen in self.events.listeners:
+            listen({"event": "step", "rank": self.world.rank, **row})
         return row
 
     def cut(self, step: int) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, TrainingError
+from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
 from shoal.base.policies import OptimizerPolicy
-from shoal.data.iterable import IterableLoader, open_loader
+from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
 from shoal.data.step import StepBatch
 from shoal.fabric import World
@@ -27,7 +27,9 @@ from shoal.parallel.program import Program
 from shoal.profile.memory import peak_memory_bytes
 from shoal.trainer.contract import Loss, batch_length, cut_batch
 from shoal.trainer.evaluate import Metric, evaluate
+from shoal.trainer.feed import Feed
 from shoal.trainer.record import Recorder
+from shoal.trainer.skips import Skips
 from shoal.trainer.state import restore_run, save_run
 from shoal.trainer.step import MovementCheck, Tally, forward_backward, update
 
@@ -86,19 +88,22 @@ class Run:
         self.settings = settings
         self.recorder = recorder
         self.step_count = 0
-        self.data_state: dict[str, Any] | None = None
+        self.feed = Feed(program.plan, program.world, settings.seed)
         self.stopping = False
         self.extra_record: dict[str, Any] = {}
-        self._loader: Any = None
         self._tally: Tally | None = None
         self._batch: Any = None
-        self._started_s: float = 0.0
         self._data_wait_s = 0.0
         self._stop_wanted = False
-        self._skipped_in_a_row = 0
+        self._closed = False
+        self._skips = Skips(settings.skip_limit)
         self._movement = MovementCheck()
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
+        self._state_checked = False
+        self._held = _parameters_held(optimizer)
+        self._tell()
+        if settings.schedule is not None:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
 
     @property
     def model(self) -> nn.Module:
@@ -123,22 +128,10 @@ class Run:
         dataset    map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`
         Gives      an iterable over the steps of one epoch; iterating again is the next epoch
         Errors     ConfigError for an object that is neither
-        After `restore`, the first loader goes on where the checkpoint was taken.
+        After `restore`, the first loader goes on where the checkpoint was taken. The same dataset
+        gives the same loader again.
         """
-        loader = open_loader(
-            dataset,
-            batch=self.plan.batch,
-            micro_batch=self.plan.micro_batch,
-            seed=self.settings.seed,
-            rank=self.world.rank,
-            degree=self.plan.layout.data_degree,
-            workers=workers,
-            collate=collate,
-        )
-        if self.data_state is not None:
-            loader.restore(self.data_state)
-        self._loader = loader
-        return loader
+        return self.feed.open(dataset, workers, collate)
 
     def step(self, batch: Any) -> StepResult:
         """Forward, backward, clip and update for one optimizer step.
@@ -153,6 +146,8 @@ class Run:
 
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
+        if self._closed:
+            raise ConfigError("run.step was called after run.close; close a run last")
         if self._tally is not None:
             raise ConfigError(
                 "run.forward_backward was called twice without run.update between; give all "
@@ -176,23 +171,26 @@ class Run:
         if self._tally is None:
             raise ConfigError("run.update was called before run.forward_backward")
         tally, self._tally = self._tally, None
+        self._check_groups()
         lr = self._set_lr()
-        checking = not self._movement.done and lr > 0
-        if checking:
-            self._movement.look(self.program)
-        done = update(self.program, self.optimizer, tally, clip=self.settings.clip)
-        if checking and not done.skipped:
+        watch = None if self._movement.done else self._movement
+        done = update(self.program, self.optimizer, tally, clip=self.settings.clip, watch=watch)
+        self._tell()
+        if not done.skipped:
             self._check_first_update()
         self.step_count += 1
-        if isinstance(self._batch, StepBatch):
-            self.data_state = self._loader_state(self._batch)
+        self.feed.consumed(self._batch)
         result = StepResult(
             self.step_count, done.loss, done.grad_norm, lr, int(tally.count), done.skipped,
             done.reason,
         )  # fmt: skip
         self._record(result, tally)
-        self._count_skips(result, tally)
-        self._batch = None
+        batch, self._batch = self._batch, None
+        if done.skipped:
+            emit = self.recorder.events.emit
+            self._skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
+        else:
+            self._skips.moved()
         return result
 
     def evaluate(
@@ -209,7 +207,7 @@ class Run:
         metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
         Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks
         """
-        batches = self._evaluation_batches(data, workers, collate)
+        batches = self.feed.validation(data, workers, collate)
         values = evaluate(self.program, batches, self.loss, metrics or {}, call=self.settings.call)
         self.recorder.restart_clock()
         return values
@@ -232,6 +230,7 @@ class Run:
         Gives    False if there is none
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         """
+        self._tally, self._skips.in_a_row = None, 0
         found = restore_run(self, self._folder(folder))
         self.recorder.restart_clock()
         return found
@@ -241,7 +240,13 @@ class Run:
         self._stop_wanted = True
 
     def close(self) -> None:
-        """Leave the other processes in an orderly way; call it last."""
+        """Leave the other processes in an orderly way; call it last.
+
+        The model and the optimizer are then as plain PyTorch has them: no hook of ours is left.
+        """
+        self._closed = True
+        for undo in self.program.on_close:
+            undo()
         self.world.close()
 
     def _folder(self, folder: str | Path | None) -> Path:
@@ -259,47 +264,44 @@ class Run:
             (place * self.world.size + self.world.rank, part) for place, part in enumerate(parts)
         ]
 
-    def _evaluation_batches(self, data: Any, workers: int, collate: Any) -> Iterator[Any]:
-        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(
-            data, list
-        ):
-            yield from _flat(data)
-            return
-        loader = Loader(
-            data,
-            batch=self.plan.micro_batch * self.plan.layout.data_degree,
-            micro_batch=self.plan.micro_batch,
-            seed=self.settings.seed,
-            rank=self.world.rank,
-            degree=self.plan.layout.data_degree,
-            workers=workers,
-            collate=collate,
-            shuffle=False,
-        )
-        yield from _flat(loader)
-
-    def _loader_state(self, batch: StepBatch) -> dict[str, Any]:
-        kept = self._loader.state() if self._loader is not None else {}
-        return {**kept, "position": batch.next_position}
-
     def _set_lr(self) -> float:
         policy, total = self.settings.schedule, self.settings.total_steps
-        if policy is not None and total:
+        if policy is not None:
+            if total < 1:
+                raise ConfigError(
+                    f"total_steps = {total}: schedule = {policy.schedule} needs the length of the "
+                    f"run; give shoal.parallelize(…, total_steps=…)"
+                )
             factor = lr_factor(policy, self.step_count, total)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         groups = self.optimizer.param_groups
         return float(groups[0]["lr"]) if groups else 0.0
 
-    def _check_first_update(self) -> None:
-        if self._movement.moved() is False:
+    def _tell(self) -> None:
+        while self.program.notices:
+            self.recorder.notice(self.program.notices.pop(0))
+
+    def _check_groups(self) -> None:
+        if not self._state_checked and not any(g["lr"] for g in self.optimizer.param_groups):
+            self.recorder.notice("optimizer: every learning rate is 0, so nothing trains yet")
+        held = _parameters_held(self.optimizer)
+        if held != self._held:
             raise ConfigError(
-                "optimizer: its first step moved no parameter that has a gradient: it was built "
-                "over other parameters, or all its learning rates are 0; give parallelize a "
-                "function params -> optimizer"
+                f"optimizer: holds {held} parameters, {self._held} when shoal.parallelize was "
+                f"called; change groups before, or save, and parallelize again"
             )
-        names = {p: n for n, p in self.model.named_parameters()}
-        split_state(self.optimizer, names)  # refuses now what the first save could not write
+
+    def _check_first_update(self) -> None:
+        if not self._movement.done and self._movement.moved() is False:
+            raise ConfigError(
+                "optimizer: its first step moved no parameter that has a gradient: it steps over "
+                "other tensors than the model's; give parallelize a function params -> optimizer"
+            )
+        if not self._state_checked:
+            names = {p: n for n, p in self.model.named_parameters()}
+            split_state(self.optimizer, names)  # refuses now what the first save could not write
+            self._state_checked = True
 
     def _record(self, result: StepResult, tally: Tally) -> None:
         batch = self._batch
@@ -324,42 +326,9 @@ class Run:
             samples=samples,
         )
 
-    def _count_skips(self, result: StepResult, tally: Tally) -> None:
-        if not result.skipped:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        mine: dict[str, Any] = {"rank": self.world.rank, "micro_batches": [], "samples": []}
-        if isinstance(self._batch, StepBatch):
-            mine["micro_batches"] = [m.index for m in self._batch.micro_batches]
-            mine["samples"] = self._batch.sample_ids
-        everyone = self.world.gather_json(mine)
-        culprits = [m for m in everyone if m["rank"] in tally.broken]
-        if self.world.is_first:
-            self.recorder.events.emit(
-                "step_skipped",
-                step=result.step,
-                reason=result.reason,
-                ranks=tally.broken,
-                culprits=culprits,
-                in_a_row=self._skipped_in_a_row,
-            )
-        if self._skipped_in_a_row >= self.settings.skip_limit:
-            where = ", ".join(f"rank {m['rank']}" for m in culprits) or "all ranks"
-            raise TrainingError(
-                f"step {result.step}: {result.reason} on {where}, {self._skipped_in_a_row} steps "
-                f"in a row (train.skip_limit); the weights are those of step "
-                f"{result.step - self._skipped_in_a_row}; look at these samples, lower "
-                f"optimizer.lr, or set optimizer.clip"
-            )
 
-
-def _flat(batches: Iterable[Any]) -> Iterator[Any]:
-    for batch in batches:
-        if isinstance(batch, StepBatch):
-            yield from (m.value for m in batch.micro_batches)
-        else:
-            yield batch
+def _parameters_held(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 BuildOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -19,7 +19,7 @@ from shoal.base.shards import Shard
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.write import Piece, save
-from shoal.optim.state import join_state, split_state
+from shoal.optim.state import check_class, join_state, split_state
 
 if TYPE_CHECKING:
     from shoal.trainer.run import Run
@@ -64,7 +64,7 @@ def run_state(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     plan = run.plan
     record = {
         "step": run.step_count,
-        "data": run.data_state,
+        "data": run.feed.state,
         "seed": run.settings.seed,
         "layout": plan.layout.text(),
         "batch": plan.batch,
@@ -112,6 +112,8 @@ def restore_run(run: Run, folder: Path) -> bool:
     if loaded is None:
         return False
     record = loaded.manifest.record
+    check_class(run.optimizer, record["optimizer"])  # before anything moves
+    run.feed.restore(record["data"])
     with torch.no_grad():
         for name, tensor in here.items():
             tensor.copy_(loaded.tensors[MODEL + name])
@@ -120,7 +122,6 @@ def restore_run(run: Run, folder: Path) -> bool:
     if run.settings.schedule is None:
         _restore_lr(run, record["optimizer"]["groups"])
     run.step_count = int(record["step"])
-    run.data_state = record["data"]
     run.recorder.cut(run.step_count)
     differences += _differences(run, record)
     if run.world.is_first:
@@ -166,11 +167,22 @@ def _differences(run: Run, record: dict[str, Any]) -> list[str]:
     return [f"{k} was {record[k]}, is {v}" for k, v in now.items() if record.get(k) != v]
 
 
-def _restore_lr(run: Run, groups: list[dict[str, Any]]) -> None:
-    """Without a schedule of ours the learning rate is state: the user may have set it."""
-    for group, saved in zip(run.optimizer.param_groups, groups, strict=False):
-        if "lr" in saved and len(saved["names"]) == len(group["params"]):
-            group["lr"] = saved["lr"]
+def _restore_lr(run: Run, saved: list[dict[str, Any]]) -> None:
+    """Without a schedule of ours the learning rate is state: the user may have set it.
+
+    `initial_lr` comes along: torch's own schedulers want it in order to go on.
+    """
+    names = {id(p): n for n, p in run.model.named_parameters()}
+    then = {name: group for group in saved for name in group["names"]}
+    for group in run.optimizer.param_groups:
+        old = then.get(names[id(group["params"][0])], {}) if group["params"] else {}
+        for key in ("lr", "initial_lr"):
+            if key not in old:
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(old[key])
+            else:
+                group[key] = old[key]
 
 
 def _dtype(tensor: torch.Tensor) -> str:

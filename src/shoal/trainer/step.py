@@ -33,6 +33,7 @@ class Tally:
 
     loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
     stop              some rank was asked to stop · used  per parameter, on any rank
+    moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
     """
 
@@ -40,6 +41,7 @@ class Tally:
     count: float
     broken: list[int]
     stop: bool
+    moved: bool
     used: list[bool]
     micro_batches: list[int]
     peak_memory_bytes: list[int]
@@ -132,18 +134,20 @@ def _tally(
     used = torch.tensor(reducer.used(), dtype=torch.float64, device=device)
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
     sums = torch.nan_to_num(torch.stack([loss_sum, count]), 0, 0, 0)
-    vector = torch.cat([sums, count.new_tensor([float(stop)]), per_rank.flatten(), used])
+    flags = count.new_tensor([float(stop), float(program.moved())])
+    vector = torch.cat([sums, flags, per_rank.flatten(), used])
     world.sum(vector)
     told = vector.tolist()
-    slots = [told[3 + k * ranks : 3 + (k + 1) * ranks] for k in range(3)]
+    slots = [told[4 + k * ranks : 4 + (k + 1) * ranks] for k in range(3)]
     return Tally(
         loss_sum=told[0],
         count=told[1],
         stop=told[2] > 0,
+        moved=told[3] > 0,
         broken=[rank for rank, flag in enumerate(slots[0]) if flag],
         micro_batches=[int(n) for n in slots[1]],
         peak_memory_bytes=[int(n) for n in slots[2]],
-        used=[n > 0 for n in told[3 + 3 * ranks :]],
+        used=[n > 0 for n in told[4 + 3 * ranks :]],
     )
 
 
@@ -181,6 +185,8 @@ def update(
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
     """
     reducer = reducer_of(program)
+    if tally.moved:
+        program.align()
     buffers = reducer.buffers()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
     if tally.broken:
@@ -242,7 +248,7 @@ class MovementCheck:
         self.before = []
         for parameter in sorted(program.parameters.values(), key=lambda p: p.numel()):
             gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
-            if gradient is None or lr <= 0 or not parameter.numel():
+            if gradient is None or not parameter.numel():
                 continue
             # Plain descent moves by lr · gradient, normalised methods by about lr.
             reach = lr * min(1.0, float(gradient.abs().max()))

@@ -152,10 +152,12 @@ def _validated(event: Record) -> str:
     where = f" at step {event['step']}" if event.get("step") is not None else ""
     text = f"validation{where}: loss {number_text(loss, 4)}"
     if entropy is not None:
-        text += f", unigram entropy {number_text(entropy, 4)}"
+        text += f", {event.get('baseline', 'unigram entropy')} {number_text(entropy, 4)}"
     if loss is not None and entropy is not None and loss == loss:
         gap = entropy - loss
         text += f" ({abs(gap):.4f} {'below' if gap >= 0 else 'above'} it)"
+    if event.get("accuracy") is not None:
+        text += f", accuracy {event['accuracy']:.1%}"
     if event.get("targets") is not None:
         text += f", {count_text(event['targets'])} targets"
     return text

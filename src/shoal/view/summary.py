@@ -151,8 +151,11 @@ def _validation(events: list[Record]) -> str:
     if not (found := _named(events, "validated")):
         return ""
     loss, entropy = found[-1].get("loss"), found[-1].get("unigram_entropy")
-    beside = f", unigram entropy {number_text(entropy, 4)}" if entropy is not None else ""
-    return f"loss {number_text(loss, 4)}{beside}"
+    name = found[-1].get("baseline", "unigram entropy")
+    beside = f", {name} {number_text(entropy, 4)}" if entropy is not None else ""
+    right = found[-1].get("accuracy")
+    share = f", accuracy {right:.1%}" if right is not None else ""
+    return f"loss {number_text(loss, 4)}{beside}{share}"
 
 
 def _checkpoints(run: RunFolder, events: list[Record]) -> str:

@@ -1,0 +1,92 @@
+"""Buffers that the forward pass changes and no rule covers stay equal on all ranks: rank 0's win.
+
+A moving average of the user's own, spectral norm's vectors, InstanceNorm with running statistics:
+each rank changes its copy by its own micro-batches, and the copies drift apart, silently. So every
+rank watches its buffers' version counters, one flag travels with the step's tally, and where some
+rank changed a buffer, all take rank 0's value after the step, as torch's DDP does. Such a value
+depends on the layout, and one line says so. BatchNorm has a rule of its own and is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.fabric import World
+from shoal.parallel._torch import BatchNorm
+from shoal.parallel.program import Program
+
+
+def apply(program: Program) -> Program:
+    """Watch the buffers of a program on several ranks; nothing to do in one process."""
+    if program.world.size == 1:
+        return program
+    homes = [
+        (f"{path}.{name}" if path else name, module, name)
+        for path, module in program.module.named_modules()
+        if not isinstance(module, BatchNorm)
+        for name, _ in module.named_buffers(recurse=False)
+    ]
+    if not homes:
+        return program
+    watch = _Watch(homes, program.world, program.notices)
+    return replace(
+        program,
+        on_begin=(*program.on_begin, watch.begin),
+        moved=watch.moved,
+        align=watch.align,
+    )
+
+
+class _Watch:
+    """Remembers which tensor every buffer was, and how often it had been written to."""
+
+    def __init__(
+        self, homes: list[tuple[str, nn.Module, str]], world: World, notices: list[str]
+    ) -> None:
+        self.homes = homes
+        self.world = world
+        self.notices = notices
+        self.known: list[tuple[torch.Tensor, int]] = []
+        self.told = False
+
+    def begin(self) -> None:
+        """Look before the step; what is changed between steps, every rank's script changes."""
+        self.known = [(getattr(m, name), _version(m, name)) for _, m, name in self.homes]
+
+    def moved(self) -> bool:
+        """Whether this rank's forward passes changed a buffer."""
+        return bool(self._changed())
+
+    @torch.no_grad()
+    def align(self) -> None:
+        """Every rank takes rank 0's value of what changed on any rank."""
+        everyone = self.world.gather_json(self._changed())
+        places = sorted({place for changed in everyone for place in changed})
+        for place in places:
+            _, module, name = self.homes[place]
+            value = getattr(module, name)
+            whole = value.detach().contiguous()
+            self.world.broadcast(whole)
+            value.copy_(whole)
+        if places and not self.told:
+            self.told = True
+            self.notices.append(
+                f"{self.homes[places[0]][0]} is changed by the forward pass: rank 0's value is "
+                f"kept after every step, so it depends on the layout ({len(places)} such buffers)"
+            )
+
+    def _changed(self) -> list[int]:
+        return [
+            place
+            for place, (_, module, name) in enumerate(self.homes)
+            if getattr(module, name) is not self.known[place][0]
+            or _version(module, name) != self.known[place][1]
+        ]
+
+
+def _version(module: nn.Module, name: str) -> int:
+    """How often a buffer was written in place, as autograd counts it."""
+    return int(getattr(module, name)._version)

@@ -1,0 +1,60 @@
+"""Steps that did not move the weights: who was at fault, and when to stop trying.
+
+One bad step is an accident: all ranks skip it, and an event names rank, micro-batches and samples.
+Many in a row are a diverged run or broken data, which a restart would only repeat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.base.errors import TrainingError
+from shoal.base.events import Emit
+from shoal.data.step import StepBatch
+from shoal.fabric import World
+from shoal.trainer.step import NO_TARGET
+
+
+class Skips:
+    """Counts skipped steps in a row; `limit` of them end the run."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_a_row = 0
+
+    def moved(self) -> None:
+        """A step moved the weights."""
+        self.in_a_row = 0
+
+    def skipped(
+        self, step: int, reason: str, broken: list[int], batch: Any, world: World, emit: Emit
+    ) -> None:
+        """A step did not; every rank calls this with its own `batch`, the rest is the same.
+
+        broken   ranks whose numbers are not finite
+        Errors   TrainingError, on all ranks, at the `limit`-th in a row
+        """
+        self.in_a_row += 1
+        mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
+        if isinstance(batch, StepBatch):
+            mine["micro_batches"] = [m.index for m in batch.micro_batches]
+            mine["samples"] = batch.sample_ids
+        culprits = [m for m in world.gather_json(mine) if m["rank"] in broken]
+        if world.is_first:
+            emit(
+                "step_skipped",
+                step=step,
+                reason=reason,
+                ranks=broken,
+                culprits=culprits,
+                in_a_row=self.in_a_row,
+            )
+        if self.in_a_row >= self.limit:
+            where = ", ".join(f"rank {m['rank']}" for m in culprits) or "all ranks"
+            cure = "look at these samples, lower optimizer.lr, or set optimizer.clip"
+            if reason == NO_TARGET:
+                cure = "look at the data: every target is ignored"
+            raise TrainingError(
+                f"step {step}: {reason} on {where}, {self.in_a_row} steps in a row "
+                f"(train.skip_limit); the weights are those of step {step - self.in_a_row}; {cure}"
+            )

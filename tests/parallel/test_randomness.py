@@ -1,0 +1,156 @@
+"""Randomness is keyed by (seed, step, micro-batch, block): no draw depends on what ran before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shoal
+from shoal.fabric import start_world
+
+
+class Masks(nn.Module):
+    """Remembers every dropout mask it drew, as one row of booleans per call."""
+
+    def __init__(self, seen: list) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = F.dropout(torch.ones(64), 0.5, self.training)
+        self.seen.append((mask > 0).tolist())
+        return x * mask[: x.shape[-1]]
+
+
+class Stack(nn.Module):
+    """Blocks that draw, some of them first drawing `waste` numbers, or running `times` times."""
+
+    def __init__(self, times: int = 1, waste: int = 0, recompute: bool = False) -> None:
+        super().__init__()
+        self.seen: list[list[list[bool]]] = [[], [], []]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), Masks(self.seen[k])) for k in range(2)
+        )
+        self.last = Masks(self.seen[2])
+        self.times, self.waste, self.recompute = times, waste, recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(self.waste)
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        torch.rand(self.waste)
+        return self.last(x)
+
+
+def run_of(model: nn.Module, **settings):
+    torch.manual_seed(0)
+    return shoal.parallelize(
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda o, t: (o - t) ** 2,
+        world=start_world({}),
+        batch=8,
+        micro_batch=2,
+        **settings,
+    )
+
+
+def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 4, generator=generator), torch.zeros(samples, 4)
+
+
+def masks(model: Stack, samples: int = 8, steps: int = 1, **settings) -> list:
+    run = run_of(model, **settings)
+    for _ in range(steps):
+        run.step(batch(samples))
+    return model.seen
+
+
+def test_a_mask_depends_on_its_key_only() -> None:
+    """The third micro-batch draws what it draws, whatever was drawn before it, inside or outside."""
+    plain = masks(Stack())
+    torch.manual_seed(77)
+    torch.rand(5)
+    assert masks(Stack()) == plain
+    wasteful = masks(Stack(waste=3))
+    assert wasteful[:2] == plain[:2]
+    for block in range(2):
+        assert len({tuple(row) for row in plain[block]}) == 4, "micro-batches share a mask"
+    assert plain[0] != plain[1], "blocks share their masks"
+
+
+def test_what_follows_a_block_does_not_depend_on_how_much_it_drew() -> None:
+    model, other = Stack(), Stack()
+    other.blocks[1].append(nn.Dropout(0.5))
+    assert masks(other)[2] == masks(model)[2]
+
+
+def test_steps_and_seeds_draw_anew() -> None:
+    once, twice = masks(Stack()), masks(Stack(), steps=2)
+    assert twice[0][:4] == once[0]
+    assert twice[0][4:] != once[0]
+    assert masks(Stack(), seed=1)[0] != once[0]
+
+
+def test_a_block_that_runs_twice_draws_two_masks() -> None:
+    """With one key per block and micro-batch, a recurrent cell would drop the same units for ever."""
+    seen = masks(Stack(times=2), samples=2)
+    assert len(seen[0]) == 2
+    assert seen[0][0] != seen[0][1]
+    assert seen[0][0] == masks(Stack(times=1), samples=2)[0][0]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_recomputation_draws_the_same_masks(times: int) -> None:
+    """Activation checkpointing runs blocks again, backwards: each call must find its own key."""
+    plain, again = Stack(times), Stack(times, recompute=True)
+    again.load_state_dict(plain.state_dict())
+    runs = [run_of(plain), run_of(again)]
+    for run in runs:
+        for _ in range(2):
+            run.step(batch())
+    assert len(again.seen[0]) == 2 * len(plain.seen[0]), "nothing was recomputed"
+    for ours, theirs in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_users_generator_is_left_alone() -> None:
+    run = run_of(Stack())
+    torch.manual_seed(5)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    run.step(batch())
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def broken(outputs, targets):
+        raise ValueError("by chance")
+
+    run.loss = broken
+    with pytest.raises(ValueError, match="by chance"):
+        run.step(batch())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_building_a_model_leaves_the_users_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = run_of_builder(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    second, other = run_of_builder(3), run_of_builder(4)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def run_of_builder(seed: int) -> torch.Tensor:
+    run = shoal.parallelize(
+        lambda: nn.Linear(4, 4),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        seed=seed,
+        world=start_world({}),
+    )
+    return run.model.weight.detach().clone()

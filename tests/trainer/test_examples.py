@@ -1,0 +1,86 @@
+"""The examples are real programs: they run as their headers say, alone and on two processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEADLINE_S = 60
+
+
+def run(name: str, folder: Path, *arguments: str, before: tuple[str, ...] = ()) -> str:
+    """What an example prints; it must end well, and alone say nothing on standard error."""
+    process = subprocess.Popen(
+        [sys.executable, *before, str(EXAMPLES / name), *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err[-2000:]
+    assert before or not err
+    return out
+
+
+def torchrun() -> tuple[str, ...]:
+    """`python -m torch.distributed.run` as the headers have it, on a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_examples_are_short_and_say_how_to_start_them(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 60
+    header = path.read_text().split('"""')[1]
+    assert f"python examples/{path.name}" in header
+    assert f"--nproc-per-node 2 examples/{path.name}" in header
+
+
+def test_own_loop_goes_on_where_it_stopped_on_other_processes(tmp_path: Path) -> None:
+    first = run("own_loop.py", tmp_path, "mine")
+    assert re.fullmatch(r"step 150: loss 0\.\d+, \d+ counted\n", first)
+    assert (tmp_path / "mine" / "checkpoints" / "step-150").is_dir()
+    second = run("own_loop.py", tmp_path, "mine", before=torchrun())
+    lines = second.splitlines()
+    assert lines[0] == "goes on from step 150"
+    assert lines[1].startswith("step 300: loss 0.0")
+    assert len(lines) == 2, "only rank 0 speaks"
+
+
+def test_digits_are_learnt(tmp_path: Path) -> None:
+    last = run("digits_cnn.py", tmp_path).splitlines()[-1]
+    right = float(re.search(r"held out ([\d.]+)% right", last)[1])
+    assert right > 95
+
+
+def test_the_gan_finds_the_ring(tmp_path: Path) -> None:
+    radius = float(re.search(r"radius of what it makes: ([\d.]+)", run("gan.py", tmp_path))[1])
+    assert 0.8 < radius < 1.2
+
+
+def test_the_toml_example_is_accepted() -> None:
+    """`shoal train examples/digits.toml` itself takes 15 s; here its keys and values are checked."""
+    from shoal.config.load import load
+    from shoal.planner.model_facts import resolve
+
+    config = load(EXAMPLES / "digits.toml").config
+    assert config.data.source == "digits"
+    assert resolve(config.model.name, config.model.arguments).family == "resnet"

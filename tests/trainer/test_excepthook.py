@@ -1,0 +1,192 @@
+"""An uncaught ShoalError in a user's own script: one line, the user's place, the right status."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.base.errors import ConfigError, TrainingError
+from shoal.fabric import World
+from shoal.fabric.place import Place
+from shoal.trainer.excepthook import ShoalErrorHook, install, user_place
+
+SCRIPT = """\
+import atexit, sys
+import torch
+from torch import nn
+import shoal
+
+atexit.register(print, "atexit ran")
+how, place = sys.argv[1:]
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+def loss(outputs, targets):
+    values = (outputs - targets) ** 2
+    return values.mean() if how == "mean" and run.world.rank in (int(place), -1) else values
+run = shoal.parallelize(model, lambda p: torch.optim.SGD(p, lr=0.1), loss, skip_limit=1)
+batch = (torch.ones(4, 4), torch.ones(4, 2))
+if how == "nan":
+    batch = (torch.full((4, 4), float("nan")), torch.ones(4, 2))
+def train():
+    for _ in range(3):
+        run.step(batch)
+train()
+run.close()
+print("reached the end")
+"""
+LIGHT = """\
+import sys
+from shoal.base.errors import PlanError, TrainingError
+from shoal.trainer.excepthook import install
+
+install()
+errors = {"plan": PlanError("layout: no"), "training": TrainingError("step 1: bad")}
+errors |= {"value": ValueError("two\\nlines"), "interrupt": KeyboardInterrupt()}
+raise errors[sys.argv[1]]
+"""
+STEP_LINE = next(
+    number for number, line in enumerate(SCRIPT.splitlines(), 1) if "run.step(batch)" in line
+)
+DEADLINE_S = 60
+
+
+def start(folder: Path, text: str, *arguments: object, **env: str) -> subprocess.Popen:
+    (folder / "train.py").write_text(text)
+    return subprocess.Popen(
+        [sys.executable, "train.py", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def test_a_mean_in_one_process(tmp_path: Path) -> None:
+    code, out, err = ended(start(tmp_path, SCRIPT, "mean", 0))
+    assert code == 2
+    assert err == (
+        f"shoal: train.py:{STEP_LINE}: loss returned a mean: ranks with unequal token counts would "
+        f"weigh wrongly. Return (sum, count), or wrap it: shoal.mean_of_samples(loss)\n"
+    )
+    assert out == "atexit ran\n"
+
+
+def test_every_kind_of_error(tmp_path: Path) -> None:
+    """Statuses and texts; all processes at once, since importing torch is what takes time."""
+    kinds = ("plan", "training", "value", "interrupt")
+    started = {kind: start(tmp_path, LIGHT, kind) for kind in kinds}
+    shown = start(tmp_path, LIGHT, "plan", SHOAL_TRACEBACK="1")
+    assert ended(started["plan"]) == (2, "", "shoal: train.py:8: layout: no\n")
+    assert ended(started["training"]) == (3, "", "shoal: train.py:8: step 1: bad\n")
+    code, _, err = ended(started["value"])
+    assert code == 1
+    assert err.startswith("Traceback (most recent call last):")
+    assert err.endswith("ValueError: two\nlines\n")
+    code, _, err = ended(started["interrupt"])
+    assert code in (130, -2), "the status that shells know as an interrupt"
+    assert err.endswith("KeyboardInterrupt\n")
+    code, _, err = ended(shown)
+    assert code == 2
+    assert err.startswith("Traceback (most recent call last):")
+    assert err.endswith("shoal.base.errors.PlanError: layout: no\n")
+
+
+def world_of_two(tmp_path: Path, how: str, place: int) -> list[tuple[int, str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        start(
+            tmp_path,
+            SCRIPT,
+            how,
+            place,
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        for rank in range(2)
+    ]
+    return [ended(process) for process in started]
+
+
+@pytest.mark.parametrize("place", [-1, 1])
+def test_two_processes(tmp_path: Path, place: int) -> None:
+    """Every rank that raises says so with its rank; a peer that waits for it does not hang."""
+    began_s = time.monotonic()
+    first, second = world_of_two(tmp_path, "mean" if place == 1 else "nan", place)
+    assert time.monotonic() - began_s < DEADLINE_S
+    if place == -1:
+        for rank, (code, _, err) in enumerate((first, second)):
+            assert code == 3
+            assert err.startswith(f"[rank {rank}] shoal: train.py:{STEP_LINE}: step 1: non-finite")
+            assert err.count("\n") == 1
+        return
+    code, out, err = second
+    assert code == 2
+    assert err.startswith(f"[rank 1] shoal: train.py:{STEP_LINE}: loss returned a mean")
+    assert err.count("\n") == 1
+    code, out, err = first
+    assert code == 1, "the peer's death must not look like success"
+    assert err.startswith(f"[rank 0] shoal: train.py:{STEP_LINE}: another rank ended (Connection")
+    assert err.count("\n") == 1
+    assert "reached the end" not in out
+
+
+def test_another_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(kind, error, trace):
+        """IPython's, or a debugger's."""
+
+    monkeypatch.setattr(sys, "excepthook", theirs)
+    install()
+    assert sys.excepthook is theirs
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    hook = install()
+    assert sys.excepthook is hook
+    assert install() is hook
+
+    def torchs(*what):
+        """torch.distributed wraps the hook that it finds when a process group is made."""
+
+    torchs.__module__ = "torch.distributed.distributed_c10d"
+    monkeypatch.setattr(sys, "excepthook", torchs)
+    assert install() is not hook
+    assert sys.excepthook.ordinary is torchs
+
+
+def test_the_line() -> None:
+    hook = ShoalErrorHook(sys.__excepthook__)
+    assert hook.line(ConfigError("a: b\nc"), None) == "shoal: a: b c"
+    hook.world = World(Place(rank=3, size=4), torch.device("cpu"), None)
+    assert hook.line(TrainingError("x"), None) == "[rank 3] shoal: x"
+
+
+def test_the_place_is_the_users_innermost() -> None:
+    def mine() -> None:
+        torch.nn.Linear(2, 2)(torch.ones(3))
+
+    try:
+        mine()
+    except RuntimeError as failure:
+        place = user_place(failure.__traceback__)
+    assert place is not None
+    assert place.startswith(os.path.relpath(__file__))
+    assert user_place(None) is None

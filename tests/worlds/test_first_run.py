@@ -1,0 +1,94 @@
+"""The main job as a new user meets it: what it prints, what it leaves behind, what comes next."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors import safe_open
+
+from cli_run import CommandLine, lines
+from shoal.config.load import load
+
+SMALL = [
+    "model.layers=1", "model.dim=64", "data.sequence=64", "data.tokenizer=bpe:512",
+    "data.validation=0.005", "train.steps=30", "train.batch=16", "optimizer.lr=1e-2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[CommandLine, str]:
+    command = CommandLine(tmp_path_factory.mktemp("first"), *SMALL)
+    code, output = command.finish()
+    assert code == 0, output
+    return command, output
+
+
+def test_it_says_what_was_chosen_and_how_it_ended(first: tuple[CommandLine, str]) -> None:
+    _, output = first
+    assert output.startswith("shoal ")
+    assert "data: Python standard library: " in output
+    assert "files held out" in output
+    assert "below 1B: " in output
+    assert "also possible: " in output
+    assert "16 samples per step" in output
+    assert "loss=" in output
+    assert "tokens_per_s=" in output
+    assert "mfu=" in output
+    assert "left=" in output
+    assert "unigram entropy" in output
+    assert "a sample of what it writes" in output
+    assert "run folder: runs/run" in output
+    assert "next: shoal checkpoint export runs/run" in output
+
+
+def test_validation_loss_is_below_the_unigram_entropy(first: tuple[CommandLine, str]) -> None:
+    (validated,) = first[0].events("validated")
+    assert validated["loss"] < validated["unigram_entropy"] - 0.1
+
+
+def test_the_run_folder_is_whole(first: tuple[CommandLine, str]) -> None:
+    run = first[0].run
+    assert load(run / "run.toml").config.train.steps == 30
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["strategy"] in ("ddp", "single")
+    assert plan["buckets"]
+    assert plan["flops_per_sample"] > 0
+    assert [r["step"] for r in lines(run / "metrics.jsonl")] == list(range(1, 31))
+    assert all(0 < r["mfu"] < 1 for r in lines(run / "metrics.jsonl")[2:])
+    assert (run / "logs" / "rank-0.log").exists()
+    started = first[0].events("compute_started")[0]
+    assert started["parameter_dtypes"] == ["float32"]
+    assert started["compute"] == "fp32"
+
+
+def test_checkpoint_verbs(first: tuple[CommandLine, str]) -> None:
+    def shoal(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal", "checkpoint", *arguments],
+            cwd=first[0].folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, listed = shoal("list", "runs/run")
+    assert code == 0
+    assert "step 30" in listed
+    assert shoal("verify", "runs/run")[0] == 0
+    code, said = shoal("export", "runs/run", "model.safetensors")
+    assert code == 0, said
+    with safe_open(str(first[0].folder / "model.safetensors"), "pt") as file:
+        names = set(file.keys())
+        assert "blocks.0.attention.q.weight" in names
+        assert len({"embedding.weight", "head.weight"} & names) == 1, "tied weights once"
+    victim = next((first[0].run / "checkpoints").glob("step-30/rank-0.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    victim.write_bytes(raw)
+    code, said = shoal("verify", "runs/run")
+    assert code == 2
+    assert "rank-0.safetensors" in said
