@@ -26,7 +26,7 @@ import shoal
 from shoal.fabric import World
 from shoal.models.llama import Llama
 
-LR, CLIP = 1e-3, 1.0
+LR, CLIP = 3e-4, 1.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -72,6 +73,13 @@ def test_every_key_says_what_it_is() -> None:
                 if isinstance(item, ast.AnnAssign):
                     after = node.body[place + 1] if place + 1 < len(node.body) else None
                     assert isinstance(after, ast.Expr), f"{node.name}.{item.target.id}"
+
+
+def test_the_committed_proof_is_a_proof() -> None:
+    proof = json.loads((ROOT / "docs" / "proof" / "kills.json").read_text())
+    assert all(proof["equal"].values())
+    assert len(proof["kills"]) == 20
+    assert len({kill["after_step"] for kill in proof["kills"]}) > 10, "not at random moments"
 
 
 def test_where_is_it_points_at_what_exists() -> None:

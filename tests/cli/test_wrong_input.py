@@ -53,9 +53,15 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("model.dim=250 model.heads=4", "nearest legal: model.dim=2"),
         ("model.name=llama-3-8b", "the guide says fsdp, which this version does not build"),
         ("model.name=llama-3-70b", "the guide says 3d"),
-        ("model.build=nowhere:build", "model.build = nowhere:build: no module nowhere"),
-        ("model.build=json", "model.build = json: is written pkg.mod:function"),
-        ("model.build=json:laods", "has no laods"),
+        ("model.build=nowhere:build", "model.build = nowhere:build: there is no module nowhere"),
+        ("model.build=my_modle:build", "there is no module my_modle; nearest: my_model"),
+        ("model.build=json", "model.build = json: must be pkg.mod:function"),
+        ("model.loss=json.nowhere:f", "model.loss = json.nowhere:f: there is no module json.no"),
+        ("train.on=[\"nowhere:f\"]", "train.on = nowhere:f: there is no module nowhere"),
+        ("model.seq_len=128", "model.seq_len: no such argument of llama"),
+        ("data.source=digits", "model.name = llama: reads tokens, data.source = digits gives "
+         "images; nearest: model.name=resnet"),
+        ("data.source=digits model.name=llama-3-8b", "nearest: model.name=resnet"),
         ("data.source=text:missing/*.txt", "text:missing/*.txt"),
         ("data.source=tokens:missing", "tokens:missing"),
         ("data.source=stdlb", "nearest: stdlib"),
@@ -65,8 +71,9 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("launch.nodes=2", "torchrun"),
         ("missing.toml", "missing.toml: no such file"),
     ],
-)
+)  # fmt: skip
 def test_one_line_and_two(argument: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("raise RuntimeError('the check imports nothing')")
     code, text = shoal("train", *argument.split())
     assert code == 2
     line = text.strip().splitlines()[-1]
@@ -87,13 +94,144 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
     assert "holds no complete checkpoint" in text
 
 
+def saved_run(tmp_path: Path, name: str, run_toml: str) -> Path:
+    """A run folder with something that counts as a complete checkpoint."""
+    step = tmp_path / "runs" / name / "checkpoints" / "step-5"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    (tmp_path / "runs" / name / "run.toml").write_text(run_toml)
+    return tmp_path / "runs" / name
+
+
+@pytest.mark.parametrize(
+    ("run_toml", "said"),
+    [("", "--resume runs/mine: its run.toml is empty"),
+     ("\0\0\0", "runs/mine/run.toml: is not TOML")],
+)  # fmt: skip
+def test_resume_without_a_configuration(tmp_path: Path, run_toml: str, said: str) -> None:
+    saved_run(tmp_path, "mine", run_toml)
+    code, text = shoal("train", "--resume", "runs/mine")
+    assert code == 2
+    assert said in text.strip().splitlines()[-1]
+
+
 def test_a_used_name_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "mine"
-    folder.mkdir(parents=True)
-    (folder / "run.toml").write_text("")
+    saved_run(tmp_path, "mine", "")
     code, text = shoal("train", "run.name=mine")
     assert code == 2
     assert "shoal train --resume runs/mine" in text
+
+
+def test_a_name_without_a_checkpoint_is_free_again(tmp_path: Path) -> None:
+    from shoal.cli.start import prepare, write_folder
+
+    def start(name: str) -> None:
+        write_folder(prepare(["model.name=mlp", "data.source=digits", f"run.name={name}"], None))
+
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    start("mine")
+    (folder / "plan.json").write_text('{"flops_per_sample": 1}')
+    (folder / "checkpoints" / "step-5").mkdir(parents=True)  # without a manifest: not complete
+    start("mine")
+    assert not (folder / "plan.json").exists(), "the old attempt's model may have been another"
+
+
+def test_a_run_toml_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.base import files
+    from shoal.cli.start import prepare, write_folder
+
+    def crash(*_: object) -> None:
+        raise OSError("disk full")
+
+    prepared = prepare(["model.name=mlp", "data.source=digits", "run.name=mine"], None)
+    prepared.folder.mkdir(parents=True)
+    (prepared.folder / "run.toml").write_text("# as it was")
+    monkeypatch.setattr(files.os, "replace", crash)
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(prepared)
+    assert (prepared.folder / "run.toml").read_text() == "# as it was"
+
+
+def test_origins_survive_a_resume(tmp_path: Path) -> None:
+    from shoal.cli.start import prepare, write_folder
+
+    (tmp_path / "my.toml").write_text("[model]\nname = 'mlp'\n[data]\nsource = 'digits'\n")
+    arguments = ["my.toml", "optimizer.lr=1e-2", "run.name=mine", 'data.validation="0.1"']
+    folder = saved_run(tmp_path, "mine", "")
+    (folder / "checkpoints").rename(tmp_path / "later")
+    write_folder(prepare(arguments, None))
+    (tmp_path / "later").rename(folder / "checkpoints")
+    before = (folder / "run.toml").read_text()
+    assert "# my.toml" in before
+    assert "# derived" in before
+    write_folder(prepare([], Path("runs/mine")))
+    assert (folder / "run.toml").read_text() == before
+    edited = before.replace("seed = 0 ", "seed = 7 ")
+    (folder / "run.toml").write_text(edited)
+    write_folder(prepare(["train.steps=9"], Path("runs/mine")))
+    lines = {line.split(" = ")[0]: line for line in (folder / "run.toml").read_text().splitlines()}
+    assert lines["steps"].endswith("# command line")
+    assert lines["seed"].endswith("# runs/mine/run.toml"), "an edited line is no default"
+    assert lines["lr"].endswith("# command line")
+    assert lines["name"].endswith("# command line")
+
+
+def test_the_systems_refusals_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").write_text("a file where a folder is wanted")
+    monkeypatch.setattr(sys, "argv", ["shoal", "train", "model.name=mlp", "data.source=digits"])
+    with pytest.raises(SystemExit) as exit_:
+        main.main()
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("shoal: runs")
+    assert line.endswith("Not a directory") or line.endswith("File exists")
+
+
+def test_a_missing_folder_of_the_exported_file_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.cli import checkpoint
+
+    monkeypatch.setattr(checkpoint, "_checkpoints", lambda path: [path])
+    monkeypatch.setattr(
+        "shoal.checkpoint.export.export", lambda _, out: out.with_name("half").touch()
+    )
+    command = ["shoal", "checkpoint", "export", "runs/mine", "missing/model.safetensors"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as exit_:
+        main.main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "shoal: missing/half: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "shown"),
+    [
+        ("stopped", "stopped by Ctrl-C", ""),
+        ("stopped", "stopped by SIGTERM; killed rank 1, still busy after 60 s",
+         "shoal: stopped by SIGTERM; killed rank 1, still busy after 60 s\n"),
+        ("failed", "train.batch: too large", "shoal: train.batch: too large\n"),
+    ],
+)  # fmt: skip
+def test_trouble_in_a_stop_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    message: str,
+    shown: str,
+) -> None:
+    from shoal.cli import start
+    from shoal.launch import Outcome
+
+    code = 2 if status == "failed" else 143
+    monkeypatch.setattr(start, "supervise", lambda *_, **__: Outcome(status, code, 1, message))
+    assert start.launch(start.prepare(["model.name=mlp", "data.source=digits"], None), {}) == code
+    assert capsys.readouterr().err == shown
 
 
 def test_aliases_are_answered_with_our_names() -> None:
@@ -103,6 +241,9 @@ def test_aliases_are_answered_with_our_names() -> None:
     assert loaded.config.train.batch == 8
     assert loaded.config.optimizer.clip == 0.5
     assert "train.train_batch_size is called train.batch here" in loaded.notices[0]
+    loaded = load(None, ["model.seq_len=128", "model.learning_rate=3"])
+    assert loaded.config.model.arguments == {"seq_len": 128, "learning_rate": 3}
+    assert not loaded.notices, "a builder's own arguments may have any name"
 
 
 def test_a_file_with_a_mistake_names_the_file(tmp_path: Path) -> None:

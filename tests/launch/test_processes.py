@@ -15,15 +15,15 @@ import pytest
 
 from shoal.fabric.place import find_place
 from shoal.launch import supervise
-from shoal.launch.processes import private_socket, usable_cores, worker_environment
+from shoal.launch.machine import usable_cores
+from shoal.launch.processes import private_socket, worker_environment
 
 PARENT = """
 import sys
 from pathlib import Path
-from shoal.base.events import silent
 from shoal.launch import supervise
 supervise([sys.executable, "-c", Path(sys.argv[1]).read_text()], processes=2,
-          folder=Path(sys.argv[2]), restarts=0, emit=silent)
+          folder=Path(sys.argv[2]), restarts=0, emit=lambda *_, **__: None)
 """
 WITH_GRANDCHILD = """
 import os, subprocess, sys, time

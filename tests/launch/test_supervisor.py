@@ -95,6 +95,25 @@ def test_all_workers_finish_and_their_words_are_in_their_logs(run: Run) -> None:
     assert len({e["pid"] for e in started}) == 2
 
 
+def test_a_mistake_of_the_user_is_one_line_that_says_where_there_is_more(run: Run) -> None:
+    body = """
+def main():
+    failure = errors.UserError("data.source: sample 3: ValueError: odd")
+    if rank == 1:
+        failure.add_note("their own traceback")
+        raise failure
+    time.sleep(30)
+sys.exit(run_worker(main))
+"""
+    outcome = run(body)
+    assert (outcome.exit_code, outcome.attempts) == (2, 1)
+    log_path = run.folder / "logs" / "rank-1.log"
+    assert outcome.message == f"data.source: sample 3: ValueError: odd; more in {log_path}"
+    assert "their own traceback" in run.log(1)
+    (died,) = run.named("worker_died")
+    assert died["traceback"].startswith("their own traceback\n")
+
+
 def test_a_killed_worker_is_named_and_all_start_again(run: Run) -> None:
     body = """
 step(attempt)

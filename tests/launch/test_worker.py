@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.errors import CheckpointError, ClusterError, ConfigError, TrainingError
+from shoal.base.errors import CheckpointError, ClusterError, ConfigError, TrainingError, UserError
 from shoal.launch import run_worker
 from shoal.launch.failures import read_report
 from shoal.launch.guardian import guard
@@ -60,6 +60,23 @@ def test_a_named_mistake_is_one_line_and_another_a_traceback(
     assert "launch/worker.py" not in report.traceback
     assert report.traceback in capsys.readouterr().err
     assert list(report_path.parent.iterdir()) == [report_path]  # no draft is left
+
+
+def test_notes_reach_the_log_and_the_report(
+    report_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = UserError("data.source: sample 3: ValueError: odd")
+    failure.add_note("\n".join(f"line {number} of theirs" for number in range(40)) + "\n")
+    run_worker(lambda: raising(failure))
+    report = read_report(report_path)
+    assert report is not None
+    assert report.line == "data.source: sample 3: ValueError: odd"
+    shown = report.traceback.splitlines()
+    assert shown[0] == "(16 lines above are in the log)"
+    assert shown[-2:] == ["line 39 of theirs", report.line]
+    log = capsys.readouterr().err.splitlines()
+    assert log[0] == "line 0 of theirs", "the log has all of it"
+    assert len(log) == 41
 
 
 def test_lost_peers_are_marked(report_path: Path) -> None:

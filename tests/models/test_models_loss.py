@@ -229,7 +229,7 @@ def test_target_outside_the_vocabulary(wrong: int) -> None:
     hidden, weight, targets = inputs()
     targets[1] = wrong
     for outputs in (Unprojected(hidden, weight), hidden @ weight.T):
-        with pytest.raises(IndexError) as caught:
+        with pytest.raises(ConfigError) as caught:
             token_loss(outputs, targets)
         assert str(caught.value) == (
             f"targets hold {wrong}: outside the model's vocabulary of 13 (0 … 12); "

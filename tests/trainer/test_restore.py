@@ -132,7 +132,7 @@ def test_a_second_dataset_does_not_disturb_the_first(tmp_path: Path) -> None:
     assert other.position == 0
     run.evaluate(other)
     some(run, 1)
-    assert run.feed.state == {"position": 18, "samples": 22}
+    assert run.feed.state == [{"position": 18, "samples": 22}]
 
 
 def test_tied_weights_are_saved_once_and_come_back_tied(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_restore_without_a_checkpoint_is_false(tmp_path: Path) -> None:
 
 
 def test_save_without_a_folder_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^run.save: no folder; nearest: shoal.parallelize"):
+    with pytest.raises(ConfigError, match=r"^no run folder; nearest: shoal.parallelize"):
         run_of(linear()).save()
 
 

@@ -42,6 +42,9 @@ class Slow:
 def data():
     return Slow(), Slow(8, 0.0)
 
+def lists():
+    return [Slow()[i] for i in range(20)], [Slow()[i] for i in range(9)]
+
 class Poisoned(Slow):
     """Sample 13 turns the loss into NaN."""
     def __getitem__(self, index):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -316,3 +317,21 @@ def movement(world: World) -> list[str]:
 
     run = run_of(world, linear(), lambda p: Hoarder(p, lr=0.1))
     return [message(lambda: run.step(share(world)))]
+
+
+def sync_batch_norm(world: World) -> str:
+    model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 2))
+    return message(lambda: run_of(world, model))
+
+
+def prepared_by_one(world: World) -> list[float]:
+    """Rank 0 takes its time; nobody else begins before it is done."""
+    began: list[float] = []
+
+    def work() -> None:
+        began.append(time.time())
+        if world.rank == 0:
+            time.sleep(0.4)
+
+    world.local_first(work)
+    return began

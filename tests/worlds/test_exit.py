@@ -24,7 +24,7 @@ sys.exit(7 if any("gloo" in n for n in names) else 0)
 """
 
 
-def start(script: str) -> list[int]:
+def end_well(script: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -39,16 +39,36 @@ def start(script: str) -> list[int]:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        processes.append(subprocess.Popen([sys.executable, "-c", script], env=env))
-    return [p.wait(60) for p in processes]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True
+            )
+        )
+    words = [p.communicate(timeout=60)[1] for p in processes]
+    codes = [p.returncode for p in processes]
+    assert not any(codes), f"7: a gloo thread outlived close; -6: the exit aborted; {codes} {words}"
+
+
+def test_a_second_world_in_the_same_processes() -> None:
+    """k-fold: close, then parallelize again under one launcher; old addresses must not be met."""
+    again = SCRIPT.replace(
+        "names = ",
+        """
+run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8)
+for batch in run.loader(Data()):
+    run.step(batch)
+run.close()
+names = """,
+    )
+    end_well(again)
 
 
 def test_close_ends_every_gloo_thread() -> None:
-    assert start(SCRIPT) == [0, 0], "7: a gloo thread outlived close; -6: the exit aborted"
+    end_well(SCRIPT)
 
 
 def test_a_script_that_forgets_close_leaves_cleanly_too() -> None:
     forgets = SCRIPT.replace("run.close()", "import atexit; atexit.unregister").replace(
         "sys.exit(7 if any", "report = (7 if any"
     )
-    assert start(forgets + "\nassert report == 7, 'gloo should still be there'") == [0, 0]
+    end_well(forgets + "\nassert report == 7, 'gloo should still be there'")

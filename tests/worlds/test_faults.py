@@ -92,6 +92,16 @@ def test_full_disk_in_a_save_does_not_stop_training(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(runs)], check=False)
 
 
+def test_lists_of_samples_train_and_validate(tmp_path: Path) -> None:
+    """Neither side is a Dataset object; every held-out sample counts once, on two ranks."""
+    arguments = (*TOY_ARGUMENTS, TWO, "data.source=toy:lists", "train.steps=3")
+    command = CommandLine(tmp_path, *arguments)
+    code, output = command.finish()
+    assert code == 0, output
+    (validated,) = command.events("validated")
+    assert validated["targets"] == 9
+
+
 def test_a_crash_shows_the_traceback_once_and_gives_up(tmp_path: Path) -> None:
     arguments = (*TOY_ARGUMENTS, TWO, "model.build=toy:broken", "launch.restarts=1")
     code, output = CommandLine(tmp_path, *arguments).finish()

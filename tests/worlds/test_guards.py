@@ -122,3 +122,13 @@ def test_nothing_of_ours_is_left_after_close(worlds) -> None:
     hooks, gone = everywhere(worlds, "plain_after_close")
     assert hooks == [False] * 4
     assert gone == [True] * 4
+
+
+def test_sync_batch_norm_is_refused(worlds) -> None:
+    told = everywhere(worlds, "sync_batch_norm")
+    assert told.startswith("PlanError: model: 1 is a SyncBatchNorm: a rank without a micro-batch")
+
+
+def test_what_is_prepared_once_comes_first_on_local_rank_0(worlds) -> None:
+    starts = worlds(2).call("guards:prepared_by_one")
+    assert starts[1][0] - starts[0][0] > 0.35

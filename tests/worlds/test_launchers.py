@@ -33,6 +33,10 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("completed at step 4") == 1, "rank 0 alone speaks"
     assert len(lines(tmp_path / "runs" / "run" / "metrics.jsonl")) == 4
+    events = lines(tmp_path / "runs" / "run" / "events.jsonl")
+    started = {e["rank"]: e["pid"] for e in events if e["event"] == "worker_started"}
+    assert sorted(started) == [0, 1]
+    assert len(set(started.values())) == 2
 
 
 def test_under_slurm_and_a_mistake_is_told_once(tmp_path: Path) -> None:
@@ -67,3 +71,50 @@ def test_under_slurm_and_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert [code for code, _ in answers] == [2, 2]
     said = [text for _, text in answers if "nearest legal: train.batch=8" in text]
     assert len(said) == 1, answers
+
+
+CRASHES_ONCE = '''
+import os
+from pathlib import Path
+import toy
+
+def first(event):
+    """A hook that ends rank 1 at its first step, once."""
+    mark = Path("crashed")
+    if "loss" in event and not mark.exists():
+        mark.touch()
+        os._exit(1)
+'''
+
+
+def test_a_restart_by_torchrun_before_the_first_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(CRASHES_ONCE)
+    (tmp_path / "run.toml").write_text('[run]\nname = "run"\n')
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "--max-restarts=1", "-m", "shoal", "train", "run.toml", *ARGUMENTS,
+         "train.on=['once:first']"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "runs" / "run"
+    assert [row["step"] for row in lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    started = [e for e in lines(run / "events.jsonl") if e["event"] == "worker_started"]
+    assert [e["attempt"] for e in started] == [0, 0, 1, 1]
+
+
+def test_a_builder_that_the_module_lacks_is_one_line(tmp_path: Path) -> None:
+    """It is found only by importing, so the workers find it: no restart, status 2."""
+    from cli_run import CommandLine
+
+    command = CommandLine(tmp_path, *ARGUMENTS, "model.build=json:laods")
+    code, output = command.finish()
+    assert code == 2, output
+    said = [line for line in output.splitlines() if line.startswith("shoal: ")]
+    assert said == ["shoal: model.build = json:laods: json has no laods; nearest: json:loads"]
+    assert "Traceback" not in output
+    assert not command.events("restarting")

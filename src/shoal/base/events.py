@@ -73,7 +73,3 @@ class EventLog:
                 self.dropped += 1
         for listen in self.listeners:
             listen(record)
-
-
-def silent(event: str, *, step: int | None = None, **fields: Any) -> None:
-    """An `Emit` that keeps nothing, for callers without a run folder."""

@@ -105,6 +105,8 @@ def check_degrees(degrees: dict[str, int], processes: int) -> Layout:
     'ddp'
     """
     for axis, degree in degrees.items():
+        if axis not in AXES:
+            raise PlanError(one_of("layout", axis, AXES))
         if degree > 1 and axis != "dp_replicate":
             raise PlanError(
                 f"layout.{axis} = {degree}: not built in this version, which splits dp_replicate "

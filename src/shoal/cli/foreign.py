@@ -2,7 +2,8 @@
 
 Every process of the launcher runs the same command. They meet first; rank 0 then settles the
 request, writes the run folder and tells the others where it is, or why not, so that all of them
-exit alike. Rank 0 draws. A restarted job goes on from its newest checkpoint by itself.
+exit alike. Rank 0 draws. A restarted job finds its folder by its name, `run.name` or the launcher's
+own for the job, and goes on from its newest checkpoint, or starts anew where there is none yet.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import CheckpointError, ConfigError, PlanError, ShoalError
+from shoal.base.events import EventLog
 
 
 def launched() -> bool:
@@ -42,14 +45,16 @@ def _work(arguments: list[str], resume: Path | None) -> int:
     lease = None
     if world.is_first:
         try:
-            prepared = prepare(_named(arguments), _restarted(arguments) or resume, world.size)
-            prepared.folder.mkdir(parents=True, exist_ok=True)
+            prepared = prepare(*continued(arguments, resume, os.environ), world.size)
+            (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
             lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
             lease.acquire()
             write_folder(prepared)
             answer = {"folder": str(prepared.folder)}
         except ShoalError as failure:
             answer = {"error": str(failure), "kind": type(failure).__name__}
+        except OSError as failure:
+            answer = {"error": f"{failure.filename}: {failure.strerror}", "kind": "ConfigError"}
     answer = world.broadcast_json(answer)
     if "error" in answer:
         if not world.is_first:
@@ -58,7 +63,8 @@ def _work(arguments: list[str], resume: Path | None) -> int:
         raise kinds.get(answer["kind"], ConfigError)(answer["error"])
     folder = Path(answer["folder"])
     os.environ["SHOAL_RUN_FOLDER"] = str(folder)
-    (folder / "logs").mkdir(exist_ok=True)
+    log = EventLog(folder / "events.jsonl", world.rank)
+    log.emit("worker_started", pid=os.getpid(), attempt=attempt_of(os.environ))
     stop = _draw(folder) if world.is_first else None
     try:
         code = train(folder, world=world)
@@ -72,27 +78,48 @@ def _work(arguments: list[str], resume: Path | None) -> int:
     return code
 
 
-def _named(arguments: list[str]) -> list[str]:
-    """A job that its launcher can name keeps one folder over restarts."""
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if job == "none" or any(a.startswith("run.name=") for a in arguments):
-        return arguments
-    return [*arguments, f"run.name=job-{job}"]
+def attempt_of(environ: Mapping[str, str]) -> int:
+    """How often the launcher has restarted this job; a requeued job may run torchrun's first try.
+
+    >>> attempt_of({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
+    2
+    """
+    counts = [environ.get(f"{name}_RESTART_COUNT", "") for name in ("TORCHELASTIC", "SLURM")]
+    return max(int(count) if count.isdigit() else 0 for count in counts)
 
 
-def _restarted(arguments: list[str]) -> Path | None:
-    """The folder of this job's earlier attempt, if this is not the first and it saved something."""
+def continued(
+    arguments: list[str], resume: Path | None, environ: Mapping[str, str]
+) -> tuple[list[str], Path | None]:
+    """The arguments and the folder to resume of this attempt; a job keeps one folder for all.
+
+    Errors: ConfigError at a restart whose folder has no name, as nothing tells where it was.
+    """
     from shoal.checkpoint.catalog import find
     from shoal.config.load import load
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT")
-    if attempt in (None, "0"):
-        return None
+    if resume is not None:
+        return arguments, resume
+    attempt = attempt_of(environ)
+    overrides = [a for a in arguments if "=" in a]
     paths = [Path(a) for a in arguments if "=" not in a]
-    overrides = [a for a in _named(arguments) if "=" in a]
     run = load(paths[0] if paths else None, overrides).config.run
-    folder = Path(run.folder) / run.name
-    return folder if run.name and find(folder / "checkpoints") else None
+    name = run.name
+    if not name:
+        job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
+        if job == "none" and attempt:
+            raise ConfigError(
+                f"run.name: is empty at restart {attempt}, and the launcher has no name for the "
+                f"job, so its folder cannot be found again; set run.name=NAME"
+            )
+        if job == "none":
+            return arguments, None
+        name = f"job-{job}"
+        arguments, overrides = [*arguments, f"run.name={name}"], [*overrides, f"run.name={name}"]
+    folder = Path(run.folder) / name
+    if attempt and find(folder / "checkpoints"):
+        return overrides, folder  # its own run.toml holds what the file said
+    return arguments, None
 
 
 def _draw(folder: Path) -> Any:

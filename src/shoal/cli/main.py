@@ -38,7 +38,10 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; a ShoalError is one line on standard error and its exit code."""
+    """Run the command line; a ShoalError is one line on standard error and its exit code.
+
+    So is a file or folder that the system refuses: exit status 2, as the user can change it.
+    """
     try:
         app()
     except ShoalError as failure:
@@ -46,3 +49,7 @@ def main() -> None:
         sys.exit(failure.exit_code)
     except BrokenPipeError:
         sys.exit(141)
+    except OSError as failure:
+        where = f"{failure.filename}: " if failure.filename else ""
+        sys.stderr.write(f"shoal: {where}{failure.strerror or failure}\n")
+        sys.exit(2)

@@ -6,7 +6,6 @@ world size, portions of the batch, data paths, import paths, the run folder and 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ import typer
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.events import EventLog
+from shoal.base.files import write_whole
 from shoal.base.layout import Layout
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
 from shoal.config.load import Loaded, load
-from shoal.config.paths import check_data
-from shoal.config.resolve import resolve_batch, resolve_folder, resolve_length
-from shoal.config.save import to_toml
+from shoal.config.paths import check_data, check_function
+from shoal.config.resolve import check_reads, resolve_batch, resolve_folder, resolve_length
+from shoal.config.save import keep_origins, to_toml
 from shoal.launch import supervise
 from shoal.launch.machine import this_machine
 from shoal.planner.guide import choose_layout, default_processes
@@ -57,11 +57,16 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
     path = Path(paths[0]) if paths else resume / "run.toml" if resume else None
     loaded = load(path, overrides)
     layout = _settle(loaded, processes)
+    folder = resume or resolve_folder(loaded)
+    if path == folder / "run.toml":
+        keep_origins(loaded, path)
     if resume is not None:
-        loaded.replace("run", "resumed", folder=str(resume.parent), name=resume.name)
+        for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
+            if value != getattr(loaded.config.run, key):
+                loaded.replace("run", "resumed", **{key: value})
         return Prepared(loaded, resume, layout, True)
-    folder = resolve_folder(loaded)
-    if (folder / "run.toml").exists():
+    # A run that never saved anything has nothing to lose; a live one is protected by its lease.
+    if find(folder / "checkpoints"):
         raise ConfigError(
             f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
             f"shoal train --resume {folder}; else another run.name"
@@ -107,36 +112,12 @@ def _check_paths(loaded: Loaded) -> None:
     for key, path in (
         ("model.build", config.model.build),
         ("model.loss", config.model.loss),
-        ("data.collate", config.data.collate),
         *(("train.on", hook) for hook in config.train.on),
     ):
         if path:
-            check_import(key, path)
-
-
-def check_import(key: str, path: str) -> None:
-    """That `pkg.mod:name` can be found, without running the module.
-
-    Errors: ConfigError with the key, the path, and what is missing.
-    """
-    module, colon, name = path.partition(":")
-    if not colon or not name:
-        raise ConfigError(f"{key} = {path}: is written pkg.mod:function; nearest: {module}:build")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        here = [p.stem for p in Path.cwd().glob("*.py")]
-        close = nearest(module, here)
-        hint = f"; nearest: {close}:{name}" if close else f"; looked in {Path.cwd()} and sys.path"
-        raise ConfigError(f"{key} = {path}: no module {module}{hint}")
-    if spec.origin and spec.origin.endswith(".py"):
-        source = Path(spec.origin).read_text(errors="replace")
-        if name not in source:
-            raise ConfigError(f"{key} = {path}: {spec.origin} has no {name}")
+            check_function(path, key)
+    if config.data.source == "digits" and not config.model.build:
+        check_reads(config.model.name, "digits", lambda: "images")
 
 
 def _check_resumable(folder: Path) -> None:
@@ -148,7 +129,12 @@ def _check_resumable(folder: Path) -> None:
     if not find(folder / "checkpoints"):
         raise ConfigError(
             f"--resume {folder}: holds no complete checkpoint; start anew with "
-            f"shoal train {folder}/run.toml run.name=NEW"
+            f"shoal train {folder}/run.toml"
+        )
+    if not (folder / "run.toml").stat().st_size:
+        raise ConfigError(
+            f"--resume {folder}: its run.toml is empty; write the run's configuration there again, "
+            f"then resume"
         )
 
 
@@ -173,7 +159,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             )
         finally:
             view.finish()
-    if outcome.exit_code not in (0, 129, 130, 143):
+    # A clean stop needs no words; one that lost something has them after the signal's name.
+    if outcome.status == "failed" or ";" in outcome.message:
         sys.stderr.write(f"shoal: {outcome.message}\n")
     if outcome.exit_code != 2:
         typer.echo(summary(folder))
@@ -184,7 +171,9 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
 def write_folder(prepared: Prepared) -> EventLog:
     """run.toml as it was resolved, and the first event."""
     folder = prepared.folder
-    (folder / "run.toml").write_text(to_toml(prepared.loaded))
+    write_whole(folder / "run.toml", to_toml(prepared.loaded))
+    if not prepared.resumed:  # what an attempt before this one knew of another model
+        (folder / "plan.json").unlink(missing_ok=True)
     events = EventLog(folder / "events.jsonl", None)
     config = prepared.loaded.config
     events.emit(

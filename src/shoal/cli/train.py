@@ -16,7 +16,7 @@ import typer
 from shoal import __version__
 
 ARGUMENTS = typer.Argument(
-    None, metavar="[RUN.TOML] [SECTION.KEY=VALUE]...", help="A configuration and overrides."
+    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
 )
 RESUME = typer.Option(
     None, "--resume", metavar="RUN", help="Go on with a run folder from its newest checkpoint."

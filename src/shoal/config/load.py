@@ -31,7 +31,7 @@ ALIASES = {
     "max_steps": "train.steps",
     "seq_len": "data.sequence",
 }
-"""Names that other projects use, in whichever section they are written."""
+"""Names that other projects use, in whichever section but [model] they are written."""
 
 NOT_BUILT = {
     "memory": "recompute and offload",
@@ -107,6 +107,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is a folder, a run.toml is wanted{hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path}: is not TOML: {failure}") from None
+    except OSError as failure:
+        raise ConfigError(f"{path}: cannot be read: {failure.strerror}") from None
 
 
 def _parse(text: str) -> Any:
@@ -123,7 +125,8 @@ def _parse(text: str) -> Any:
 
 def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> None:
     sections = {f.name for f in fields(Config)}
-    canonical = ALIASES.get(key)
+    # In [model] the same word may be an argument of the user's own builder.
+    canonical = ALIASES.get(key) if section != "model" else None
     if canonical is not None:
         loaded.notices.append(f"{origin}: {section}.{key} is called {canonical} here")
         section, key = canonical.split(".")

@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,9 +170,11 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ConfigError(
+        failure = ConfigError(
             f"{where} = {name}: importing {module_name} raises {type(error).__name__}: {error}"
-        ) from error
+        )
+        failure.add_note("".join(traceback.format_exception(error)))  # for the log
+        raise failure from error
     function = getattr(module, attribute, None)
     if function is None:
         close = nearest(attribute, [n for n in vars(module) if not n.startswith("_")])

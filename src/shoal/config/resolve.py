@@ -7,6 +7,7 @@ Given by the user, it fixes the micro-batch once: micro_batch = batch / (accumul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.batches import check_batch, default_micro_batch
@@ -68,7 +69,21 @@ def resolve_batch(loaded: Loaded, degree: int) -> int:
 def resolve_length(loaded: Loaded) -> None:
     """Give a run without steps and epochs the default length."""
     if not loaded.config.train.steps and not loaded.config.train.epochs:
-        loaded.replace("train", "default", steps=DEFAULT_STEPS)
+        loaded.replace("train", "derived", steps=DEFAULT_STEPS)
+
+
+def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
+    """Refuse a language model by name on data that are no tokens, before it meets them.
+
+    model, source  `model.name` and `data.source`
+    find_kind      says what the data are: tokens, images or numbers; asked only where it matters
+    Errors         ConfigError with the nearest model that reads such data
+    """
+    if model.partition("-")[0] == "llama" and (gives := find_kind()) != "tokens":
+        raise ConfigError(
+            f"model.name = {model}: reads tokens, data.source = {source} gives {gives}; nearest: "
+            f"model.name={'resnet' if gives == 'images' else 'mlp'}"
+        )
 
 
 def resolve_folder(loaded: Loaded) -> Path:

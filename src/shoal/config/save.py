@@ -6,7 +6,9 @@ No TOML writer is in the standard library; ours writes the few types that sectio
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from shoal.config.load import Loaded
@@ -33,6 +35,32 @@ def to_toml(loaded: Loaded) -> str:
             lines.append(f"{f'{key} = {toml_value(value)}':<40}# {origin}")
         lines.append("")
     return "\n".join(lines)
+
+
+def keep_origins(loaded: Loaded, path: Path) -> None:
+    """Give what `path`, a run's own run.toml, brought the origin that its line there tells.
+
+    Without this every value of a resumed run would come from "its run.toml". Values that something
+    else set since keep theirs; a "default" that was edited by hand comes from the file.
+    """
+    section = ""
+    for line in path.read_text().splitlines():
+        written, mark, origin = line.rpartition("# ")
+        try:
+            table = tomllib.loads(written if mark else line)
+        except tomllib.TOMLDecodeError:  # the mark stands inside a text
+            continue
+        if line.startswith("["):
+            section = next(iter(table))
+            continue
+        defaults = getattr(Config(), section, None)
+        for key, value in table.items() if mark else ():
+            name = f"{section}.{key}"
+            edited = origin == "default" and toml_value(value) != toml_value(
+                getattr(defaults, key, value)
+            )
+            if loaded.origins.get(name) == str(path) and not edited:
+                loaded.origins[name] = origin
 
 
 def toml_value(value: Any) -> str:

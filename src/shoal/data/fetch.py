@@ -12,6 +12,7 @@ Worker processes are torch's own. They die with their parent, even a killed one.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -26,9 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shoal.base.errors import ClusterError, UserError
+from shoal.base.errors import ClusterError, ShoalError, UserError
 from shoal.data.order import Indices, samples_at
 
 Collate = Callable[[list[Any]], Any]
@@ -73,11 +74,41 @@ def draws_nothing(dataset: object) -> bool:
     return bool(getattr(dataset, "draws_nothing", False))
 
 
-def load_error(what: str, error: Exception) -> UserError:
-    """The one line for an exception in the user's own data code, with its traceback as a note."""
-    wrapped = UserError(f"{what}: {type(error).__name__}: {error}")
+PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+"""Error numbers that a further attempt meets again; decoders raise OSError without a number."""
+
+
+def load_error(what: str, error: Exception) -> ShoalError:
+    """The one line for an exception in the user's own data code, with its traceback as a note.
+
+    Gives   UserError; ClusterError where a disk, a mount or a connection is at fault, which may
+            work again after a restart
+    """
+    lost = isinstance(error, ConnectionError | TimeoutError)
+    transient = lost or (isinstance(error, OSError) and error.errno not in PERMANENT)
+    kind: type[ShoalError] = ClusterError if transient else UserError
+    wrapped = kind(f"{what}: {type(error).__name__}: {error}")
     wrapped.add_note("".join(traceback.format_exception(error)))
     return wrapped
+
+
+def sample_kind(dataset: Any) -> str:
+    """What the first sample's inputs are: images, numbers, or (whole numbers, unknown) tokens.
+
+    The user's own data say it nowhere else. Nothing is drawn or taken: an iterable is not read, and
+    a sample that fails here is told of when it is loaded.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return "tokens"
+    try:
+        with kept_draws():
+            first = dataset[0]
+        inputs = torch.as_tensor(first[0] if isinstance(first, tuple | list) else first)
+    except Exception:
+        return "tokens"
+    if not inputs.is_floating_point():
+        return "tokens"
+    return "images" if inputs.ndim > 1 else "numbers"
 
 
 def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
@@ -91,19 +122,25 @@ def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error on its way from a worker process: its one line, and the traceback there."""
+    """An error on its way from a worker process: its one line, and the traceback there.
+
+    transient   a ClusterError, worth a restart; else a UserError
+    """
 
     line: str
     notes: tuple[str, ...]
+    transient: bool = False
 
     @staticmethod
-    def of(error: UserError) -> Failure:
+    def of(error: ShoalError) -> Failure:
         """Pack an error; exceptions themselves lose their notes between processes."""
-        return Failure(str(error), tuple(getattr(error, "__notes__", ())))
+        notes = tuple(getattr(error, "__notes__", ()))
+        return Failure(str(error), notes, isinstance(error, ClusterError))
 
     def raise_again(self) -> None:
-        """Errors: UserError, as it was raised in the worker."""
-        error = UserError(self.line)
+        """Errors: UserError or ClusterError, as it was raised in the worker."""
+        kind: type[ShoalError] = ClusterError if self.transient else UserError
+        error = kind(self.line)
         for note in self.notes:
             error.add_note(note)
         raise error
@@ -171,7 +208,7 @@ class FetcherView(Dataset[Any]):
         """One micro-batch, or the Failure to be raised in the main process."""
         try:
             return self.fetcher.value(*span)
-        except UserError as error:
+        except (UserError, ClusterError) as error:
             return Failure.of(error)
 
 
@@ -201,7 +238,7 @@ def from_workers(
     """What `dataset` gives, in order, fetched by `workers` processes, `ahead` results each.
 
     spans   keys for dataset[key]; None for an iterable dataset
-    Errors  UserError for a Failure among the results · ClusterError if a worker process dies
+    Errors  those of a Failure among the results · ClusterError if a worker process dies
     """
     loader: DataLoader[Any] = DataLoader(
         dataset,

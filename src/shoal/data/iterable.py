@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -125,7 +126,7 @@ class IterableLoader:
             self._position, self._state = read.batch.next_position, read.state
             if read.ended:
                 self._end_epoch()
-            yield read.batch
+            yield replace(read.batch, after=self.state(), stream=id(self))
             if self._moves != moves or read.ended:
                 return
         self._running = None

@@ -11,6 +11,7 @@ on another layout, or in the middle of an epoch, is the same as never to have st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -138,7 +139,7 @@ class Loader:
                 sample_ids=tuple(self._fetcher.ids(m.start, m.stop) for m in mine),
             )
             self._position = step.next_position
-            yield step
+            yield replace(step, after=self.state(), stream=id(self))
             if self._moves != moves:
                 return
 

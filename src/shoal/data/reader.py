@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from shoal.base.batches import cut_step
-from shoal.base.errors import ConfigError, UserError
+from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.data.fetch import (
     Collate,
     Failure,
@@ -97,7 +97,7 @@ class StepReader(IterableDataset[Any]):
         """The steps from `position` to the end of the epoch."""
         try:
             yield from self._steps()
-        except UserError as error:
+        except (UserError, ClusterError) as error:
             yield Failure.of(error)
 
     def _steps(self) -> Iterator[ReadStep]:

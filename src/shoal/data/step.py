@@ -7,7 +7,7 @@ loader ── StepBatch ──> trainer          one per optimizer step, also on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -35,6 +35,8 @@ class StepBatch:
     position, next_position  where the step starts and ends in the stream, samples over all ranks
     total                    micro-batches of the whole step, over all ranks
     epoch                    pass over the data, from 0
+    after                    the loader's state once this step is committed; JSON values
+    stream                   which loader made it: the loader's identity
     sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
     """
 
@@ -44,6 +46,8 @@ class StepBatch:
     total: int
     epoch: int
     sample_ids: tuple[tuple[int, ...], ...]
+    after: dict[str, Any] = field(default_factory=dict)
+    stream: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         """The joined samples of each micro-batch."""

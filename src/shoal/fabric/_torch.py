@@ -1,4 +1,4 @@
-"""Names of torch that differ between the versions this room was tested on: 2.11 and 2.13."""
+"""Names of torch that changed, or that must be imported early; tested on 2.13."""
 
 from __future__ import annotations
 

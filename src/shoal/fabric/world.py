@@ -15,22 +15,28 @@ How a process learns its place, first match wins:
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shoal.base.errors import ClusterError
+from shoal.base.errors import ClusterError, PlanError
 from shoal.fabric._torch import all_gather_single
 from shoal.fabric.place import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, Traffic
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
+PREPARE_TIMEOUT = timedelta(hours=24)
+
+
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
 
 
 class World:
@@ -49,6 +55,7 @@ class World:
         group: dist.ProcessGroup | None,
         *,
         owns_group: bool = False,
+        store: dist.Store | None = None,
     ) -> None:
         self.rank = place.rank
         self.size = place.size
@@ -58,7 +65,10 @@ class World:
         self.device = device
         self.group = group
         self.owns_group = owns_group
+        self.store = store
         self.traffic = Traffic()
+        self._turns = itertools.count()
+        _worlds.add(self)
 
     @property
     def is_first(self) -> bool:
@@ -121,6 +131,28 @@ class World:
         self.sum(falses)
         return int(falses.item()) == 0
 
+    def local_first(self, work: Callable[[], Any]) -> Any:
+        """`work()` on every rank, on local rank 0 of each machine before the others there.
+
+        For what is prepared once per machine (data, a cache) and may take hours: the others wait
+        at the store, not in a collective, whose deadline is for peers that hang.
+        """
+        if self.size == 1 or self.store is None:
+            return self._local_first_by_barrier(work)
+        machine = f"prepared/{next(self._turns)}/{self.rank - self.local_rank}"
+        if self.local_rank == 0:
+            try:
+                return work()
+            finally:
+                self.store.set(machine, "")
+        self.store.wait([machine], PREPARE_TIMEOUT)
+        return work()
+
+    def _local_first_by_barrier(self, work: Callable[[], Any]) -> Any:
+        result = work() if self.local_rank == 0 else None
+        self.barrier()
+        return result if self.local_rank == 0 else work()
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.group is not None:
@@ -131,14 +163,40 @@ class World:
         """Leave together: barrier, then destroy the group, else gloo may abort at exit (X1)."""
         if self.group is not None and self.owns_group:
             dist.barrier(group=self.group)
-            dist.destroy_process_group()
-        self.group = None
+            _destroy_group()
+        self.group = self.store = None
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """This process's GPU if the machine has enough of them, else the CPU."""
-    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+def pick_device(local_rank: int, local_size: int, gpus: int, bound: bool) -> torch.device:
+    """This process's GPU, or the CPU where the machine has none; never a mix on one machine.
+
+    gpus     how many this process sees · bound  the launcher gave each process one of its own
+    Errors   PlanError for more processes than GPUs
+
+    >>> pick_device(1, 2, gpus=4, bound=False), pick_device(0, 1, gpus=0, bound=False)
+    (device(type='cuda', index=1), device(type='cpu'))
+    """
+    if gpus == 0:
+        return torch.device("cpu")
+    if local_size <= gpus:
         return torch.device("cuda", local_rank)
+    if gpus == 1 and bound:
+        return torch.device("cuda", 0)
+    raise PlanError(
+        f"launch.processes = {local_size}: this machine shows {gpus} GPU{'s' if gpus > 1 else ''}; "
+        f"nearest legal: launch.processes={gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
+
+
+def _device_of(place: Place) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return pick_device(place.local_rank, place.local_size, gpus, place.started_by == "Slurm")
+
+
+def _device_of_existing(place: Place) -> torch.device:
+    """Where the adopted group can send from: NCCL means this rank's GPU, anything else the CPU."""
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -156,9 +214,9 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "an existing process group",
         )
-        return World(place, pick_device(place.local_rank), dist.group.WORLD)
+        return World(place, _device_of_existing(place), dist.group.WORLD)
     place = find_place(os.environ if environ is None else environ)
-    device = pick_device(place.local_rank)
+    device = _device_of(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.size == 1:
@@ -166,17 +224,10 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     if place.host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store = dist.TCPStore(
-            place.host,
-            place.port,
-            place.size,
-            is_master=place.hosts_store,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=place.listen_fd,
-        )
-        # Each attempt has its own names: a stock restart may read a dead peer's address.
-        named = dist.PrefixStore(f"attempt-{place.attempt}", store)
+        store = _meeting_store(place)
+        # Each attempt, and each world of one process, has its own names: a stock restart may read
+        # a dead peer's address.
+        named = dist.PrefixStore(f"attempt-{place.attempt}/{next(_worlds_made)}", store)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=named,
@@ -190,7 +241,27 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             f"at {place.host}:{place.port} within {JOIN_TIMEOUT.seconds} s: {failure}"
         ) from failure
     atexit.register(_leave_at_exit)
-    return World(place, device, dist.group.WORLD, owns_group=True)
+    return World(place, device, dist.group.WORLD, owns_group=True, store=named)
+
+
+_worlds_made = itertools.count()
+_stores: dict[tuple[str, int], dist.TCPStore] = {}
+
+
+def _meeting_store(place: Place) -> dist.TCPStore:
+    """The store of this job, opened once per process: its port cannot be bound a second time."""
+    at = (place.host, place.port)
+    if at not in _stores:
+        _stores[at] = dist.TCPStore(
+            place.host,
+            place.port,
+            place.size,
+            is_master=place.hosts_store,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=place.listen_fd,
+        )
+    return _stores[at]
 
 
 def _leave_at_exit() -> None:
@@ -199,4 +270,11 @@ def _leave_at_exit() -> None:
     Without a barrier, since peers may be gone; those that still wait for this rank fail at once.
     """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _destroy_group()
+
+
+def _destroy_group() -> None:
+    """Destroy the group for good: whoever still refers to it keeps gloo's threads alive."""
+    for world in _worlds:
+        world.group = world.store = None
+    dist.destroy_process_group()

@@ -9,12 +9,17 @@ from pathlib import Path
 from shoal.base.facts import MachineFacts
 
 
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def this_machine() -> MachineFacts:
     """Cores that this process may use, memory in bytes, NVIDIA GPUs that are visible to it."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MachineFacts(cores, memory_bytes, _gpus())
+    return MachineFacts(usable_cores(), memory_bytes, _gpus())
 
 
 def _gpus() -> int:

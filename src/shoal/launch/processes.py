@@ -26,6 +26,7 @@ from pathlib import Path
 
 from shoal.base.errors import ClusterError
 from shoal.launch import guardian
+from shoal.launch.machine import usable_cores
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
@@ -38,13 +39,6 @@ def private_socket() -> socket.socket:
     listener.bind((LOOPBACK, 0))
     listener.listen(1024)
     return listener
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def worker_environment(

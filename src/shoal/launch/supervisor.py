@@ -211,7 +211,8 @@ class _Supervisor:
         self.move(State.DONE)
         attempts = self.attempt + 1
         if final_code:
-            return Outcome("failed", death.code, attempts, death.line)
+            more = f"; more in {death.log_path}" if death.words not in ("", death.line) else ""
+            return Outcome("failed", death.code, attempts, death.line + more)
         # The traceback of an equal death was shown when it first happened.
         last = dataclasses.replace(death, words=death.line) if told_before else death
         return Outcome("failed", 1, attempts, obituary(last, attempts, hopeless))

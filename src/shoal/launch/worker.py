@@ -14,28 +14,32 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.base.errors import ShoalError, TrainingError
+from shoal.base.errors import ShoalError
 from shoal.launch.failures import Report, write_report
 
 TRACEBACK_LINES = 25
-CRASH_CODE, TRAINING_CODE = 1, 3
+CRASH_CODE = 1
 
 
 def run_worker(main: Callable[[], int]) -> int:
     """Run `main` and return the exit code of this process; a failure is written down first.
 
     The report goes to the run folder named by SHOAL_RUN_FOLDER (set by the supervisor), and always
-    to standard error, which is this rank's log. Call it as the last thing a process does.
+    to standard error, which is this rank's log. Notes of a ShoalError hold the traceback of the
+    user's own code and stand before its line. Call it as the last thing a process does.
     """
     try:
         return main()
     except ShoalError as failure:
-        code = TRAINING_CODE if isinstance(failure, TrainingError) else failure.exit_code
-        report = Report.of(failure, exit_code=code, line=str(failure), trace="")
+        line, notes = str(failure), [note.rstrip() for note in getattr(failure, "__notes__", ())]
+        words = "\n".join([*notes, line])
+        trace = _end_of(words) if notes else ""
+        report = Report.of(failure, exit_code=failure.exit_code, line=line, trace=trace)
     except Exception as failure:
         line = "".join(traceback.format_exception_only(failure)).strip()
-        report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=traceback_text(failure))
-    sys.stderr.write((report.traceback or report.line) + "\n")
+        words = _whole_traceback(failure)
+        report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=_end_of(words))
+    sys.stderr.write(words + "\n")
     sys.stderr.flush()
     if folder := os.environ.get("SHOAL_RUN_FOLDER"):
         rank = int(os.environ.get("RANK", "0"))
@@ -45,13 +49,21 @@ def run_worker(main: Callable[[], int]) -> int:
 
 def traceback_text(failure: BaseException) -> str:
     """The end of a traceback without the frames that say nothing about the user's mistake."""
+    return _end_of(_whole_traceback(failure))
+
+
+def _whole_traceback(failure: BaseException) -> str:
     found = traceback.TracebackException.from_exception(failure)
     link: traceback.TracebackException | None = found
     while link is not None:
         kept = [frame for frame in link.stack if not _is_plumbing(frame)]
         link.stack = traceback.StackSummary.from_list(kept)
         link = link.__cause__ or link.__context__
-    lines = "".join(found.format()).rstrip().splitlines()
+    return "".join(found.format()).rstrip()
+
+
+def _end_of(text: str) -> str:
+    lines = text.splitlines()
     cut = len(lines) - TRACEBACK_LINES
     if cut <= 0:
         return "\n".join(lines)

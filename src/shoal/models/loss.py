@@ -47,7 +47,7 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     targets   int64 [...]; −100 is ignored
     Gives     (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars
     Errors    ConfigError where targets are no integers or shapes do not match: such a model needs
-              its own loss; IndexError for a target outside the classes (on CPU)
+              its own loss; ConfigError for a target outside the classes (on CPU)
     """
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
@@ -76,7 +76,7 @@ def linear_cross_entropy(
     hidden       [..., dim] · weight [vocabulary, dim] · targets int64 [...]
     chunk_rows   rows of logits that exist at once; None: see `default_chunk_rows`
     Gives        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars
-    Errors       IndexError for a target outside the vocabulary (on CPU; CUDA's own assertion there)
+    Errors       ConfigError for a target outside the vocabulary (on CPU; on CUDA its own)
     Source       chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in
                  plain torch, for any device
     Limits       first derivatives only. Under autocast(bf16) or with bf16 inputs the products are
@@ -241,12 +241,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_targets(flat: Tensor, valid: Tensor, classes: int) -> None:
-    """IndexError for a target outside the classes; CUDA would have to wait for it, so not there."""
+    """ConfigError for a target outside the classes; not on CUDA, which would have to wait."""
     if flat.device.type != "cpu":
         return
     wrong = flat[valid & ((flat < 0) | (flat >= classes))]
     if wrong.numel():
-        raise IndexError(
+        raise ConfigError(
             f"targets hold {int(wrong[0])}: outside the model's vocabulary of {classes} "
             f"(0 … {classes - 1}); set model.vocabulary, or model.classes, to what the data need"
         )

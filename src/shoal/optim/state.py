@@ -76,14 +76,16 @@ def join_state(
     """
     check_class(optimizer, record)
     optimizer.state.clear()
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for full, value in tensors.items():
+        name, _, key = full.rpartition(".")
+        by_name.setdefault(name, {})[key] = value
     for name, parameter in parameters.items():
         state: dict[str, Any] = dict(record["scalars"].get(name, {}))
-        prefix = f"{name}."
-        for key, value in tensors.items():
-            if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                # AdamW keeps `step` on the CPU unless it is fused or capturable.
-                at_home = value.ndim == 0 and not _steps_on_device(optimizer)
-                state[key[len(prefix) :]] = value if at_home else _placed(value, parameter)
+        for key, value in by_name.get(name, {}).items():
+            # AdamW keeps `step` on the CPU unless it is fused or capturable.
+            at_home = value.ndim == 0 and not _steps_on_device(optimizer)
+            state[key] = value if at_home else _placed(value, parameter)
         if state:
             optimizer.state[parameter] = state
     return _differences(optimizer, record["groups"], parameters)

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.11 and 2.13."""
+"""Private names of torch that this room uses; tested on 2.13."""
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm

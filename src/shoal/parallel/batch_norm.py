@@ -6,9 +6,8 @@ these hold s with r_after = (1 − m)^k · r + s. Every rank then learns every (
 them in the order of the micro-batches, so running buffers are equal on all ranks and equal to those
 of one process. With momentum None (a plain average) the mean of all calls is kept instead.
 Layers in evaluation mode (frozen statistics, usual in fine-tuning) read their buffers and move
-nothing. SyncBatchNorm, if the user put it in, already agrees and is left alone.
-Limits: a BatchNorm that another run's loss calls (a GAN's discriminator inside the generator's
-step) moves at once, on its own rank, as in plain PyTorch.
+nothing.
+SyncBatchNorm is refused on several ranks: in a short last step some have nothing to run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shoal.base.errors import BugError
+from shoal.base.errors import BugError, PlanError
 from shoal.fabric import World
 from shoal.parallel._torch import BatchNorm
 from shoal.parallel.program import Program
@@ -28,12 +27,17 @@ from shoal.parallel.program import Program
 
 def apply(program: Program) -> Program:
     """Bring every BatchNorm with running statistics under the rule; nothing to do without any."""
+    for name, layer in program.module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and program.world.size > 1:
+            raise PlanError(
+                f"model: {name} is a SyncBatchNorm: a rank without a micro-batch in an epoch's "
+                f"short last step would not join its sums, and the others would wait for ever; "
+                f"nearest: nn.BatchNorm, whose running statistics are kept equal on all ranks"
+            )
     layers = [
         m
         for m in program.module.modules()
-        if isinstance(m, BatchNorm)
-        and not isinstance(m, nn.SyncBatchNorm)
-        and m.running_mean is not None
+        if isinstance(m, BatchNorm) and m.running_mean is not None
     ]
     if not layers:
         return program

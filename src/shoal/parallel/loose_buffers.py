@@ -20,9 +20,7 @@ from shoal.parallel.program import Program
 
 
 def apply(program: Program) -> Program:
-    """Watch the buffers of a program on several ranks; nothing to do in one process."""
-    if program.world.size == 1:
-        return program
+    """Watch the buffers of a program that are not BatchNorm's."""
     homes = [
         (f"{path}.{name}" if path else name, module, name)
         for path, module in program.module.named_modules()
@@ -50,33 +48,46 @@ class _Watch:
         self.world = world
         self.notices = notices
         self.known: list[tuple[torch.Tensor, int]] = []
+        self.changing: set[int] = set()
+        self.copies: dict[int, torch.Tensor] = {}
         self.told = False
 
     def begin(self) -> None:
         """Look before the step; what is changed between steps, every rank's script changes."""
         self.known = [(getattr(m, name), _version(m, name)) for _, m, name in self.homes]
+        self.copies = {place: self._value(place).clone() for place in self.changing}
 
     def moved(self) -> bool:
         """Whether this rank's forward passes changed a buffer."""
         return bool(self._changed())
 
     @torch.no_grad()
-    def align(self) -> None:
-        """Every rank takes rank 0's value of what changed on any rank."""
+    def align(self, skipped: bool) -> None:
+        """Every rank takes rank 0's value of what changed on any rank; on a skip, the old value.
+
+        What changes for the first time in a step that is skipped has no old value to go back to.
+        """
         everyone = self.world.gather_json(self._changed())
         places = sorted({place for changed in everyone for place in changed})
+        self.changing.update(places)
         for place in places:
-            _, module, name = self.homes[place]
-            value = getattr(module, name)
+            value = self._value(place)
+            if skipped and place in self.copies:
+                value.copy_(self.copies[place])
             whole = value.detach().contiguous()
             self.world.broadcast(whole)
             value.copy_(whole)
-        if places and not self.told:
+        if places and not self.told and self.world.size > 1:
             self.told = True
             self.notices.append(
                 f"{self.homes[places[0]][0]} is changed by the forward pass: rank 0's value is "
                 f"kept after every step, so it depends on the layout ({len(places)} such buffers)"
             )
+
+    def _value(self, place: int) -> torch.Tensor:
+        _, module, name = self.homes[place]
+        tensor: torch.Tensor = getattr(module, name)
+        return tensor
 
     def _changed(self) -> list[int]:
         return [

@@ -57,6 +57,7 @@ class Program:
                   (step, micro-batch number)
     autocast      around the forward pass only
     moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
+                  (True: and as they were before a step that is skipped)
     on_begin      called before the first micro-batch of every step
     on_update     called once per committed step, after the reduction: (micro-batches of each rank)
     on_close      called at the end: takes away whatever was hung on the user's module
@@ -73,7 +74,7 @@ class Program:
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     moved: Callable[[], bool] = lambda: False
-    align: Callable[[], None] = lambda: None
+    align: Callable[[bool], None] = lambda skipped: None
     on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[list[int]], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()

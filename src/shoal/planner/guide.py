@@ -1,8 +1,8 @@
 """`auto` by rule: the field's selection guide, until the planner can weigh time and memory.
 
 The guide people pass on: below 1B parameters data parallel (ddp), 1–10B sharded (fsdp), above that
-tensor × pipeline × data (3-D). It ignores memory and bandwidth, so what fits is asked first, and
-the chosen rule is always said in one line together with what else was possible.
+tensor × pipeline × data (3-D). It ignores memory, so on a CPU what fits is asked as well (a GPU's
+memory is not looked into yet). The rule that spoke is said in one line, with what else is possible.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def choose_layout(
         layout = expand(strategy, processes)
         return layout, f"strategy given: {layout.text()}"
     check_guide(parameters, machine)
+    if parameters is not None and processes > 1 and not _fits(parameters, processes, machine):
+        raise PlanError(_too_large(parameters, processes, machine))
     size = (
         "a model of unknown size" if parameters is None else f"{count_text(parameters)} parameters"
     )
@@ -67,6 +69,22 @@ def choose_layout(
     return (
         expand("ddp", processes),
         f"auto: {size}{below}: ddp on {processes} processes; also possible: single{aside}",
+    )
+
+
+def _fits(parameters: int, processes: int, machine: MachineFacts) -> bool:
+    """Whether that many replicas' states fit this machine; GPUs are not looked into yet."""
+    return bool(machine.gpus) or (
+        parameters * STATE_BYTES_PER_PARAMETER * processes <= machine.memory_bytes
+    )
+
+
+def _too_large(parameters: int, processes: int, machine: MachineFacts) -> str:
+    need = bytes_text(parameters * STATE_BYTES_PER_PARAMETER * processes)
+    return (
+        f"layout.strategy = auto: the states of {processes} replicas of {count_text(parameters)} "
+        f"parameters take {need}, this machine has {bytes_text(machine.memory_bytes)}; nearest: "
+        f"launch.processes={max(1, processes // 2)}, or a smaller model"
     )
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.11 and 2.13."""
+"""Private names of torch that this room uses; tested on 2.13."""
 
 from torch.utils import _pytree as pytree
 

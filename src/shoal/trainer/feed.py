@@ -1,8 +1,9 @@
 """Where a run's batches come from: its loaders, where the stream stands, and what validation reads.
 
-A checkpoint keeps the state of the loader that the last step's batch came from. After `restore` a
-loader goes on from there, whether it is made before or after. Asking again for a loader over the
-same dataset gives the same one, so `for batch in run.loader(data)` once per epoch is a new epoch.
+A checkpoint keeps the state of every loader, in the order in which they were opened, as it was when
+its last batch was committed; so batches may be taken ahead. After `restore` the loaders go on from
+there, whether they are opened before or after, in the same order. Asking again for a loader over
+the same dataset gives the same one, so `for batch in run.loader(data)` is a new epoch each time.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ AnyLoader = Loader | IterableLoader
 
 
 class Feed:
-    """The loaders of one run; `state` is what a checkpoint keeps of them, None before any step."""
+    """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON."""
 
     def __init__(self, plan: Plan, world: World, seed: int) -> None:
         self.plan = plan
         self.world = world
         self.seed = seed
-        self.state: dict[str, Any] | None = None
+        self.state: list[dict[str, Any]] = []
         self._loaders: list[AnyLoader] = []
         self._settings: list[tuple[Any, int, Any]] = []
-        self._waiting: dict[str, Any] | None = None
 
     def open(self, dataset: Any, workers: int, collate: Any) -> AnyLoader:
         """A loader of this rank's micro-batches, where the stream over `dataset` stands.
@@ -40,18 +40,11 @@ class Feed:
             if of is dataset and by == workers and joined is collate:
                 return known
         loader = open_loader(
-            dataset,
-            batch=self.plan.batch,
-            micro_batch=self.plan.micro_batch,
-            seed=self.seed,
-            rank=self.world.rank,
-            degree=self.plan.layout.data_degree,
-            workers=workers,
-            collate=collate,
+            dataset, batch=self.plan.batch, workers=workers, collate=collate, **self._share()
         )
-        if self._waiting is not None:
-            loader.restore(self._waiting)
-            self._waiting = None
+        place = len(self._loaders)
+        if place < len(self.state) and self.state[place]:
+            loader.restore(self.state[place])
         self._loaders.append(loader)
         self._settings.append((dataset, workers, collate))
         return loader
@@ -60,17 +53,17 @@ class Feed:
         """A step used `batch`: remember where its loader stands now."""
         if not isinstance(batch, StepBatch):
             return
-        states = [loader.state() for loader in self._loaders]
-        mine = [state for state in states if state.get("position") == batch.next_position]
-        kept = (mine or states[-1:] or [{}])[0]
-        self.state = {**kept, "position": batch.next_position}
+        for place, loader in enumerate(self._loaders):
+            if id(loader) == batch.stream:
+                self.state += [{} for _ in range(place + 1 - len(self.state))]
+                self.state[place] = batch.after
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on where `state` was saved: the first loader, also one that is open already."""
-        self.state = self._waiting = state
-        if state is not None and self._loaders:
-            self._loaders[0].restore(state)
-            self._waiting = None
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go on where `state` was saved, also with loaders that are open already."""
+        self.state = list(state)
+        for loader, kept in zip(self._loaders, self.state, strict=False):
+            if kept:
+                loader.restore(kept)
 
     def validation(self, data: Any, workers: int, collate: Any) -> Iterator[Any]:
         """This rank's micro-batches of `data`, every sample once over all ranks.
@@ -79,18 +72,27 @@ class Feed:
         """
         if isinstance(data, list) or not is_indexed(data):
             return _flat(data)
-        loader = Loader(
+        return self.held_out(data, workers, collate)
+
+    def held_out(self, data: Any, workers: int, collate: Any) -> Iterator[Any]:
+        """As `validation`, for samples in any form: a dataset, a list, an iterable of samples."""
+        loader = open_loader(
             data,
             batch=self.plan.micro_batch * self.plan.layout.data_degree,
-            micro_batch=self.plan.micro_batch,
-            seed=self.seed,
-            rank=self.world.rank,
-            degree=self.plan.layout.data_degree,
             workers=workers,
             collate=collate,
             shuffle=False,
+            **self._share(),
         )
         return _flat(loader)
+
+    def _share(self) -> dict[str, Any]:
+        return {
+            "micro_batch": self.plan.micro_batch,
+            "seed": self.seed,
+            "rank": self.world.rank,
+            "degree": self.plan.layout.data_degree,
+        }
 
 
 def _flat(batches: Iterable[Any]) -> Iterator[Any]:

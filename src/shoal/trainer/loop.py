@@ -7,7 +7,7 @@ failure. What it has to say goes into the run folder as events and metrics; othe
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
 import os
 import signal
@@ -19,10 +19,14 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.base.files import write_whole
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
+from shoal.config.paths import load_function
+from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, ModelSection
 from shoal.data.cache import cache_folder
+from shoal.data.fetch import sample_kind
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
@@ -55,7 +59,6 @@ def train(folder: Path, *, world: World | None = None) -> int:
     """
     config = load(folder / "run.toml").config
     world = world or start_world()
-    check_shared(folder, world)
     run, source, total_steps = _prepare(config, folder, world)
     previous = _stop_on_signal(run)
     try:
@@ -65,32 +68,12 @@ def train(folder: Path, *, world: World | None = None) -> int:
             signal.signal(number, handler)
 
 
-def check_shared(folder: Path, world: World) -> None:
-    """Every rank must see the run folder that rank 0 sees: checkpoints have one file per rank.
-
-    Errors: ConfigError, the same on all ranks, naming those that do not.
-    """
-    probe = folder / f".probe-{os.getpid()}"
-    name = world.broadcast_json(probe.name if world.is_first else None)
-    if world.is_first:
-        probe.touch()
-    world.barrier()
-    blind = [r for r, seen in enumerate(world.gather_json((folder / name).exists())) if not seen]
-    if world.is_first:
-        probe.unlink()
-    if blind:
-        raise ConfigError(
-            f"run.folder = {folder}: rank {', '.join(map(str, blind))} of {world.size} does not "
-            f"see what rank 0 writes there; the run folder must be on a file system that all share"
-        )
-
-
 def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, int]:
     """Everything before the first step: data, model, plan, state."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    source = _open_source(config, world)
+    source = world.local_first(lambda: open_source(config.data, config.train.seed))
     layout = config.layout
     degrees = {
         axis: degree
@@ -116,22 +99,13 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     )
     for path in config.train.on:
         run.recorder.events.listeners.append(import_object("train.on", path))
-    run.restore()
-    run.recorder.cut(run.step_count)
+    run.extra_record = {"configuration": (folder / "run.toml").read_text()}
+    if not run.restore():
+        run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = _length(config, run, source)
     run.settings.total_steps = total_steps
     _describe(run, source, config, total_steps, folder)
     return run, source, total_steps
-
-
-def _open_source(config: Config, world: World) -> Source:
-    """One process per machine prepares the data (tokenizer, cache), then the others open it."""
-    if world.local_rank == 0:
-        source = open_source(config.data, config.train.seed)
-    world.barrier()
-    if world.local_rank != 0:
-        source = open_source(config.data, config.train.seed)
-    return source
 
 
 def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
@@ -139,6 +113,9 @@ def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Modu
     if section.build:
         return import_object("model.build", section.build)(**section.arguments)
     on_tokens = source.kind == "tokens"
+    if not on_tokens:
+        data = source.description.partition(": ")[0]
+        check_reads(section.name, data, lambda: sample_kind(source.train))
     return build(
         section.name,
         section.arguments,
@@ -154,11 +131,7 @@ def import_loss(section: ModelSection) -> Loss:
 
 def import_object(key: str, path: str) -> Any:
     """What `pkg.mod:name` names. Errors: ConfigError with the key, the path and the reason."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as failure:
-        raise ConfigError(f"{key} = {path}: does not import: {failure}") from failure
+    return load_function(path, key)
 
 
 def _length(config: Config, run: Run, source: Source) -> int:
@@ -183,7 +156,7 @@ def _describe(run: Run, source: Source, config: Config, total_steps: int, folder
     plan = json.loads(run.plan.to_json())
     known = _known_flops(folder)
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
-    (folder / "plan.json").write_text(json.dumps({**plan, **details}, indent=1))
+    _write_plan(folder, {**plan, **details})
     run.recorder.flops_per_sample = known
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in run.model.parameters()})
     emit = run.recorder.events.emit
@@ -206,6 +179,12 @@ def _describe(run: Run, source: Source, config: Config, total_steps: int, folder
         device=str(run.world.device),
         matmul=flops_text(rate),
     )
+
+
+def _write_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """The plan is for readers; on a full disk the run goes on without."""
+    with contextlib.suppress(OSError):
+        write_whole(folder / "plan.json", json.dumps(plan, indent=1))
 
 
 def _known_flops(folder: Path) -> float | None:
@@ -234,9 +213,10 @@ def _count_flops(run: Run, batch: StepBatch) -> None:
     flops = backward_flops(run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
-        path = folder / "plan.json"
-        plan = {**json.loads(path.read_text()), "flops_per_sample": run.recorder.flops_per_sample}
-        path.write_text(json.dumps(plan, indent=1))
+        plan = json.loads(run.plan.to_json())
+        known = {"steps": run.settings.total_steps, "flops_per_sample": flops / batch_length(few)}
+        rate = {"machine_flops_per_s": run.recorder.machine_flops_per_s}
+        _write_plan(folder, {**plan, **rate, **known})
 
 
 def _stop_on_signal(run: Run) -> dict[int, Any]:
@@ -285,4 +265,4 @@ def _stop(run: Run) -> int:
             how="stopped on request" if saved else "stopped on request; the last save failed",
         )
     run.close()
-    return STOPPED
+    return STOPPED if saved else 1

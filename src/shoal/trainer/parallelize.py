@@ -29,6 +29,7 @@ from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import choose_layout
 from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
+from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import BuildOptimizer, Run, RunSettings
 from shoal.trainer.state import model_tensors
@@ -75,7 +76,8 @@ def parallelize(
     world        the processes, if `World`s are made by hand (tests); default: found by itself
     Gives        a `Run`
     Errors       PlanError: layout and processes do not fit, ranks built different models, the
-                 optimizer holds foreign parameters · ConfigError: anything else that is not legal
+                 optimizer holds foreign parameters · CheckpointError: another process has the
+                 folder · ConfigError: anything else that is not legal
     Source       design §5; the loss rule is design §6
     """
     install()
@@ -108,7 +110,8 @@ def parallelize(
         cut_own_batches=micro_batch is not None,
     )
     run = Run(program, bound, loss or token_loss, settings, recorder)
-    if folder is not None:
+    if recorder.folder is not None:
+        run.lease = own(recorder.folder, world)
         model_tensors(run)  # refuses now what the first save could not write
     return run
 

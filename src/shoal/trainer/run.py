@@ -17,6 +17,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
 from shoal.base.policies import OptimizerPolicy
+from shoal.checkpoint.lease import RunLease
 from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
 from shoal.data.step import StepBatch
@@ -28,9 +29,10 @@ from shoal.profile.memory import peak_memory_bytes
 from shoal.trainer.contract import Loss, batch_length, cut_batch
 from shoal.trainer.evaluate import Metric, evaluate
 from shoal.trainer.feed import Feed
+from shoal.trainer.own_folder import refuse_old_checkpoints
 from shoal.trainer.record import Recorder
 from shoal.trainer.skips import Skips
-from shoal.trainer.state import restore_run, save_run
+from shoal.trainer.state import check_savable, restore_run, save_run
 from shoal.trainer.step import MovementCheck, Tally, forward_backward, update
 
 
@@ -40,7 +42,7 @@ class StepResult:
 
     step        number of this step, from 1 · loss  mean over the targets of all ranks
     grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
-    targets     how many targets the loss was divided by
+    targets     what the loss was divided by: the count of targets, or the sum of their weights
     skipped     the weights did not move, for `reason`
     """
 
@@ -48,7 +50,7 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    targets: int
+    targets: float
     skipped: bool
     reason: str
 
@@ -96,6 +98,8 @@ class Run:
         self._data_wait_s = 0.0
         self._stop_wanted = False
         self._closed = False
+        self._restored: set[Path] = set()
+        self.lease: RunLease | None = None
         self._skips = Skips(settings.skip_limit)
         self._movement = MovementCheck()
         self._state_checked = False
@@ -153,6 +157,10 @@ class Run:
                 "run.forward_backward was called twice without run.update between; give all "
                 "micro-batches of one optimizer step in one batch"
             )
+        folder = self.recorder.folder
+        if folder is not None and folder not in self._restored:
+            refuse_old_checkpoints(folder, self.world)
+            self._restored.add(folder)
         self._data_wait_s = self.recorder.data_wait_s()
         self._batch = batch
         self._tally = forward_backward(
@@ -181,7 +189,7 @@ class Run:
         self.step_count += 1
         self.feed.consumed(self._batch)
         result = StepResult(
-            self.step_count, done.loss, done.grad_norm, lr, int(tally.count), done.skipped,
+            self.step_count, done.loss, done.grad_norm, lr, _count(tally.count), done.skipped,
             done.reason,
         )  # fmt: skip
         self._record(result, tally)
@@ -231,7 +239,9 @@ class Run:
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         """
         self._tally, self._skips.in_a_row = None, 0
-        found = restore_run(self, self._folder(folder))
+        chosen = self._folder(folder)
+        found = restore_run(self, chosen)
+        self._restored.add(chosen)
         self.recorder.restart_clock()
         return found
 
@@ -248,11 +258,13 @@ class Run:
         for undo in self.program.on_close:
             undo()
         self.world.close()
+        if self.lease is not None:
+            self.lease.release()
 
     def _folder(self, folder: str | Path | None) -> Path:
         chosen = Path(folder) if folder is not None else self.recorder.folder
         if chosen is None:
-            raise ConfigError('run.save: no folder; nearest: shoal.parallelize(…, folder="runs/x")')
+            raise ConfigError('no run folder; nearest: shoal.parallelize(…, folder="runs/x")')
         return chosen
 
     def _micro_batches(self, batch: Any) -> list[tuple[int, Any]]:
@@ -300,7 +312,8 @@ class Run:
             )
         if not self._state_checked:
             names = {p: n for n, p in self.model.named_parameters()}
-            split_state(self.optimizer, names)  # refuses now what the first save could not write
+            # Refuses now what the first save could not write.
+            check_savable(split_state(self.optimizer, names)[0], "optimizer")
             self._state_checked = True
 
     def _record(self, result: StepResult, tally: Tally) -> None:
@@ -325,6 +338,11 @@ class Run:
             },
             samples=samples,
         )
+
+
+def _count(count: float) -> float:
+    """A whole count as an integer; a sum of weights as it is."""
+    return int(count) if count.is_integer() else count
 
 
 def _parameters_held(optimizer: torch.optim.Optimizer) -> int:

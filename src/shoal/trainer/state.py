@@ -18,6 +18,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.shards import Shard
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import open_newest
+from shoal.checkpoint.tensorfile import DTYPES
 from shoal.checkpoint.write import Piece, save
 from shoal.optim.state import check_class, join_state, split_state
 
@@ -50,8 +51,9 @@ def save_run(run: Run, folder: Path) -> Path | None:
             keep=run.settings.keep,
             aliases=aliases,
         )
-    except CheckpointError:
-        return None  # reported as `checkpoint_failed`; the run is worth more than this save
+    except CheckpointError as failure:
+        run.recorder.notice(str(failure))
+        return None  # the run is worth more than this save
     return saved.path
 
 
@@ -91,7 +93,18 @@ def model_tensors(run: Run) -> dict[str, torch.Tensor]:
             )
         if name not in run.program.aliases:
             kept[name] = value
+    check_savable(kept, "model")
     return kept
+
+
+def check_savable(tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Errors: ConfigError for a dtype that no checkpoint can hold."""
+    for name, tensor in tensors.items():
+        if _dtype(tensor) not in DTYPES:
+            raise ConfigError(
+                f"{where}: {name} is {_dtype(tensor)}, which checkpoints cannot hold; they hold "
+                f"{', '.join(DTYPES)}"
+            )
 
 
 def restore_run(run: Run, folder: Path) -> bool:

@@ -168,6 +168,21 @@ class Updated:
     reason: str = ""
 
 
+def _reason_to_skip(tally: Tally, buffers: Sequence[torch.Tensor]) -> tuple[float, str]:
+    """(norm of the mean gradient, why this step must not move anything), the same on all ranks."""
+    if tally.broken:
+        return math.nan, "non-finite loss or gradient"
+    if tally.count <= 0:
+        return 0.0, NO_TARGET
+    if not any(tally.used):
+        raise ConfigError(
+            "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), "
+            ".item(), or torch.no_grad()), or computed from something else"
+        )
+    norm = global_norm(buffers) / tally.count
+    return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
+
+
 def update(
     program: Program,
     optimizer: torch.optim.Optimizer,
@@ -184,23 +199,13 @@ def update(
              used the parameter (weight decay and momentum then leave it alone, as in one process)
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
     """
-    reducer = reducer_of(program)
-    if tally.moved:
-        program.align()
-    buffers = reducer.buffers()
+    buffers = reducer_of(program).buffers()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
-    if tally.broken:
-        return Updated(math.nan, math.nan, True, "non-finite loss or gradient")
-    if tally.count <= 0:
-        return Updated(loss, 0.0, True, NO_TARGET)
-    if not any(tally.used):
-        raise ConfigError(
-            "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), "
-            ".item(), or torch.no_grad()), or computed from something else"
-        )
-    norm = global_norm(buffers) / tally.count
-    if not math.isfinite(norm):
-        return Updated(loss, norm, True, "the summed gradient overflowed")
+    norm, reason = _reason_to_skip(tally, buffers)
+    if tally.moved:
+        program.align(bool(reason))
+    if reason:
+        return Updated(math.nan if tally.broken else loss, norm, True, reason)
     coefficient = 1.0 / tally.count
     if clip > 0:
         coefficient *= min(1.0, clip / (norm + 1e-6))

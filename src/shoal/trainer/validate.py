@@ -27,7 +27,8 @@ def validator(
         if source.validation is None:
             return None
         metrics = {"accuracy": accuracy} if images else {}
-        values = run.evaluate(source.validation, metrics, workers=workers, collate=source.collate)
+        batches = run.feed.held_out(source.validation, workers, source.collate)
+        values = run.evaluate(batches, metrics)
         if run.world.is_first:
             run.recorder.events.emit(
                 "validated",

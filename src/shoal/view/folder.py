@@ -1,4 +1,4 @@
-"""Reads a run folder while others write it: new lines of its logs, its settings, its plan.
+"""Reads a run folder while others write it: new lines of its logs, its plan, its checkpoints.
 
 `metrics.jsonl` and `events.jsonl` grow line by line; a reader may meet half a line (it waits for
 the rest), a torn one (it skips it), and a file that was cut back because the run resumed at an
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ Record = dict[str, Any]
 class Tail:
     """Gives the lines of a growing JSON-lines file that were not given before.
 
-    path      may not exist yet
-    skipped   complete lines that were no JSON object
+    path   may not exist yet; complete lines that are no JSON object are left out
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.skipped = 0
         self._offset = 0
         self._last_line = b""
 
@@ -59,10 +56,7 @@ class Tail:
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict):
-            return record
-        self.skipped += 1
-        return None
+        return record if isinstance(record, dict) else None
 
 
 class RunFolder:
@@ -72,13 +66,6 @@ class RunFolder:
         self.path = path
         self.metrics = Tail(path / "metrics.jsonl")
         self.events = Tail(path / "events.jsonl")
-
-    def settings(self) -> Record:
-        """The resolved run.toml; empty if there is none."""
-        try:
-            return tomllib.loads((self.path / "run.toml").read_text())
-        except (OSError, ValueError):
-            return {}
 
     def plan(self) -> Record:
         """plan.json; empty if there is none."""

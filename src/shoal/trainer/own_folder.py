@@ -1,0 +1,70 @@
+"""A run folder belongs to one run at a time, and all its ranks see the same one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.checkpoint.catalog import find
+from shoal.checkpoint.lease import RunLease, read_owner
+from shoal.fabric import World
+
+
+def own(folder: Path, world: World) -> RunLease | None:
+    """Check that all ranks share `folder`, and take it, unless `shoal train` has taken it already.
+
+    Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
+    a folder that some rank does not see.
+    """
+    check_shared(folder, world)
+    if os.environ.get("SHOAL_RUN_FOLDER"):
+        return None
+    lease, refusal = None, ""
+    if world.is_first:
+        try:
+            lease = RunLease(folder, folder.name)
+            lease.acquire()
+        except CheckpointError as failure:
+            owner = read_owner(folder)
+            lease = None
+            if owner is None or owner.pid != os.getpid():  # several runs of one process may share
+                refusal = str(failure)
+    refusal = world.broadcast_json(refusal)
+    if refusal:
+        raise CheckpointError(refusal)
+    return lease
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Every rank must see the run folder that rank 0 sees: checkpoints have one file per rank.
+
+    Errors: ConfigError, the same on all ranks, naming those that do not.
+    """
+    probe = folder / f".probe-{os.getpid()}"
+    name = world.broadcast_json(probe.name if world.is_first else None)
+    if world.is_first:
+        probe.touch()
+    world.barrier()
+    blind = [r for r, seen in enumerate(world.gather_json((folder / name).exists())) if not seen]
+    if world.is_first:
+        probe.unlink()
+    if blind:
+        raise ConfigError(
+            f"run.folder = {folder}: rank {', '.join(map(str, blind))} of {world.size} does not "
+            f"see what rank 0 writes there; the run folder must be on a file system that all share"
+        )
+
+
+def refuse_old_checkpoints(folder: Path, world: World) -> None:
+    """A run that starts from zero must not mix its checkpoints with those of an earlier one.
+
+    Errors: ConfigError, the same on all ranks, when the folder holds checkpoints nobody restored.
+    """
+    found = find(folder / "checkpoints") if world.is_first else []
+    newest = world.broadcast_json(found[0].step if found else None)
+    if newest is not None:
+        raise ConfigError(
+            f"folder = {folder}: holds checkpoints of an earlier run, up to step {newest}; call "
+            f"run.restore() before the first step to go on with it, or choose another folder"
+        )

@@ -1,0 +1,66 @@
+"""Which folder a launcher's job goes on with when it is restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import ConfigError
+from shoal.cli.foreign import continued
+from shoal.cli.start import prepare, write_folder
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+AGAIN = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
+SMALL = ["model.name=mlp", "data.source=digits"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def save(folder: Path) -> None:
+    step = folder / "checkpoints" / "step-3"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+
+
+def test_a_restart_resumes_and_leaves_the_file_out(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[model]\nname = 'mlp'\n[data]\nsource = 'digits'\n")
+    arguments = ["my.toml", "run.name=mine"]
+    assert continued(arguments, None, TORCHRUN) == (arguments, None)
+    first = prepare(arguments, None, 2)
+    first.folder.mkdir(parents=True)
+    write_folder(first)
+    # It died before its first checkpoint: the folder is used again, from the start.
+    assert continued(arguments, None, AGAIN) == (arguments, None)
+    assert not prepare(arguments, None, 2).resumed
+    save(tmp_path / "runs" / "mine")
+    rest, folder = continued(arguments, None, AGAIN)
+    assert (rest, folder) == (["run.name=mine"], Path("runs/mine"))
+    assert prepare(rest, folder, 2).resumed
+
+
+def test_the_launchers_name_for_the_job_names_the_folder(tmp_path: Path) -> None:
+    slurm = {"SLURM_JOB_ID": "77"}
+    assert continued(SMALL, None, slurm) == ([*SMALL, "run.name=job-77"], None)
+    save(tmp_path / "runs" / "job-77")
+    requeued = {**slurm, "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert continued(SMALL, None, requeued)[1] == Path("runs/job-77")
+    (tmp_path / "my.toml").write_text("[run]\nname = 'mine'\n")
+    assert continued(["my.toml"], None, slurm) == (["my.toml"], None), "a name in the file stays"
+
+
+def test_a_restart_without_any_name_is_refused() -> None:
+    assert continued(SMALL, None, TORCHRUN) == (SMALL, None)
+    with pytest.raises(ConfigError) as caught:
+        continued(SMALL, None, AGAIN)
+    assert str(caught.value) == (
+        "run.name: is empty at restart 1, and the launcher has no name for the job, so its folder "
+        "cannot be found again; set run.name=NAME"
+    )
+
+
+def test_what_the_user_resumes_is_resumed_at_every_attempt() -> None:
+    assert continued([], Path("runs/mine"), AGAIN) == ([], Path("runs/mine"))

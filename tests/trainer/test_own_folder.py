@@ -1,0 +1,107 @@
+"""A run folder belongs to one run; what is in it is never mixed with an earlier run's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from trainer_small import Rows, linear, pair, run_of
+
+from shoal.base.errors import CheckpointError, ConfigError
+
+
+def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
+    first = run_of(linear(), folder=tmp_path)
+    for _ in range(3):
+        first.step(pair())
+    first.save()
+    first.close()
+    second = run_of(linear(seed=1), folder=tmp_path)
+    before = [p.clone() for p in second.model.parameters()]
+    with pytest.raises(
+        ConfigError, match="holds checkpoints of an earlier run, up to step 3; call"
+    ):
+        second.step(pair())
+    assert all(torch.equal(a, b) for a, b in zip(before, second.model.parameters(), strict=True))
+    assert second.restore()
+    assert second.step(pair()).step == 4
+    second.close()
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from shoal.checkpoint.lease import RunLease; "
+        "lease = RunLease(Path(sys.argv[1]), 'x'); lease.acquire(); "
+        "print('mine', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout.readline().strip() == "mine"
+        with pytest.raises(CheckpointError, match=f"pid {owner.pid}"):
+            run_of(linear(), folder=tmp_path)
+    finally:
+        owner.kill()
+        owner.wait(10)
+    run_of(linear(), folder=tmp_path).close()  # the kernel took the dead owner's lock away
+
+
+def test_every_loader_resumes_where_it_stood(tmp_path: Path) -> None:
+    """Two phases over two datasets of equal length, batches of the second taken ahead."""
+
+    class Named(Rows):
+        def __init__(self, start: int) -> None:
+            super().__init__(22)
+            self.start, self.seen = start, []
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            self.seen.append(index)
+            return super().__getitem__(index)
+
+    run = run_of(linear(), folder=tmp_path, batch=4, micro_batch=4)
+    one, other = Named(0), Named(1)
+    for _, batch in zip(range(2), run.loader(one), strict=False):
+        run.step(batch)
+    ahead = [batch for _, batch in zip(range(3), run.loader(other), strict=False)]
+    run.step(ahead[0])
+    run.save()
+    run.close()
+    again = run_of(linear(), folder=tmp_path, batch=4, micro_batch=4)
+    assert again.restore()
+    assert next(iter(again.loader(Named(0)))).position == 8
+    assert next(iter(again.loader(Named(1)))).position == 4
+    again.close()
+
+
+def test_what_no_checkpoint_can_hold_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = linear()
+    model.register_buffer("phase", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match="model: phase is complex128, which checkpoints cannot"):
+        run_of(model, folder=tmp_path)
+
+
+class Averaging(nn.Module):
+    """Keeps a moving average of its inputs in a buffer, as some users' modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x - self.average)
+
+
+def test_a_skipped_step_leaves_a_moving_average_alone() -> None:
+    run = run_of(Averaging())
+    run.step(pair())
+    kept = run.model.average.clone()
+    inputs, targets = pair()
+    assert run.step((inputs * float("nan"), targets)).skipped
+    assert torch.equal(run.model.average, kept)
