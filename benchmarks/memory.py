@@ -15,6 +15,7 @@ Linux only (/proc). The training gate is ≤ 1.03 × the hand-written loop, the 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import sys
@@ -28,6 +29,7 @@ from processes import machine, run_together
 HERE = Path(__file__).resolve().parent
 LIMIT, HEAD_LIMIT = 1.03, 1.01
 PROCESSES, STEPS, DEADLINE_S = 2, 2, 300
+STACKS_AFTER_S = 40
 PROGRAMS = "shoal,shoal_plain,ddp"
 CASE: dict[str, Any] = {
     "size": "memory",
@@ -87,6 +89,8 @@ def train(name: str, out: Path) -> None:
 
     from shoal.fabric import start_world
 
+    # A rank that hangs says where: see docs/lab-log.md, "a world that did not end".
+    faulthandler.dump_traceback_later(STACKS_AFTER_S, exit=True)
     importlib.import_module("torch._dynamo")  # optimizers do when first made; it is no one's memory
     torch.set_num_threads(1)
     world = start_world()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, wh
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
-    """What the benchmark says, one entry per program and one for the head."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--json", "--programs", "shoal,ddp"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """What the benchmark says, one entry per program and one for the head.
+
+    Twice in about 150 worlds one of them did not end (docs/lab-log.md: open). A rank that hangs
+    prints its stacks after 40 s; they become a warning here, and the measurement is made once more.
+    """
+    command = [sys.executable, str(BENCHMARK), "--json", "--programs", "shoal,ddp"]
+    for last in (False, True):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        if done.returncode == 0:
+            break
+        assert not last, done.stderr[-3000:]
+        assert "Timeout (0:00:40)" in done.stderr, done.stderr[-3000:]
+        warnings.warn(f"a world did not end:\n{done.stderr[-6000:]}", stacklevel=1)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
