@@ -172,7 +172,11 @@ def report(measured: dict[str, Any]) -> None:
         if name == "head":
             continue
         ratio = row["peak_bytes"] / base["peak_bytes"] if base else float("nan")
-        gate = "" if name == "ddp" else f"   {'pass' if ratio <= LIMIT else 'fail'} (≤ {LIMIT})"
+        gate = (
+            ""
+            if name == "ddp" or not base
+            else f"   {'pass' if ratio <= LIMIT else 'fail'} (≤ {LIMIT})"
+        )
         print(
             f"{name:14}{row['baseline_bytes'] / 2**20:8.1f} MiB{row['peak_bytes'] / 2**20:8.1f} MiB"
             f"{ratio:14.3f}{gate}"
