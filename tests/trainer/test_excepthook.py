@@ -58,7 +58,9 @@ DEADLINE_S = 60
 
 
 def start(folder: Path, text: str, *arguments: object, **env: str) -> subprocess.Popen:
-    (folder / "train.py").write_text(text)
+    script = folder / "train.py"
+    if not script.exists():  # truncated under a starting process, it would be an empty program
+        script.write_text(text)
     return subprocess.Popen(
         [sys.executable, "train.py", *map(str, arguments)],
         cwd=folder,
