@@ -129,7 +129,9 @@ def status_bytes(key: str) -> int:
     raise OSError(f"/proc/self/status: no {key}")
 
 
-def head(precision: str) -> dict[str, float]:
+def head(
+    precision: str, rows: int = 2048, dim: int = 256, vocabulary: int = 8192
+) -> dict[str, float]:
     """What the loss head holds at most beyond the gradients it must return, in bytes and chunks."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -137,7 +139,6 @@ def head(precision: str) -> dict[str, float]:
     import shoal
     from shoal.models.loss import default_chunk_rows
 
-    rows, dim, vocabulary = 2048, 256, 8192
     hidden = torch.randn(rows, dim, requires_grad=True)
     weight = torch.randn(vocabulary, dim, requires_grad=True)
     targets = torch.randint(vocabulary, (rows,))
@@ -159,7 +160,7 @@ def head(precision: str) -> dict[str, float]:
     gradients = 4 * (hidden.numel() + weight.numel())
     if live < gradients:
         raise RuntimeError("the allocator's record is incomplete: the gradients are not in it")
-    chunk = 4 * vocabulary * default_chunk_rows(vocabulary, "cpu")
+    chunk = 4 * vocabulary * default_chunk_rows(vocabulary, "cpu", narrow=precision == "bf16")
     extra = peak - gradients
     return {"extra_bytes": extra, "chunk_bytes": chunk, "chunks": extra / chunk}
 

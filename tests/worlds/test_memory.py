@@ -49,6 +49,7 @@ def test_no_more_than_a_hand_written_loop(measured: dict[str, Any]) -> None:
     assert ours <= LIMIT * theirs
 
 
-def test_the_head_adds_one_chunk_of_logits(measured: dict[str, Any]) -> None:
-    head = measured["head"]["fp32"]
-    assert 0.9 < head["chunks"] <= 1.01  # the hundredth: a few numbers per row
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_head_adds_one_chunk_of_logits(measured: dict[str, Any], precision: str) -> None:
+    head = measured["head"][precision]
+    assert 0.8 < head["chunks"] <= 1.0

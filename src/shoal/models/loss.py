@@ -74,7 +74,7 @@ def linear_cross_entropy(
     """Summed cross-entropy of `hidden @ weight.T`, and the count of targets that are not ignored.
 
     hidden       [..., dim] · weight [vocabulary, dim] · targets int64 [...]
-    chunk_rows   rows of logits that exist at once; None: see `default_chunk_rows`
+    chunk_rows   rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`
     Gives        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars
     Errors       ConfigError for a target outside the vocabulary (on CPU; on CUDA its own)
     Source       chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in
@@ -88,9 +88,13 @@ def linear_cross_entropy(
     valid = flat != ignore_index
     _check_targets(flat, valid, weight.shape[0])
     ignored = None if flat.device.type == "cpu" and bool(valid.all()) else ~valid
+    product = _product_dtype(hidden, weight)
     settings = _Settings(
-        chunk_rows=chunk_rows or default_chunk_rows(weight.shape[0], hidden.device.type),
-        product_dtype=_product_dtype(hidden, weight),
+        chunk_rows=chunk_rows
+        or default_chunk_rows(
+            weight.shape[0], hidden.device.type, narrow=product != _wide(product)
+        ),
+        product_dtype=product,
         # inside a Function grad mode is always off, so what is wanted is decided here
         hidden_gradient=torch.is_grad_enabled() and hidden.requires_grad,
         weight_gradient=torch.is_grad_enabled() and weight.requires_grad,
@@ -100,25 +104,55 @@ def linear_cross_entropy(
     return total, valid.sum()
 
 
-def default_chunk_rows(vocabulary: int, device_type: str) -> int:
-    """Rows per chunk: as few bytes of logits as keep the matrix products at full speed.
+def default_chunk_rows(vocabulary: int, device_type: str, *, narrow: bool = False) -> int:
+    """Rows of fp32 logits that the head may take the place of: its memory budget, all told.
 
-    CPU   8 MiB of fp32 logits, at least 256 rows. One thread (EPYC, AVX-512), forward and
-          backward in ms, plain F.cross_entropy first, then chunks of 64, 256, 1024 rows:
-          2048 rows × dim 256 × vocabulary 2048    fp32  73: 73 73 72       bf16  23: 25 21 21
-          1024 rows × dim 512 × vocabulary 32000   fp32  1405: 1224 1085 1119
-                                                   bf16  515: 877 440 451
-    else  512 MiB, at least 1024 rows: reckoned from H100 bandwidth, not measured
+    narrow   products in bf16: the same budget must hold a second, narrow chunk and a narrow copy
+             of the weight, so it is twice as large
+    CPU      8 MiB, at least 256 rows. One thread (EPYC, AVX-512), forward and backward in ms,
+             plain F.cross_entropy first, then chunks of 64, 256, 1024 rows:
+             2048 rows × dim 256 × vocabulary 2048    fp32  73: 73 73 72
+             1024 rows × dim 512 × vocabulary 32000   fp32  1405: 1224 1085 1119
+    else     512 MiB, at least 1024 rows: reckoned from H100 bandwidth, not measured
 
     >>> default_chunk_rows(2048, "cpu"), default_chunk_rows(128256, "cpu")
     (1024, 256)
     """
     least, budget_bytes = (256, 8 * 2**20) if device_type == "cpu" else (1024, 512 * 2**20)
-    return max(least, budget_bytes // (4 * vocabulary))
+    return max(least, budget_bytes // (4 * vocabulary)) * (2 if narrow else 1)
 
 
 STRIPE = 1024
-"""Rows of the weight whose gradient is computed at once in narrow formats."""
+"""Rows of the weight converted, or whose gradient is computed, at once in narrow formats."""
+
+ROW_NUMBERS = 12
+"""Numbers per row beside its logits: largest, sum, picked, loss, and what makes them; 8 bytes each
+at most. The allocator's record shows fewer (benchmarks/memory.py)."""
+
+
+class _Room(NamedTuple):
+    """How the head spends its budget of `chunk_rows × vocabulary` wide numbers."""
+
+    rows: int  # of logits that exist at once
+    keep_weight: bool  # one narrow copy of the weight for all chunks, or stripe by stripe
+
+
+def _room(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
+    """Rows per chunk such that logits, copies and numbers per row stay within the budget."""
+    (vocabulary, dim), product = weight.shape, settings.product_dtype
+    wide_bytes, narrow_bytes = _wide(product).itemsize, product.itemsize
+    budget_bytes = settings.chunk_rows * vocabulary * wide_bytes
+    row_bytes = vocabulary * wide_bytes + 8 * ROW_NUMBERS
+    keep_weight = False
+    if product != _wide(product):
+        stripe = min(STRIPE, vocabulary)
+        # a narrow chunk; hidden states and their gradient; a transposed stripe of the chunk
+        row_bytes += (vocabulary + 3 * dim + stripe) * narrow_bytes + dim * wide_bytes
+        copy_bytes = weight.numel() * narrow_bytes
+        stripe_bytes = 2 * stripe * dim * narrow_bytes
+        keep_weight = weight.dtype != product and copy_bytes <= budget_bytes // 2
+        budget_bytes -= stripe_bytes + (copy_bytes if keep_weight else 0)
+    return _Room(max(1, min(budget_bytes // row_bytes, hidden.shape[0])), keep_weight)
 
 
 class _Settings(NamedTuple):
@@ -161,20 +195,21 @@ def _all_chunks(
     """Loss sum, gradient of hidden, gradient of weight; the gradients None where not wanted."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     product, wide = settings.product_dtype, _wide(settings.product_dtype)
-    chunk = max(1, min(settings.chunk_rows, rows))
+    chunk, keep_weight = _room(hidden, weight, settings)
     logits = hidden.new_empty(chunk, vocabulary, dtype=wide)
-    narrow = None if product == wide else torch.empty_like(logits, dtype=product)
-    low_hidden, low_weight = hidden.to(product), weight.to(product)
+    narrow = logits if product == wide else torch.empty_like(logits, dtype=product)
+    low_weight = weight.to(product) if keep_weight else weight
     grad_hidden = torch.empty_like(hidden) if settings.hidden_gradient else None
     grad_weight = torch.zeros_like(weight, dtype=wide) if settings.weight_gradient else None
     total = hidden.new_zeros((), dtype=wide)
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
         here = slice(start, stop)
-        block, low = logits[: stop - start], None if narrow is None else narrow[: stop - start]
+        block, low = logits[: stop - start], narrow[: stop - start]
         skip = None if ignored is None else ignored[here, None]
-        torch.mm(low_hidden[here], low_weight.T, out=block if low is None else low)
-        if low is not None:
+        low_hidden = hidden[here].to(product)
+        _multiply_into(low, low_hidden, low_weight)
+        if low.dtype != wide:
             block.copy_(low)
         picked = targets[here, None]
         if grad_hidden is None and grad_weight is None:
@@ -182,27 +217,50 @@ def _all_chunks(
             losses = block.gather(1, picked).neg_()
         else:
             losses = _to_gradient(block, picked, skip)
-        total += (losses if skip is None else losses.masked_fill(skip, 0)).sum()
-        gradient = block if low is None else low.copy_(block)
+        total += (losses if skip is None else losses.masked_fill_(skip, 0)).sum()
+        if low.dtype != wide:
+            low.copy_(block)
         if grad_hidden is not None:
-            if grad_hidden.dtype == product:
-                torch.mm(gradient, low_weight, out=grad_hidden[here])
-            else:
-                grad_hidden[here] = torch.mm(gradient, low_weight)
+            _multiply_back(grad_hidden[here], low, low_weight)
         if grad_weight is not None:
-            if low is None:
-                grad_weight.addmm_(gradient.T, low_hidden[here])
-            else:
-                _add_product(grad_weight, gradient, low_hidden[here])
+            _add_product(grad_weight, low, low_hidden)
     return total, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _add_product(grad_weight: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """grad_weight += gradient.T @ hidden, where sums are fp32 and products narrower.
+def _multiply_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """out = hidden @ weight.T in out's format; a weight of another is converted in stripes."""
+    if weight.dtype == out.dtype:
+        torch.mm(hidden, weight.T, out=out)
+        return
+    for first in range(0, weight.shape[0], STRIPE):
+        stripe = slice(first, first + STRIPE)
+        out[:, stripe] = torch.mm(hidden, weight[stripe].to(out.dtype).T)
 
-    In stripes of the vocabulary: one product for all of it makes a second tensor of the weight's
-    size, and its conversion a third (55 against 24 ms at 256 rows × 32000 × 512, one thread).
+
+def _multiply_back(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
+    """out = gradient @ weight; stripes as above, summed in fp32."""
+    if weight.dtype == gradient.dtype:
+        if out.dtype == gradient.dtype:
+            torch.mm(gradient, weight, out=out)
+        else:
+            out.copy_(torch.mm(gradient, weight))
+        return
+    total = torch.zeros_like(out, dtype=_wide(gradient.dtype))
+    for first in range(0, weight.shape[0], STRIPE):
+        stripe = slice(first, first + STRIPE)
+        total += torch.mm(gradient[:, stripe], weight[stripe].to(gradient.dtype))
+    out.copy_(total)
+
+
+def _add_product(grad_weight: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """grad_weight += gradient.T @ hidden; where sums are fp32 and products narrower, in stripes.
+
+    One product for all of the vocabulary makes a second tensor of the weight's size, and its
+    conversion a third (55 against 24 ms at 256 rows × 32000 × 512, one thread).
     """
+    if gradient.dtype == grad_weight.dtype:
+        grad_weight.addmm_(gradient.T, hidden)
+        return
     for first in range(0, grad_weight.shape[0], STRIPE):
         stripe = slice(first, first + STRIPE)
         grad_weight[stripe] += torch.mm(gradient[:, stripe].T, hidden)
