@@ -7,7 +7,8 @@ everything later multiplies degrees and nothing asks for names.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError, one_of
 
@@ -15,22 +16,36 @@ AXES = ("islands", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 STRATEGIES = {
     "single": "one process",
+    "dp": "one process, several threads or devices, each with a replica (for comparison)",
     "ddp": "every process holds the whole model; gradients are summed",
+    "zero1": "ddp, with the optimizer's state split over the processes",
+    "zero2": "zero1, with the summed gradients split as well",
+    "zero3": "zero2, with the parameters split as well; the same as fsdp",
+    "fsdp": "zero3",
+    "hsdp": "groups of processes that hold one copy in shards, several copies",
 }
 """Strategies that this version builds."""
 
 PLANNED = (
-    "dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "cp", "ep", "pp", "gpipe", "afab",
+    "tp", "cp", "ep", "pp", "gpipe", "afab",
     "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe", "3d", "local-sgd", "diloco",
     "streaming-diloco", "sparse-loco", "noloco", "fedavg", "fedprox", "fedopt", "scaffold",
     "branch-train-merge", "parameter-server",
 )  # fmt: skip
 """Strategies of the vocabulary that are not built yet: naming one is a clear refusal."""
 
+BUILT_AXES = ("dp_replicate", "dp_shard")
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of every axis; all 1 is one process."""
+    """Degrees of every axis; all 1 is one process.
+
+    zero      what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too,
+              3 parameters too
+    threads   replicas within one process (`dp`); no axis of the mesh
+    """
 
     islands: int = 1
     pp: int = 1
@@ -38,6 +53,13 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    zero: int = 0
+    threads: int = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degree of every axis of the mesh, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def processes(self) -> int:
@@ -46,10 +68,7 @@ class Layout:
         >>> Layout(dp_replicate=4).processes
         4
         """
-        product = 1
-        for degree in asdict(self).values():
-            product *= degree
-        return product
+        return math.prod(self.degrees.values())
 
     @property
     def data_degree(self) -> int:
@@ -58,26 +77,38 @@ class Layout:
 
     @property
     def strategy(self) -> str:
-        """The name of this layout in the vocabulary."""
-        return "single" if self.processes == 1 else "ddp"
+        """The name of this layout in the vocabulary.
+
+        >>> Layout(dp_shard=4, zero=3).strategy, Layout(dp_replicate=2, dp_shard=2, zero=3).strategy
+        ('fsdp', 'hsdp')
+        """
+        if self.processes == 1:
+            return "dp" if self.threads > 1 else "single"
+        if self.dp_shard == 1:
+            return "ddp"
+        if self.zero < 3:
+            return f"zero{self.zero}"
+        return "fsdp" if self.dp_replicate == 1 else "hsdp"
 
     def text(self) -> str:
         """As a person writes it: the strategy, then the degrees that are not 1.
 
-        >>> Layout(dp_replicate=2).text()
-        'ddp (dp_replicate = 2)'
+        >>> Layout(dp_replicate=2).text(), Layout(threads=2).text()
+        ('ddp (dp_replicate = 2)', 'dp (threads = 2)')
         """
-        degrees = ", ".join(f"{k} = {v}" for k, v in asdict(self).items() if v != 1)
+        shown = {**self.degrees, "threads": self.threads}
+        degrees = ", ".join(f"{k} = {v}" for k, v in shown.items() if v != 1)
         return f"{self.strategy} ({degrees})" if degrees else self.strategy
 
 
-def expand(strategy: str, processes: int) -> Layout:
+def expand(strategy: str, processes: int, *, threads: int = 0, zero: int | None = None) -> Layout:
     """The degrees that a strategy name means on `processes` processes.
 
-    Errors: PlanError for an unknown name, one that is not built yet, or an impossible size.
+    threads   replicas of `dp`; 0: two · zero  a stage that the user gave beside the name
+    Errors    PlanError for an unknown name, one that is not built yet, or an impossible size
 
-    >>> expand("ddp", 4).dp_replicate
-    4
+    >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
+    (4, 2, 2)
     """
     if strategy in PLANNED:
         raise PlanError(
@@ -86,31 +117,60 @@ def expand(strategy: str, processes: int) -> Layout:
         )
     if strategy not in STRATEGIES:
         raise PlanError(one_of("layout.strategy", strategy, [*STRATEGIES, *PLANNED]))
-    if strategy == "single":
-        if processes != 1:
-            raise PlanError(
-                f"layout.strategy = single: is one process, got launch.processes = {processes}; "
-                f"nearest legal: launch.processes=1, or layout.strategy=ddp"
-            )
+    stage = STAGES.get(strategy, 0)
+    if zero is not None and zero != stage:
+        names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+        raise PlanError(
+            f"layout.zero = {zero}: layout.strategy = {strategy} is stage {stage}; nearest: "
+            f"layout.strategy={names.get(zero, 'zero1')}, or leave layout.zero out"
+        )
+    if threads and strategy != "dp":
+        raise PlanError(
+            f"layout.threads = {threads}: only layout.strategy=dp runs replicas in threads, "
+            f"{strategy} has processes; nearest: launch.processes={threads}"
+        )
+    if strategy in ("single", "dp"):
+        return _one_process(strategy, processes, threads)
+    if processes == 1:
         return Layout()
-    return Layout(dp_replicate=processes)
+    if strategy == "ddp":
+        return Layout(dp_replicate=processes)
+    if strategy != "hsdp":
+        return Layout(dp_shard=processes, zero=stage)
+    if processes % 2 or processes < 4:
+        raise PlanError(
+            f"layout.strategy = hsdp: is at least 2 × 2 processes, got launch.processes = "
+            f"{processes}; nearest legal: launch.processes={max(4, processes // 4 * 4)}, or "
+            f"layout.strategy=fsdp"
+        )
+    return Layout(dp_replicate=2, dp_shard=processes // 2, zero=3)
 
 
-def check_degrees(degrees: dict[str, int], processes: int) -> Layout:
+def _one_process(strategy: str, processes: int, threads: int) -> Layout:
+    if processes != 1:
+        raise PlanError(
+            f"layout.strategy = {strategy}: is one process, got launch.processes = {processes}; "
+            f"nearest legal: launch.processes=1, or layout.strategy=ddp"
+        )
+    return Layout(threads=threads or 2) if strategy == "dp" else Layout()
+
+
+def check_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
     """The layout with exactly these degrees; their product must be the number of processes.
 
-    Errors: PlanError with the nearest legal choice, or for an axis that is not built yet.
+    zero     what `dp_shard` splits; default: everything (3)
+    Errors   PlanError with the nearest legal choice, or for an axis that is not built yet
 
-    >>> check_degrees({"dp_replicate": 2}, 2).strategy
-    'ddp'
+    >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
+    ('ddp', 'fsdp')
     """
     for axis, degree in degrees.items():
         if axis not in AXES:
             raise PlanError(one_of("layout", axis, AXES))
-        if degree > 1 and axis != "dp_replicate":
+        if degree > 1 and axis not in BUILT_AXES:
             raise PlanError(
-                f"layout.{axis} = {degree}: not built in this version, which splits dp_replicate "
-                f"only; nearest: layout.{axis}=1"
+                f"layout.{axis} = {degree}: not built in this version, which splits "
+                f"{' and '.join(BUILT_AXES)} only; nearest: layout.{axis}=1"
             )
     layout = Layout(**degrees)
     if layout.processes != processes:
@@ -120,4 +180,29 @@ def check_degrees(degrees: dict[str, int], processes: int) -> Layout:
             f"nearest legal: layout.dp_replicate={processes}, or "
             f"launch.processes={layout.processes}"
         )
-    return layout
+    return replace(layout, zero=_stage(layout, zero))
+
+
+def _stage(layout: Layout, zero: int | None) -> int:
+    """The stage that these degrees carry."""
+    if zero is not None and zero not in (0, 1, 2, 3):
+        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
+    if layout.dp_shard == 1:
+        if zero:
+            raise PlanError(
+                f"layout.zero = {zero}: splits over layout.dp_shard, which is 1; nearest: "
+                f"layout.dp_shard={max(2, layout.dp_replicate)}"
+            )
+        return 0
+    if zero == 0:
+        raise PlanError(
+            f"layout.zero = 0: splits nothing over layout.dp_shard = {layout.dp_shard}; nearest: "
+            f"layout.zero=3, or layout.dp_replicate={layout.processes}"
+        )
+    if zero in (1, 2) and layout.dp_replicate > 1:
+        raise PlanError(
+            f"layout.zero = {zero}: carries dp_shard alone, got dp_replicate = "
+            f"{layout.dp_replicate} × dp_shard = {layout.dp_shard}; nearest: layout.zero=3 (hsdp), "
+            f"or layout.dp_shard={layout.processes}"
+        )
+    return 3 if zero is None else zero

@@ -16,12 +16,17 @@ from shoal.base.layout import Layout
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together: parameter names in the order of their places."""
+    """Gradients that travel together: parameter names in the order of their places.
+
+    elements   of the buffer, padding included · dtype  of the gradients and of their sum
+    cuts       where each rank's share begins and ends under zero1 and zero2; () elsewhere
+    """
 
     names: tuple[str, ...]
     elements: int
     dtype: str
     element_bytes: int
+    cuts: tuple[int, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
@@ -37,7 +42,10 @@ class Plan:
     why           one line: which rule chose it and what else was possible
     batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass
     accumulate    micro-batches per data rank in a full step
-    precision     format of matrix products
+    precision     format of matrix products · reduce  format in which gradients are summed
+    recompute     activations that are computed twice: none, selective, full
+    defer_sync    zero2, zero3: gradients are summed once a step, at the cost of one full copy
+    compress      what gradients are made of on their way: none, int8, powersgd, topk
     parameters    trainable elements · buckets  gradient buffers, in sending order
     """
 
@@ -49,6 +57,10 @@ class Plan:
     precision: str
     parameters: int
     buckets: tuple[Bucket, ...] = field(default=())
+    reduce: str = ""
+    recompute: str = "none"
+    defer_sync: bool = False
+    compress: str = "none"
 
     def arithmetic(self) -> str:
         """The batch equation with this run's numbers.
@@ -81,6 +93,7 @@ class Plan:
         record.pop("strategy", None)
         record["layout"] = Layout(**record["layout"])
         record["buckets"] = tuple(
-            Bucket(**{**b, "names": tuple(b["names"])}) for b in record["buckets"]
+            Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
+            for b in record["buckets"]
         )
         return Plan(**record)

@@ -21,7 +21,7 @@ class OptimizerPolicy:
     """The update rule, its learning-rate schedule and gradient clipping."""
 
     name: str = "adamw"
-    """adamw, sgd, or any class of torch.optim, or pkg.mod:Class"""
+    """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
     lr: float = 3e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -7,6 +7,7 @@ and the slices (one or more boxes) that are here. Plain `ddp` holds one box that
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]
@@ -45,3 +46,28 @@ class Shard:
         8
         """
         return sum(math.prod(stop - start for start, stop in box) for box in self.slices)
+
+
+def flat_slices(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes that elements start … stop − 1 of a tensor fill, elements counted row by row.
+
+    >>> flat_slices((4, 3), 2, 10)
+    (((0, 1), (2, 3)), ((1, 3), (0, 3)), ((3, 4), (0, 1)))
+    """
+    if start >= stop:
+        return ()
+    if not shape:
+        return ((),)
+    rest = tuple((0, n) for n in shape[1:])
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    found: list[Box] = []
+    if start % row:
+        end = min(stop, first * row) - (first - 1) * row
+        inner = flat_slices(shape[1:], start % row, end)
+        found += [((first - 1, first), *box) for box in inner]
+    if first < last:
+        found.append(((first, last), *rest))
+    if stop % row and last >= first:
+        found += [((last, last + 1), *box) for box in flat_slices(shape[1:], 0, stop % row)]
+    return tuple(found)

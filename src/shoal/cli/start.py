@@ -83,15 +83,12 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
             f"launch.nodes = {config.launch.nodes}: `shoal train` starts processes on this machine "
             f"only; on several, start the same command with torchrun --nnodes or srun"
         )
-    degrees = {
-        axis: degree
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        if (degree := getattr(config.layout, axis))
-    }
+    section = config.layout
+    degrees = section.degrees()
     chosen = processes or config.launch.processes
     if not chosen:
-        chosen = 1 if config.layout.strategy == "single" else default_processes(machine)
-        if degrees and config.layout.strategy == "auto":
+        chosen = 1 if section.strategy in ("single", "dp") else default_processes(machine)
+        if degrees:
             chosen = Layout(**degrees).processes
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
     _check_paths(loaded)
@@ -100,7 +97,15 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
         parameters = count_parameters(
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
-    layout, _ = choose_layout(config.layout.strategy, degrees, chosen, parameters, machine)
+    layout, _ = choose_layout(
+        section.strategy,
+        degrees,
+        chosen,
+        parameters,
+        machine,
+        zero=None if section.zero < 0 else section.zero,
+        threads=section.threads,
+    )
     resolve_batch(loaded, layout.data_degree)
     resolve_length(loaded)
     return layout

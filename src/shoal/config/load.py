@@ -38,11 +38,9 @@ NOT_BUILT = {
     "islands": "training across slow links",
     "precision.reduce": "a separate dtype for reductions",
     "precision.loss_scale": "fp16 with a loss scale",
-    "layout.zero": "sharded optimizer states",
     "layout.schedule": "pipeline schedules",
     "layout.context": "context parallelism",
     "layout.ep": "expert parallelism",
-    "train.defer_sync": "zero2 and zero3",
     "train.prove": "the proof before a run",
 }
 """Keys of the vocabulary that this version does not build: refused by name, not as typos."""

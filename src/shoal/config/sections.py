@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.base.layout import AXES
 from shoal.base.policies import (
     CheckpointPolicy,
     OptimizerPolicy,
@@ -68,6 +69,8 @@ class TrainSection:
     """initial weights, sample order, dropout"""
     validate_every: int = 0
     """steps between validations; 0: at the end only"""
+    defer_sync: bool = False
+    """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
     deterministic: bool = False
     """ask CUDA for deterministic kernels"""
     skip_limit: int = 5
@@ -81,17 +84,26 @@ class LayoutSection:
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"
-    """auto, single, ddp"""
+    """auto, single, dp, ddp, zero1, zero2, zero3 (= fsdp), hsdp"""
     dp_replicate: int = 0
     """replicas of the whole model"""
     dp_shard: int = 0
-    """ranks that share one copy of the states; not built yet"""
+    """ranks that share one copy of the states"""
+    zero: int = -1
+    """what dp_shard splits: 1 optimizer state, 2 + gradients, 3 + parameters; −1: by strategy"""
+    threads: int = 0
+    """replicas within one process, for strategy dp; 0: two"""
     pp: int = 0
     """pipeline stages; not built yet"""
     cp: int = 0
     """ranks that share a sequence; not built yet"""
     tp: int = 0
     """ranks that share a layer; not built yet"""
+
+    def degrees(self) -> dict[str, int]:
+        """Degrees that were given, by axis."""
+        given = {axis: getattr(self, axis) for axis in AXES[1:]}
+        return {axis: degree for axis, degree in given.items() if degree}
 
 
 @dataclass(frozen=True)

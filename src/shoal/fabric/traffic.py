@@ -1,7 +1,8 @@
 """Counts what a rank sends: bytes by kind of collective, and the seconds it stood waiting for them.
 
 Bytes follow what gloo and NCCL put on the wire per rank (checked against the kernel's counters in
-`tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole, broadcast M.
+`tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole,
+reduce-scatter (n−1)/n of the whole that is summed, broadcast M.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
+REDUCE_SCATTER = "reduce_scatter"
 
 
 def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
     """Bytes one rank sends for a collective over `degree` ranks.
 
-    payload_bytes: the tensor being reduced or broadcast; for all_gather, the gathered whole.
+    payload_bytes: the whole tensor that is reduced, scattered, broadcast, or there after gathering.
 
     >>> wire_bytes("all_reduce", 1000, 4)
     1500.0
     """
     if degree == 1:
         return 0.0
-    share = {ALL_REDUCE: 2 * (degree - 1) / degree, ALL_GATHER: (degree - 1) / degree, BROADCAST: 1}
+    hops = (degree - 1) / degree
+    share = {ALL_REDUCE: 2 * hops, ALL_GATHER: hops, REDUCE_SCATTER: hops, BROADCAST: 1}
     return share[kind] * payload_bytes
 
 

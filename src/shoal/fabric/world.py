@@ -19,17 +19,19 @@ import itertools
 import json
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.base.errors import ClusterError, PlanError
 from shoal.fabric._torch import all_gather_single
+from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
 from shoal.fabric.place import Place, find_place
-from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, Traffic
+from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Traffic
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -85,6 +87,38 @@ class World:
                 dist.all_reduce(tensor, group=self.group)
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def scatter_sum(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
+        """Begin to sum a flat tensor over all ranks, each of which gets its own part of the sum.
+
+        tensor   [elements], left as it is until the result was waited for
+        cuts     rank r gets the elements from cuts[r] to cuts[r + 1]
+        """
+        if self.group is None:
+            return PendingSum(None, tensor.clone().unsqueeze(0), tensor)
+        self.traffic.count(REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size)
+        return scatter_sum(tensor, cuts, self.rank, self.group)
+
+    def gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
+        """Begin to complete a flat tensor of which every rank holds its own part, in place."""
+        if self.group is None:
+            return None
+        self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size)
+        return gather_parts(tensor, cuts, self.rank, self.group)
+
+    def largest(self, number: int) -> int:
+        """The largest of every rank's numbers, on every rank."""
+        if self.group is None:
+            return number
+        told = torch.tensor([number], device=self.device)
+        self.traffic.count(ALL_REDUCE, told.numel() * told.element_size(), self.size)
+        with self.traffic.waiting():
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        return int(told.item())
+
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """A mesh of all ranks with these axes, outermost first; degrees multiply to `size`."""
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack one equal-shaped tensor of every rank: [...] → [size, ...]."""

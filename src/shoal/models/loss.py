@@ -12,6 +12,7 @@ Source    the idea is Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.base.errors import ConfigError
+from shoal.models._torch import pytree
 
 IGNORED = -100
 """The target that counts for nothing (padding), as everywhere in PyTorch."""
 
 
-class Unprojected(NamedTuple):
+@dataclass(frozen=True)
+class Unprojected:
     """What our language models return instead of logits: the last hidden states and the head.
 
     hidden [..., dim] · weight [vocabulary, dim]. The loss multiplies them chunk by chunk; whoever
@@ -38,6 +41,14 @@ class Unprojected(NamedTuple):
     def logits(self) -> Tensor:
         """All logits at once, [..., vocabulary]; large."""
         return F.linear(self.hidden, self.weight)
+
+
+pytree.register_pytree_node(
+    # The head is a parameter, no output: who looks for tensors in outputs (sharding) finds hidden.
+    Unprojected,
+    lambda outputs: ([outputs.hidden], outputs.weight),
+    lambda children, weight: Unprojected(next(iter(children)), weight),
+)
 
 
 def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:

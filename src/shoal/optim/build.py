@@ -1,5 +1,7 @@
 """Makes the optimizer: by name for the main job, or rebinds the one that the user brought.
 
+Names are those of torch.optim's classes, and three of our own: lion, lamb and muon.
+
 Weight decay acts on matrices only: vectors and scalars (norms, biases) form a group without it.
 AdamW runs fused where torch has a fused kernel (CPU and CUDA). Optimizers that call the model
 themselves (LBFGS and other closures) are refused: a layout decides when the model runs.
@@ -17,16 +19,22 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.policies import OptimizerPolicy
+from shoal.optim.lamb import LAMB
+from shoal.optim.lion import Lion
+from shoal.optim.muon import MuonWithAdamW, hidden_matrices
 
 Parameters = Mapping[str, nn.Parameter]
+OWN: dict[str, type[torch.optim.Optimizer]] = {"lamb": LAMB, "lion": Lion, "muon": MuonWithAdamW}
+"""Classes that torch.optim lacks, or has for some models only, by their name in `[optimizer]`."""
 
 
 def build_optimizer(
-    policy: OptimizerPolicy, parameters: Sequence[nn.Parameter]
+    policy: OptimizerPolicy, parameters: Sequence[nn.Parameter], module: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer that `[optimizer]` describes, over the trainable parameters.
 
-    Errors: ConfigError for an unknown name (nearest spelling) or settings that the class refuses.
+    module   tells muon which matrices are embeddings and the head; without it, it takes them all
+    Errors   ConfigError for an unknown name (nearest spelling) or settings that the class refuses
     """
     kind = _find_class(policy.name)
     if issubclass(kind, torch.optim.LBFGS):
@@ -39,6 +47,8 @@ def build_optimizer(
         settings["momentum"] = policy.momentum
     if "fused" in accepted and _fused_works(parameters):
         settings["fused"] = True
+    if kind is MuonWithAdamW and module is not None:
+        settings["matrix"] = hidden_matrices(module)
     decays = "weight_decay" in accepted
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
@@ -77,13 +87,24 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
     }
     for unfit in ("optimizer", "sparseadam"):  # the base class; and one for sparse gradients only
         classes.pop(unfit, None)
+    classes.update(OWN)
     if name.lower() not in classes:
         close = nearest(name.lower(), classes)
         raise ConfigError(
-            f"optimizer.name = {name}: no such class in torch.optim"
+            f"optimizer.name = {name}: no such optimizer"
             + (f"; nearest: {close}" if close else f"; there are {', '.join(sorted(classes))}")
         )
     return classes[name.lower()]
+
+
+def name_of(class_name: str) -> str:
+    """What `optimizer.name` calls a class.
+
+    >>> name_of("AdamW"), name_of("MuonWithAdamW")
+    ('adamw', 'muon')
+    """
+    own = {kind.__name__: name for name, kind in OWN.items()}
+    return own.get(class_name, class_name.lower())
 
 
 def _fused_works(parameters: Iterable[nn.Parameter]) -> bool:

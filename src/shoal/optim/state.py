@@ -4,17 +4,22 @@ torch numbers parameters by their place in the groups; names survive another lay
 and another group. Tensors become `optimizer.PARAMETER.KEY`, plain numbers and the groups'
 hyper-parameters go into the checkpoint's JSON record. Anything else cannot be saved and is refused
 right after the first step, not at the first save.
+
+A layout may have given this rank only pieces of parameters. State of a piece's own shape (Adam's
+moments) is then that piece of a larger state; all other state (a step count, Adafactor's factors)
+is whole, the same on every rank that has it. `sliced_keys` tells the two apart by key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.optim.build import name_of
 
 Plain = bool | int | float | str | None
 
@@ -24,7 +29,9 @@ def split_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors by `PARAMETER.KEY`, JSON record) of an optimizer.
 
-    Errors: ConfigError naming the parameter, the key and the type of a state that cannot be saved.
+    names    of the parameters, or pieces of parameters, that the optimizer holds
+    Gives    what this rank has; if ranks step different pieces, `merge_records` joins the records
+    Errors   ConfigError naming the parameter, the key and the type of a state that cannot be saved
     """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Plain]] = {}
@@ -51,7 +58,46 @@ def split_state(
         }
         for group in optimizer.param_groups
     ]
-    return tensors, {"class": type(optimizer).__name__, "scalars": scalars, "groups": groups}
+    record = {
+        "class": type(optimizer).__name__,
+        "scalars": scalars,
+        "groups": groups,
+        "sliced": sorted(sliced_keys(optimizer)),
+    }
+    return tensors, record
+
+
+def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Keys of state tensors that always have their parameter's shape, like Adam's moments.
+
+    A state tensor of such a key belongs where its parameter's piece does in the global shape;
+    tensors of other keys are whole. A 0-dim parameter does not tell its moments from its step
+    count: the other parameters decide, and only without any others the name `step`.
+    """
+    shaped: set[str] = set()
+    other: set[str] = set()
+    unclear: set[str] = set()
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                same = value.shape == parameter.shape
+                (other if not same else shaped if parameter.ndim else unclear).add(key)
+    return (shaped | (unclear - {"step"})) - other
+
+
+def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One record of the records that ranks with different pieces made; settings are the first's.
+
+    records   by rank, with the same groups in the same order (`localize` keeps empty ones)
+    """
+    merged: dict[str, Any] = {**records[0]}
+    merged["scalars"] = {n: s for record in records for n, s in record["scalars"].items()}
+    merged["sliced"] = sorted({key for record in records for key in record["sliced"]})
+    merged["groups"] = [
+        {**same[0], "names": list(dict.fromkeys(n for group in same for n in group["names"]))}
+        for same in zip(*(record["groups"] for record in records), strict=True)
+    ]
+    return merged
 
 
 def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
@@ -59,7 +105,7 @@ def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> 
     if record["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"optimizer: the checkpoint was written by {record['class']}, this run has "
-            f"{type(optimizer).__name__}; nearest: optimizer.name={record['class'].lower()}"
+            f"{type(optimizer).__name__}; nearest: optimizer.name={name_of(record['class'])}"
         )
 
 
@@ -71,10 +117,13 @@ def join_state(
 ) -> list[str]:
     """Put a saved state back; gives lines on hyper-parameters that differ, which stay as given now.
 
-    tensors    by `PARAMETER.KEY`, on any device · record  the JSON part
-    Errors     CheckpointError if the checkpoint was written by another optimizer class
+    parameters  what this rank steps, whole or pieces, by name; state of other names is left out
+    tensors     by `PARAMETER.KEY`, on any device; of sliced keys the elements of the piece, in any
+                shape; of other keys whole · record  the JSON part, merged over ranks
+    Errors      CheckpointError if the checkpoint was written by another optimizer class
     """
     check_class(optimizer, record)
+    sliced = set(record.get("sliced", ()))
     optimizer.state.clear()
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for full, value in tensors.items():
@@ -84,18 +133,46 @@ def join_state(
         state: dict[str, Any] = dict(record["scalars"].get(name, {}))
         for key, value in by_name.get(name, {}).items():
             # AdamW keeps `step` on the CPU unless it is fused or capturable.
-            at_home = value.ndim == 0 and not _steps_on_device(optimizer)
-            state[key] = value if at_home else _placed(value, parameter)
+            if value.ndim == 0 and key not in sliced and not _steps_on_device(optimizer):
+                state[key] = value
+            else:
+                state[key] = _placed(value, parameter, key in sliced)
         if state:
             optimizer.state[parameter] = state
     return _differences(optimizer, record["groups"], parameters)
 
 
-def _placed(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def restore_lr(
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], record: Mapping[str, Any]
+) -> None:
+    """Put saved learning rates back, for runs whose rate is the user's own: then it is state.
+
+    names    of the parameters or pieces that the optimizer holds · record  the JSON part
+    Does     groups are found by the name of a member; one that is empty on this rank by its place.
+             `initial_lr` comes along: torch's own schedulers want it in order to go on
+    """
+    groups = record["groups"]
+    then = {name: group for group in groups for name in group["names"]}
+    same_groups = len(groups) == len(optimizer.param_groups)
+    for place, group in enumerate(optimizer.param_groups):
+        known = [then[names[p]] for p in group["params"] if names.get(p) in then]
+        old: Mapping[str, Any] = known[0] if known else {}
+        if not group["params"] and same_groups:
+            old = groups[place]
+        for key in ("lr", "initial_lr"):
+            if key in old and isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(old[key])
+            elif key in old:
+                group[key] = old[key]
+
+
+def _placed(value: torch.Tensor, parameter: nn.Parameter, sliced: bool) -> torch.Tensor:
     """The value on the parameter's device and in its memory format, which fused kernels rely on."""
-    if value.shape != parameter.shape:
+    same = value.numel() == parameter.numel() if sliced else value.shape == parameter.shape
+    if not same:
         return value.to(parameter.device)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    placed = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    return placed.copy_(value.reshape(parameter.shape))
 
 
 def _kind(key: object) -> str:

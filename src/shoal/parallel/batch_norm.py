@@ -78,6 +78,8 @@ class _Rule:
             _set(layer, *(torch.zeros_like(buffer) for buffer in buffers))
         try:
             yield
+            if index < 0:
+                return  # a pass that only joins the others' collectives: not of the step
             self.rows.append(self._row(index, {layer for layer, _ in kept}))
         finally:
             for layer, buffers in kept:

@@ -13,12 +13,14 @@ from shoal.fabric import World
 from shoal.parallel import (
     batch_norm,
     ddp,
+    dp,
     loose_buffers,
     placement,
     precision,
     randomness,
     same_weights,
     single,
+    zero,
 )
 from shoal.parallel.program import Program, aliases, frozen, trainable
 
@@ -40,9 +42,18 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
     program = batch_norm.apply(program)
     # After BatchNorm's rule: what is left over has no rule.
     program = loose_buffers.apply(program)
-    # Last: the reducer takes over `parameter.grad`, so nothing may replace parameters after it.
-    program = ddp.apply(program) if world.size > 1 else single.apply(program)
-    return program
+    # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
+    # replace them after it.
+    layout = plan.layout
+    if layout.zero == 3:
+        from shoal.parallel import fsdp  # half a second of imports that other layouts do without
+
+        return fsdp.apply(program)
+    if layout.zero:
+        return zero.apply(program)
+    if layout.processes > 1:
+        return ddp.apply(program)
+    return dp.apply(program) if layout.threads > 1 else single.apply(program)
 
 
 def facts(module: nn.Module) -> list[ParameterFacts]:

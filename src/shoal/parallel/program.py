@@ -7,7 +7,7 @@ and never needs to know which layout it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,24 +16,29 @@ import torch
 from torch import nn
 
 from shoal.base.plan import Plan
+from shoal.base.shards import Shard
 from shoal.fabric import World
 
 
 class Reducer(Protocol):
-    """Turns every rank's gradients into the sum over all ranks, held in `parameter.grad`.
+    """Turns every rank's gradients into their sum over all ranks, in `local.parameter.grad`.
 
-    Call order of one step, on every rank: `begin` · for each micro-batch its backward pass, with
-    `arm` before the last one (or without any, on a rank that has none) · `finish`.
+    Call order of one step, on every rank: `begin` · for each micro-batch `arm`, its backward pass,
+    `passed` · `finish` · the optimizer's step · `publish`. A rank may have fewer micro-batches than
+    another, or none.
     """
 
-    def begin(self) -> None:
-        """All gradients are zero from here on."""
+    def begin(self, rounds: int) -> None:
+        """All gradients are zero from here on; the busiest rank runs `rounds` micro-batches."""
 
-    def arm(self) -> None:
-        """The next backward pass is the step's last: gradients may travel as they become ready."""
+    def arm(self, last: bool) -> None:
+        """A backward pass comes; after the step's last one gradients may travel at once."""
+
+    def passed(self, counted: bool) -> None:
+        """That backward pass is over; it does not count if it only joined the others'."""
 
     def finish(self) -> None:
-        """Returns when `parameter.grad` is the sum over ranks for every parameter."""
+        """Returns when this rank's part of the sum over ranks is there."""
 
     def used(self) -> list[bool]:
         """Per parameter, in the program's order: did this rank compute a gradient for it?"""
@@ -41,8 +46,57 @@ class Reducer(Protocol):
     def local_norms(self) -> list[torch.Tensor]:
         """Norms of this rank's gradients before the sum: they tell whose numbers broke."""
 
-    def buffers(self) -> list[torch.Tensor]:
-        """The tensors that hold all gradients, each element once, for scaling and norms."""
+    def sums(self) -> list[torch.Tensor]:
+        """The tensors that hold this rank's part of the sum, for scaling and norms."""
+
+    def publish(self) -> None:
+        """The optimizer stepped this rank's part: now every rank sees all new weights."""
+
+
+class Pass(Protocol):
+    """One micro-batch, ready to run forward and backward.
+
+    index   its number in the step; negative: it only joins the others' collectives
+    """
+
+    @property
+    def index(self) -> int:
+        """Which micro-batch."""
+
+    def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
+        """Run it on the module; alone: no other pass runs at the same time."""
+
+
+def in_turn(program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
+    """Run the passes of a step one after another."""
+    for place, one in enumerate(passes):
+        reducer.arm(place == len(passes) - 1)
+        one(program.module)
+        reducer.passed(one.index >= 0)
+
+
+@dataclass(frozen=True)
+class Local:
+    """The part of one trainable parameter that this rank's optimizer steps.
+
+    parameter   the module's own parameter, or a view of a part of it
+    shard       where that part lies in the whole tensor
+    """
+
+    parameter: nn.Parameter
+    shard: Shard
+
+
+Part = tuple[torch.Tensor, Shard]
+"""A local tensor and where its elements belong; no slices where a rank holds nothing."""
+
+
+def whole_locals(parameters: Mapping[str, nn.Parameter]) -> dict[str, Local]:
+    """Every parameter whole, as one process and `ddp` step them."""
+    return {
+        name: Local(p, Shard.whole(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")))
+        for name, p in parameters.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -50,8 +104,13 @@ class Program:
     """A module, made ready.
 
     parameters    trainable ones by name, tied ones once, in the module's order
+    local         the part of each that this rank's optimizer steps; absent where it has none
+    parts         what is kept of parameters that no rank holds whole (or not in their own format)
     frozen        the others by name; they must stay frozen, since nothing sums their gradients
     aliases       other names of tied tensors → the name under which they are kept
+    run           runs the passes of a step on the module, telling the reducer of each
+    copies        how many ranks hold the same element of `reducer.sums()`
+    together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
     around        context managers around a micro-batch's forward and backward pass, by
                   (step, micro-batch number)
@@ -60,6 +119,7 @@ class Program:
                   (True: and as they were before a step that is skipped)
     on_begin      called before the first micro-batch of every step
     on_update     called once per committed step, after the reduction: (micro-batches of each rank)
+    on_evaluated  called after an evaluation's last forward pass
     on_close      called at the end: takes away whatever was hung on the user's module
     """
 
@@ -69,7 +129,12 @@ class Program:
     parameters: dict[str, nn.Parameter]
     aliases: dict[str, str]
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
+    local: dict[str, Local] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
     reducer: Reducer | None = None
+    run: Callable[[Program, Sequence[Pass], Reducer], None] = in_turn
+    copies: int = 1
+    together: bool = False
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -77,8 +142,30 @@ class Program:
     align: Callable[[bool], None] = lambda skipped: None
     on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[list[int]], None], ...] = ()
+    on_evaluated: tuple[Callable[[], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     notices: list[str] = field(default_factory=list)
+
+
+def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """`part` of a flat buffer, seen with the parameter's shape and order of elements in memory.
+
+    torch's fused CPU kernels walk weight and gradient side by side in memory and ignore strides: a
+    channels_last weight with a gradient in row order would get other elements' updates, silently.
+    """
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return part.view_as(parameter)  # gaps or overlaps: autograd keeps row order for these too
+    return part.as_strided(parameter.shape, parameter.stride())
+
+
+def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Entries of the outermost ModuleLists and Sequentials, with their names."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield path, child
+        else:
+            yield from blocks(child, path)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shoal.parallel._torch import in_backward
-from shoal.parallel.program import Program
+from shoal.parallel.program import Program, blocks
 
 
 def key(seed: int, step: int, micro_batch: int, block: str) -> int:
@@ -50,16 +50,6 @@ def apply(program: Program, seed: int) -> Program:
         around=(*program.around, keyed.micro_batch),
         on_close=(*program.on_close, remove),
     )
-
-
-def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Entries of the outermost ModuleLists and Sequentials, with their names."""
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            yield path, child
-        else:
-            yield from blocks(child, path)
 
 
 class _Keyed:

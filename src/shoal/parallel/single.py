@@ -7,12 +7,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shoal.parallel.program import Program
+from shoal.parallel.program import Program, whole_locals
 
 
 def apply(program: Program) -> Program:
     """Give the program a reducer that only resets gradients."""
-    return replace(program, reducer=LocalGradients(program.parameters))
+    return replace(
+        program,
+        reducer=LocalGradients(program.parameters),
+        local=whole_locals(program.parameters),
+    )
 
 
 class LocalGradients:
@@ -21,12 +25,15 @@ class LocalGradients:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters = parameters
 
-    def begin(self) -> None:
+    def begin(self, rounds: int) -> None:
         """Drop all gradients; autograd allocates them again."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def arm(self) -> None:
+    def arm(self, last: bool) -> None:
+        """Nothing travels."""
+
+    def passed(self, counted: bool) -> None:
         """Nothing travels."""
 
     def finish(self) -> None:
@@ -38,8 +45,11 @@ class LocalGradients:
 
     def local_norms(self) -> list[torch.Tensor]:
         """Norms of all gradients, by one call per dtype and device."""
-        return list(torch._foreach_norm(self.buffers())) if self.buffers() else []
+        return list(torch._foreach_norm(self.sums())) if self.sums() else []
 
-    def buffers(self) -> list[torch.Tensor]:
+    def publish(self) -> None:
+        """The parameters themselves were stepped."""
+
+    def sums(self) -> list[torch.Tensor]:
         """The gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]

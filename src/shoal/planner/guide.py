@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout, check_degrees, expand
+from shoal.base.layout import STAGES, Layout, check_degrees, expand
 from shoal.base.units import bytes_text, count_text
 
+DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
+"""Parameters: the guide's bounds."""
+
+WEIGHT_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and two Adam moments; the same for bf16 with fp32 masters, nearly."""
 
@@ -33,11 +37,15 @@ def choose_layout(
     processes: int,
     parameters: int | None,
     machine: MachineFacts,
+    *,
+    zero: int | None = None,
+    threads: int = 0,
 ) -> tuple[Layout, str]:
     """The layout to run and the line that says why.
 
     strategy    `auto` or a name · degrees  axes given by the user, which then must multiply out
     parameters  elements of the model; None when it is a builder that was not called yet
+    zero        what `dp_shard` splits, if the user says · threads  replicas of `dp`
     Errors      PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
@@ -46,61 +54,92 @@ def choose_layout(
     ('ddp', 'ddp on 2 processes')
     """
     if degrees:
-        layout = check_degrees(degrees, processes)
+        named = zero if zero is not None or strategy == "auto" else STAGES.get(strategy)
+        layout = check_degrees(degrees, processes, named)
+        _check_name(strategy, layout)
         return layout, f"layout given: {layout.text()}"
     if strategy != "auto":
-        layout = expand(strategy, processes)
-        return layout, f"strategy given: {layout.text()}"
-    check_guide(parameters, machine)
-    if parameters is not None and processes > 1 and not _fits(parameters, processes, machine):
-        raise PlanError(_too_large(parameters, processes, machine))
+        layout = expand(strategy, processes, threads=threads, zero=zero)
+        alone = strategy not in ("single", "dp") and processes == 1
+        given = f"{strategy} on one process = " if alone else ""
+        return layout, f"strategy given: {given}{layout.text()}"
+    check_guide(parameters)
     size = (
         "a model of unknown size" if parameters is None else f"{count_text(parameters)} parameters"
     )
-    below = "" if parameters is None else ", below 1B"
     if processes == 1:
+        if not _fits("single", parameters, 1, machine):
+            raise PlanError(_too_large(parameters or 0, 1, machine))
         return (
             Layout(),
             f"auto: {size}, one process: single; also possible: ddp (launch.processes=2)",
         )
+    chosen, span = "ddp", "" if parameters is None else ", below 1B"
+    if parameters is not None and parameters >= DDP_BELOW:
+        chosen, span = "fsdp", ", 1–10B"
+    elif not _fits("ddp", parameters, processes, machine):
+        chosen, span = "fsdp", f", too many for {processes} replicas"
+    if not _fits(chosen, parameters, processes, machine):
+        raise PlanError(_too_large(parameters or 0, processes, machine))
     aside = ""
     if not machine.gpus and machine.cores <= processes:
         aside = f" (on {machine.cores} cores one process may be as fast)"
+    others = "single, zero1, zero2, fsdp" if chosen == "ddp" else "zero2"
     return (
-        expand("ddp", processes),
-        f"auto: {size}{below}: ddp on {processes} processes; also possible: single{aside}",
+        expand(chosen, processes),
+        f"auto: {size}{span}: {chosen} on {processes} processes; also possible: {others}{aside}",
     )
 
 
-def _fits(parameters: int, processes: int, machine: MachineFacts) -> bool:
-    """Whether that many replicas' states fit this machine; GPUs are not looked into yet."""
-    return bool(machine.gpus) or (
-        parameters * STATE_BYTES_PER_PARAMETER * processes <= machine.memory_bytes
-    )
+def _check_name(strategy: str, layout: Layout) -> None:
+    """Errors: PlanError where the name means something else than the degrees."""
+    same = {"zero3": "fsdp"}.get(strategy, strategy)
+    if strategy != "auto" and same != layout.strategy:
+        raise PlanError(
+            f"layout.strategy = {strategy}: the degrees given with it are {layout.text()}; "
+            f"nearest: layout.strategy={layout.strategy}, or leave the degrees out"
+        )
+
+
+def _fits(strategy: str, parameters: int | None, processes: int, machine: MachineFacts) -> bool:
+    """Whether the states of all ranks fit this machine; GPUs are not looked into yet."""
+    if parameters is None or machine.gpus:
+        return True
+    return _needs_bytes(strategy, parameters, processes) <= machine.memory_bytes
+
+
+def _needs_bytes(strategy: str, parameters: int, processes: int) -> int:
+    """States of all processes on one machine; a rank of fsdp holds the whole weights at its start.
+
+    >>> _needs_bytes("ddp", 1000, 2), _needs_bytes("fsdp", 1000, 2)
+    (32000, 24000)
+    """
+    if strategy == "fsdp":
+        return parameters * (STATE_BYTES_PER_PARAMETER + WEIGHT_BYTES * processes)
+    return parameters * STATE_BYTES_PER_PARAMETER * processes
 
 
 def _too_large(parameters: int, processes: int, machine: MachineFacts) -> str:
-    need = bytes_text(parameters * STATE_BYTES_PER_PARAMETER * processes)
+    strategy = "fsdp" if processes > 1 else "single"
+    need = bytes_text(_needs_bytes(strategy, parameters, processes))
+    fewer = f"launch.processes={processes // 2}, or " if processes > 2 else ""
     return (
-        f"layout.strategy = auto: the states of {processes} replicas of {count_text(parameters)} "
-        f"parameters take {need}, this machine has {bytes_text(machine.memory_bytes)}; nearest: "
-        f"launch.processes={max(1, processes // 2)}, or a smaller model"
+        f"layout.strategy = auto: {count_text(parameters)} parameters take {need} of states even "
+        f"with {strategy} on {processes} process{'es' if processes > 1 else ''}, this machine has "
+        f"{bytes_text(machine.memory_bytes)}; nearest: {fewer}a smaller model"
     )
 
 
-def check_guide(parameters: int | None, machine: MachineFacts) -> None:
+def check_guide(parameters: int | None) -> None:
     """Refuse a model for which the guide names a layout that this version does not build.
 
-    Errors: PlanError with the rule, the memory that replicas would need, and what can be done.
+    Errors: PlanError with the rule and what can be done.
     """
-    if parameters is None or parameters < 1_000_000_000:
+    if parameters is None or parameters <= FSDP_UP_TO:
         return
-    rule = "fsdp" if parameters <= 10_000_000_000 else "3d (tp × pp × dp)"
-    span = "1–10B" if parameters <= 10_000_000_000 else "above 10B"
-    needs = bytes_text(parameters * STATE_BYTES_PER_PARAMETER)
-    has = bytes_text(machine.memory_bytes)
     raise PlanError(
-        f"layout.strategy = auto: {count_text(parameters)} parameters, {span}: the guide says "
-        f"{rule}, which this version does not build; if {needs} of states fit on every rank "
-        f"(this machine has {has}): layout.strategy=ddp, else a smaller model"
+        f"layout.strategy = auto: {count_text(parameters)} parameters, above 10B: the guide says "
+        f"3d (tp × pp × dp), which this version does not build; nearest: layout.strategy=fsdp, "
+        f"if {bytes_text(parameters * STATE_BYTES_PER_PARAMETER)} of states fit on all ranks "
+        f"together"
     )

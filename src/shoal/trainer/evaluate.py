@@ -45,7 +45,7 @@ def evaluate(
     functions = {"loss": loss, **metrics}
     totals = torch.zeros(2, len(functions), dtype=torch.float64, device=program.world.device)
     with _evaluating(program.module):
-        for batch in batches:
+        for batch, counted in _passes(program, batches):
             for prepare in program.prepare:
                 batch = prepare(batch)
             inputs, targets = split_batch(batch)
@@ -53,8 +53,11 @@ def evaluate(
                 outputs = call_model(program.module, inputs, call)
                 for column, (name, function) in enumerate(functions.items()):
                     total, count = sum_and_count(function(outputs, targets), targets, name)
-                    totals[0, column] += total
-                    totals[1, column] += count
+                    if counted:
+                        totals[0, column] += total
+                        totals[1, column] += count
+    for done in program.on_evaluated:
+        done()
     program.world.sum(totals)
     sums, counts = totals.tolist()
     values = {
@@ -62,6 +65,29 @@ def evaluate(
         for name, total, count in zip(functions, sums, counts, strict=True)
     }
     return {**values, "targets": counts[0]}
+
+
+def _passes(program: Program, batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """(batch, whether it counts); where parameters are gathered, all ranks pass equally often.
+
+    Errors: ConfigError on all ranks where one has nothing at all to run with the others.
+    """
+    if not program.together or program.world.size == 1:
+        yield from ((batch, True) for batch in batches)
+        return
+    own, batch = iter(batches), None
+    while True:
+        following = next(own, None)
+        batch = batch if following is None else following
+        if not program.world.largest(int(following is not None)):
+            return
+        if not program.world.all_true(batch is not None):
+            raise ConfigError(
+                f"run.evaluate: fewer micro-batches than ranks, and layout "
+                f"{program.plan.layout.strategy} runs the model on all ranks at once; nearest: "
+                f"more validation samples, or a smaller micro_batch"
+            )
+        yield batch, following is not None
 
 
 @contextmanager

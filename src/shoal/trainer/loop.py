@@ -24,7 +24,7 @@ from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
-from shoal.config.sections import Config, ModelSection
+from shoal.config.sections import Config, LayoutSection, ModelSection
 from shoal.data.cache import cache_folder
 from shoal.data.fetch import sample_kind
 from shoal.data.sources import Source, open_source
@@ -75,20 +75,22 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         torch.use_deterministic_algorithms(True)
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     layout = config.layout
-    degrees = {
-        axis: degree
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        if (degree := getattr(layout, axis))
-    }
+    built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
+
+    def make_model() -> nn.Module:
+        built.append(build_model(config.model, source, config.data.sequence))
+        return built[0]
+
     run = parallelize(
-        lambda: build_model(config.model, source, config.data.sequence),
-        lambda parameters: build_optimizer(config.optimizer, parameters),
+        make_model,
+        lambda parameters: build_optimizer(config.optimizer, parameters, built[0]),
         import_loss(config.model),
-        degrees or layout.strategy,
+        _asked(layout),
         batch=config.train.batch,
         micro_batch=config.train.micro_batch,
         precision=config.precision.compute,
         clip=config.optimizer.clip,
+        defer_sync=config.train.defer_sync,
         seed=config.train.seed,
         call=config.model.call,
         schedule=config.optimizer,
@@ -106,6 +108,14 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     run.settings.total_steps = total_steps
     _describe(run, source, config, total_steps, folder)
     return run, source, total_steps
+
+
+def _asked(section: LayoutSection) -> dict[str, Any]:
+    """The [layout] section as `parallelize` takes it."""
+    given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
+    if section.zero >= 0:
+        given["zero"] = section.zero
+    return {**given, "threads": section.threads} if section.threads else given
 
 
 def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:

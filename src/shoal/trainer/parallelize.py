@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -29,10 +31,11 @@ from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import choose_layout
 from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
+from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import BuildOptimizer, Run, RunSettings
-from shoal.trainer.state import model_tensors
+from shoal.trainer.state import model_parts
 
 DEFAULT_BATCH = 32
 
@@ -41,7 +44,7 @@ def parallelize(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: torch.optim.Optimizer | BuildOptimizer,
     loss: Loss | None = None,
-    layout: str | Mapping[str, int] = "auto",
+    layout: str | Mapping[str, Any] = "auto",
     *,
     batch: int | None = None,
     micro_batch: int | None = None,
@@ -51,6 +54,7 @@ def parallelize(
     call: str = "single",
     schedule: OptimizerPolicy | None = None,
     total_steps: int = 0,
+    defer_sync: bool = False,
     skip_limit: int = 5,
     folder: str | Path | None = None,
     keep: int = 2,
@@ -63,7 +67,8 @@ def parallelize(
     optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
                  on integer targets, ignoring −100
-    layout       "auto", "single", "ddp", or degrees such as {"dp_replicate": 4}
+    layout       "auto", a strategy ("single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"), or
+                 degrees such as {"dp_replicate": 2, "dp_shard": 2}, "zero" and "threads" among them
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
     micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
@@ -71,6 +76,7 @@ def parallelize(
     precision    auto, fp64, fp32, bf16 · clip  largest gradient norm, 0 for none
     call         "single": model(inputs) · "kwargs": model(**inputs)
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
+    defer_sync   zero2, fsdp: sum gradients once a step, not per micro-batch; costs a full gradient
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
     world        the processes, if `World`s are made by hand (tests); default: found by itself
@@ -93,9 +99,13 @@ def parallelize(
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
     _refuse_sparse(module)
     samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
-    plan = _plan(module, layout, world, samples, micro_batch, compute)
     bound = rebind(optimizer, module, parameters)
+    plan = _plan(module, layout, world, samples, micro_batch, compute)
+    plan = replace(plan, defer_sync=defer_sync)
+    plan, notices = cut_for(bound, plan, module)
     program = compose(module, plan, world, seed=seed)
+    program.notices.extend(notices)
+    hand_over(bound, parameters, program)
     recorder = Recorder(Path(folder) if folder is not None else None, world)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
@@ -112,7 +122,7 @@ def parallelize(
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:
         run.lease = own(recorder.folder, world)
-        model_tensors(run)  # refuses now what the first save could not write
+        model_parts(run)  # refuses now what the first save could not write
     return run
 
 
@@ -139,7 +149,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 def _plan(
     module: nn.Module,
-    layout: str | Mapping[str, int],
+    layout: str | Mapping[str, Any],
     world: World,
     batch: int,
     micro_batch: int | None,
@@ -151,8 +161,12 @@ def _plan(
         memory_bytes=psutil.virtual_memory().total,
         gpus=torch.cuda.device_count(),
     )
-    strategy, degrees = (layout, {}) if isinstance(layout, str) else ("auto", dict(layout))
-    chosen, why = choose_layout(strategy, degrees, world.size, parameters, machine)
+    degrees: dict[str, Any] = {"strategy": layout} if isinstance(layout, str) else dict(layout)
+    zero, threads = degrees.pop("zero", None), degrees.pop("threads", 0)
+    strategy = degrees.pop("strategy", "dp" if threads else "auto")
+    chosen, why = choose_layout(
+        strategy, degrees, world.size, parameters, machine, zero=zero, threads=threads
+    )
     micro = micro_batch or default_micro_batch(batch)
     accumulate = check_batch(batch, micro, chosen.data_degree)
     buckets = plan_buckets(facts(module))

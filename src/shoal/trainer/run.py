@@ -95,6 +95,7 @@ class Run:
         self.extra_record: dict[str, Any] = {}
         self._tally: Tally | None = None
         self._batch: Any = None
+        self._spare: Any = None
         self._data_wait_s = 0.0
         self._stop_wanted = False
         self._closed = False
@@ -163,11 +164,16 @@ class Run:
             self._restored.add(folder)
         self._data_wait_s = self.recorder.data_wait_s()
         self._batch = batch
+        micro_batches = self._micro_batches(batch)
+        if micro_batches:
+            self._spare = micro_batches[-1][1]
         self._tally = forward_backward(
             self.program,
-            self._micro_batches(batch),
+            micro_batches,
             self.loss,
             step=self.step_count,
+            rounds=self._rounds(batch, len(micro_batches)),
+            spare=self._spare,
             call=self.settings.call,
             stop=self._stop_wanted,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
@@ -276,6 +282,26 @@ class Run:
             (place * self.world.size + self.world.rank, part) for place, part in enumerate(parts)
         ]
 
+    def _rounds(self, batch: Any, own: int) -> int:
+        """Micro-batches of the busiest rank; asked only where ranks must send equally often.
+
+        Errors: ConfigError on all ranks where one of them must join and never saw a batch.
+        """
+        world = self.world
+        if world.size == 1 or self.plan.layout.zero < 2:
+            return own
+        if isinstance(batch, StepBatch):
+            rounds, fewest = -(-batch.total // world.size), batch.total // world.size
+        else:
+            rounds, fewest = world.largest(own), -world.largest(-own)
+        if self.program.together and fewest < rounds and self.step_count == 0 and not fewest:
+            raise ConfigError(
+                f"layout {self.plan.layout.strategy}: the first step has no sample for some ranks, "
+                f"which must run the model with the others; nearest: a smaller micro_batch, or "
+                f"layout zero2"
+            )
+        return rounds
+
     def _set_lr(self) -> float:
         policy, total = self.settings.schedule, self.settings.total_steps
         if policy is not None:
@@ -311,7 +337,8 @@ class Run:
                 "other tensors than the model's; give parallelize a function params -> optimizer"
             )
         if not self._state_checked:
-            names = {p: n for n, p in self.model.named_parameters()}
+            names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
+            names.update({p: n for n, p in self.program.frozen.items()})
             # Refuses now what the first save could not write.
             check_savable(split_state(self.optimizer, names)[0], "optimizer")
             self._state_checked = True

@@ -9,6 +9,7 @@ no state of its own: it is keyed by (seed, step, micro-batch).
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.tensorfile import DTYPES
 from shoal.checkpoint.write import Piece, save
-from shoal.optim.state import check_class, join_state, split_state
+from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
+from shoal.parallel.program import Part
+from shoal.parallel.whole import dtype_of, held
 
 if TYPE_CHECKING:
     from shoal.trainer.run import Run
@@ -30,15 +33,12 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 def save_run(run: Run, folder: Path) -> Path | None:
     """Write `folder/checkpoints/step-N`; None if it could not be written (an event says why)."""
-    tensors, record = run_state(run)
-    pieces = [
-        Piece(Shard.whole(name, tuple(t.shape), _dtype(t)), t.detach())
-        for name, t in tensors.items()
-    ]
+    parts, record = run_state(run)
+    pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {
         MODEL + second: MODEL + first
         for second, first in run.program.aliases.items()
-        if MODEL + first in tensors
+        if MODEL + first in parts
     }
     try:
         saved = save(
@@ -57,12 +57,26 @@ def save_run(run: Run, folder: Path) -> Path | None:
     return saved.path
 
 
-def run_state(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors by name, JSON record) of a run, the same on every rank under `ddp`."""
-    tensors = {MODEL + name: t for name, t in model_tensors(run).items()}
-    names = {p: n for n, p in run.model.named_parameters()}
+def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
+    """(this rank's parts of all tensors by name, JSON record, the same on every rank) of a run."""
+    parts = {
+        MODEL + name: (tensor, replace(shard, name=MODEL + name))
+        for name, (tensor, shard) in model_parts(run).items()
+    }
+    local = run.program.local
+    names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
+    names.update({p: name for name, p in run.program.frozen.items()})
     state, optimizer_record = split_state(run.optimizer, names)
-    tensors.update({OPTIMIZER + name: t for name, t in state.items()})
+    if run.plan.layout.zero:
+        optimizer_record = merge_records(run.world.gather_json(optimizer_record))
+    sliced = set(optimizer_record["sliced"])
+    for full, tensor in state.items():
+        name, _, key = full.rpartition(".")
+        whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
+        shard = whole
+        if key in sliced and name in local:
+            shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
+        parts[OPTIMIZER + full] = (tensor.detach(), shard)
     plan = run.plan
     record = {
         "step": run.step_count,
@@ -76,33 +90,25 @@ def run_state(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         **run.extra_record,
     }
-    return tensors, record
+    return parts, record
 
 
-def model_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by first name.
+def model_parts(run: Run) -> dict[str, Part]:
+    """This rank's parts of parameters and persistent buffers, by first name.
 
     Errors: ConfigError for a module whose state holds something that is no tensor.
     """
-    kept: dict[str, torch.Tensor] = {}
-    for name, value in run.model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(
-                f"model: {name} keeps a {type(value).__name__} in its state; tensors can be saved "
-                f"(register_buffer), other objects cannot"
-            )
-        if name not in run.program.aliases:
-            kept[name] = value
-    check_savable(kept, "model")
-    return kept
+    parts = held(run.program)
+    check_savable({name: tensor for name, (tensor, _) in parts.items()}, "model")
+    return parts
 
 
 def check_savable(tensors: dict[str, torch.Tensor], where: str) -> None:
     """Errors: ConfigError for a dtype that no checkpoint can hold."""
     for name, tensor in tensors.items():
-        if _dtype(tensor) not in DTYPES:
+        if dtype_of(tensor) not in DTYPES:
             raise ConfigError(
-                f"{where}: {name} is {_dtype(tensor)}, which checkpoints cannot hold; they hold "
+                f"{where}: {name} is {dtype_of(tensor)}, which checkpoints cannot hold; they hold "
                 f"{', '.join(DTYPES)}"
             )
 
@@ -112,14 +118,25 @@ def restore_run(run: Run, folder: Path) -> bool:
 
     Errors: CheckpointError when its tensors or its optimizer are not those of this run.
     """
-    here = model_tensors(run)
+    here = model_parts(run)
+    local = run.program.local
 
     def wanted(manifest: Manifest) -> list[Shard]:
         _check_names(manifest, here)
-        return [
-            Shard.whole(name, tuple(stored.shape), stored.dtype)
-            for name, stored in manifest.tensors.items()
-        ]
+        shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
+        record = manifest.record["optimizer"]
+        for full, stored in manifest.tensors.items():
+            if not full.startswith(OPTIMIZER):
+                continue
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            if name not in local:
+                continue
+            shape = tuple(stored.shape)
+            if _is_sliced(record, key, shape, local[name].shard):
+                shards.append(replace(local[name].shard, name=full, dtype=stored.dtype))
+            else:
+                shards.append(Shard.whole(full, shape, stored.dtype))
+        return [shard for shard in shards if shard.slices]
 
     loaded = open_newest(folder / "checkpoints", wanted, run.world, run.recorder.events.emit)
     if loaded is None:
@@ -128,12 +145,17 @@ def restore_run(run: Run, folder: Path) -> bool:
     check_class(run.optimizer, record["optimizer"])  # before anything moves
     run.feed.restore(record["data"])
     with torch.no_grad():
-        for name, tensor in here.items():
-            tensor.copy_(loaded.tensors[MODEL + name])
+        for name, (tensor, shard) in here.items():
+            if shard.slices:
+                tensor.copy_(loaded.tensors[MODEL + name].reshape(tensor.shape))
+    if run.program.reducer is not None:
+        run.program.reducer.publish()
     state = {n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_state(n)}
-    differences = join_state(run.optimizer, run.program.parameters, state, record["optimizer"])
+    stepped = {name: piece.parameter for name, piece in local.items()}
+    differences = join_state(run.optimizer, stepped, state, record["optimizer"])
     if run.settings.schedule is None:
-        _restore_lr(run, record["optimizer"]["groups"])
+        names = {parameter: name for name, parameter in stepped.items()}
+        restore_lr(run.optimizer, names, record["optimizer"])
     run.step_count = int(record["step"])
     run.recorder.cut(run.step_count)
     differences += _differences(run, record)
@@ -148,7 +170,14 @@ def _is_state(name: str) -> bool:
     return name.startswith(OPTIMIZER)
 
 
-def _check_names(manifest: Manifest, here: dict[str, torch.Tensor]) -> None:
+def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: Shard) -> bool:
+    """Whether this state lies where its parameter does; by shape, where the writer did not say."""
+    if "sliced" in record:
+        return key in record["sliced"]
+    return bool(shape) and shape == shard.global_shape
+
+
+def _check_names(manifest: Manifest, here: dict[str, Part]) -> None:
     stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
     for name in sorted(stored ^ set(here)):
         where = "the checkpoint" if name in stored else "this model"
@@ -156,12 +185,12 @@ def _check_names(manifest: Manifest, here: dict[str, torch.Tensor]) -> None:
             f"model.{name}: only in {where}; the model was built with other arguments than at step "
             f"{manifest.step}: compare [model] with the run.toml of that run"
         )
-    for name, tensor in here.items():
+    for name, (_, shard) in here.items():
         kept = manifest.tensors[MODEL + name]
-        if tuple(kept.shape) != tuple(tensor.shape) or kept.dtype != _dtype(tensor):
+        if tuple(kept.shape) != shard.global_shape or kept.dtype != shard.dtype:
             raise CheckpointError(
                 f"model.{name}: {list(kept.shape)} {kept.dtype} in the checkpoint, "
-                f"{list(tensor.shape)} {_dtype(tensor)} in this model; compare [model] and "
+                f"{list(shard.global_shape)} {shard.dtype} in this model; compare [model] and "
                 f"[precision] with the run.toml of that run"
             )
 
@@ -178,25 +207,3 @@ def _differences(run: Run, record: dict[str, Any]) -> list[str]:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     return [f"{k} was {record[k]}, is {v}" for k, v in now.items() if record.get(k) != v]
-
-
-def _restore_lr(run: Run, saved: list[dict[str, Any]]) -> None:
-    """Without a schedule of ours the learning rate is state: the user may have set it.
-
-    `initial_lr` comes along: torch's own schedulers want it in order to go on.
-    """
-    names = {id(p): n for n, p in run.model.named_parameters()}
-    then = {name: group for group in saved for name in group["names"]}
-    for group in run.optimizer.param_groups:
-        old = then.get(names[id(group["params"][0])], {}) if group["params"] else {}
-        for key in ("lr", "initial_lr"):
-            if key not in old:
-                continue
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(old[key])
-            else:
-                group[key] = old[key]
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -2,8 +2,8 @@
 
     forward_backward   for each own micro-batch: forward, loss sum, backward; gradients of loss SUMS
                        travel while the last backward still runs
-    tally              one all-reduce: loss sum, count of targets N, whose numbers broke, who wants
-                       to stop, which parameters were used
+    tally              one all-reduce: loss sum, count of targets N, norm², whose numbers broke, who
+                       wants to stop, which parameters were used
     update             gradient = sum / N, clipped by the true global norm; both are one
                        multiplication; then the optimizer, on all ranks or on none
 
@@ -14,6 +14,7 @@ Source: design §6; the same rule as torchtitan's global normalisation, but with
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Tally:
     """What all ranks know together after the backward passes of a step.
 
     loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
+    norm              of the summed gradient, over every part of it, wherever it lies
     stop              some rank was asked to stop · used  per parameter, on any rank
     moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
@@ -39,6 +41,7 @@ class Tally:
 
     loss_sum: float
     count: float
+    norm: float
     broken: list[int]
     stop: bool
     moved: bool
@@ -60,6 +63,8 @@ def forward_backward(
     loss: Loss,
     *,
     step: int,
+    rounds: int = 0,
+    spare: Any = None,
     call: str = "single",
     stop: bool = False,
     peak_memory_bytes: int = 0,
@@ -67,35 +72,70 @@ def forward_backward(
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
     micro_batches   (number in the step, batch) pairs; may be empty, the rank then joins with zeros
-    Gives           the tally; `parameter.grad` is then the gradient of the loss SUM over all ranks
+    rounds          micro-batches of the busiest rank · spare  a batch for passes without weight,
+                    where layouts gather parameters and every rank must pass as often as any
+    Gives           the tally; the program's local gradients are then sums over all ranks
     Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
                     frozen when the program was composed, both before anything was updated
     """
     reducer = reducer_of(program)
     _check_frozen(program)
-    reducer.begin()
+    reducer.begin(max(rounds, len(micro_batches)))
     for begin in program.on_begin:
         begin()
     device = program.world.device
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    count = torch.zeros((), dtype=torch.float64, device=device)
-    for place, (index, batch) in enumerate(micro_batches):
-        inputs, targets = split_batch(_prepare(program, batch))
-        if place == len(micro_batches) - 1:
-            reducer.arm()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # [loss sum, count of targets]
+    passes = list(micro_batches)
+    if program.together:
+        passes += [(JOINING, spare)] * (rounds - len(passes))
+    program.run(
+        program,
+        [_Pass(program, loss, step, index, batch, call, sums) for index, batch in passes],
+        reducer,
+    )
+    reducer.finish()
+    return _tally(program, sums, len(micro_batches), stop, peak_memory_bytes)
+
+
+JOINING = -1
+"""Number of a pass that only joins the others' collectives; its loss weighs nothing."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One micro-batch, ready to run forward and backward on a module."""
+
+    program: Program
+    loss: Loss
+    step: int
+    index: int
+    batch: Any
+    call: str
+    sums: torch.Tensor
+
+    def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
+        """Run it; gradients land in the module's parameters, loss and count in `sums`.
+
+        alone   no other pass runs at the same time, so generators and buffers may be keyed to it
+        """
+        program = self.program
+        inputs, targets = split_batch(_prepare(program, self.batch))
         with ExitStack() as around:
-            for enter in program.around:
-                around.enter_context(enter(step, index))
+            for enter in program.around if alone else ():
+                around.enter_context(enter(self.step, self.index))
             with program.autocast():
-                outputs = call_model(program.module, inputs, call)
-                total, targets_here = sum_and_count(loss(outputs, targets), targets)
+                outputs = call_model(module, inputs, self.call)
+                total, count = sum_and_count(self.loss(outputs, targets), targets)
             del outputs  # activations that only the outputs hold are free during backward
+            if self.index == JOINING:
+                total, count = total * 0, count * 0
             if total.requires_grad:
                 total.backward()
-        loss_sum += total.detach()
-        count += targets_here
-    reducer.finish()
-    return _tally(program, loss_sum, count, len(micro_batches), stop, peak_memory_bytes)
+        with SUMS_LOCK:
+            self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
+
+
+SUMS_LOCK = threading.Lock()
 
 
 def _check_frozen(program: Program) -> None:
@@ -115,8 +155,7 @@ def _prepare(program: Program, batch: Any) -> Any:
 
 def _tally(
     program: Program,
-    loss_sum: torch.Tensor,
-    count: torch.Tensor,
+    sums: torch.Tensor,
     micro_batches: int,
     stop: bool,
     peak_memory_bytes: int,
@@ -124,31 +163,41 @@ def _tally(
     """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags."""
     world, reducer = program.world, reducer_of(program)
     device, ranks = world.device, world.size
-    norms = reducer.local_norms()
-    own = loss_sum.abs() + count.abs()
-    magnitude = own + sum((n.to(torch.float64) for n in norms), torch.zeros_like(count))
+    magnitude = sums.abs().sum()
+    for norm in reducer.local_norms():
+        magnitude = magnitude + norm.to(torch.float64)
     per_rank = torch.zeros(3, ranks, dtype=torch.float64, device=device)
     per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
     per_rank[1, world.rank] = micro_batches
     per_rank[2, world.rank] = peak_memory_bytes
     used = torch.tensor(reducer.used(), dtype=torch.float64, device=device)
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
-    sums = torch.nan_to_num(torch.stack([loss_sum, count]), 0, 0, 0)
-    flags = count.new_tensor([float(stop), float(program.moved())])
-    vector = torch.cat([sums, flags, per_rank.flatten(), used])
+    known = torch.nan_to_num(sums, 0, 0, 0)
+    squares = (sum_of_squares(reducer.sums()) / program.copies).to(device)
+    flags = sums.new_tensor([float(stop), float(program.moved())])
+    vector = torch.cat([known, squares.reshape(1), flags, per_rank.flatten(), used])
     world.sum(vector)
     told = vector.tolist()
-    slots = [told[4 + k * ranks : 4 + (k + 1) * ranks] for k in range(3)]
+    slots = [told[5 + k * ranks : 5 + (k + 1) * ranks] for k in range(3)]
     return Tally(
         loss_sum=told[0],
         count=told[1],
-        stop=told[2] > 0,
-        moved=told[3] > 0,
+        norm=math.sqrt(told[2]) if told[2] >= 0 else math.nan,
+        stop=told[3] > 0,
+        moved=told[4] > 0,
         broken=[rank for rank, flag in enumerate(slots[0]) if flag],
         micro_batches=[int(n) for n in slots[1]],
         peak_memory_bytes=[int(n) for n in slots[2]],
-        used=[n > 0 for n in told[4 + 3 * ranks :]],
+        used=[n > 0 for n in told[5 + 3 * ranks :]],
     )
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Σ x² over all elements of all tensors, float64, without dims."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(list(tensors))
+    return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
 
 
 NO_TARGET = "no valid target in the whole step"
@@ -168,7 +217,7 @@ class Updated:
     reason: str = ""
 
 
-def _reason_to_skip(tally: Tally, buffers: Sequence[torch.Tensor]) -> tuple[float, str]:
+def _reason_to_skip(tally: Tally) -> tuple[float, str]:
     """(norm of the mean gradient, why this step must not move anything), the same on all ranks."""
     if tally.broken:
         return math.nan, "non-finite loss or gradient"
@@ -179,7 +228,7 @@ def _reason_to_skip(tally: Tally, buffers: Sequence[torch.Tensor]) -> tuple[floa
             "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), "
             ".item(), or torch.no_grad()), or computed from something else"
         )
-    norm = global_norm(buffers) / tally.count
+    norm = tally.norm / tally.count
     return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
 
 
@@ -195,13 +244,14 @@ def update(
 
     clip     largest norm of the mean gradient; 0 leaves it
     watch    looks at parameters between the last change of gradients and the optimizer's step
-    Gives    what happened; `parameter.grad` is then the clipped mean gradient, None where no rank
+    Gives    what happened; local gradients are then the clipped mean gradient, None where no rank
              used the parameter (weight decay and momentum then leave it alone, as in one process)
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
     """
-    buffers = reducer_of(program).buffers()
+    reducer = reducer_of(program)
+    sums = reducer.sums()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
-    norm, reason = _reason_to_skip(tally, buffers)
+    norm, reason = _reason_to_skip(tally)
     if tally.moved:
         program.align(bool(reason))
     if reason:
@@ -209,25 +259,22 @@ def update(
     coefficient = 1.0 / tally.count
     if clip > 0:
         coefficient *= min(1.0, clip / (norm + 1e-6))
-    if buffers:
-        torch._foreach_mul_(buffers, coefficient)
-    for parameter, used in zip(program.parameters.values(), tally.used, strict=True):
-        if not used:
-            parameter.grad = None
+    if sums:
+        torch._foreach_mul_(sums, coefficient)
+    for name, used in zip(program.parameters, tally.used, strict=True):
+        if not used and name in program.local:
+            program.local[name].parameter.grad = None
     if watch is not None:
         watch.look(program, optimizer)
     optimizer.step()
+    reducer.publish()
     for commit in program.on_update:
         commit(tally.micro_batches)
     return Updated(loss, norm, False)
 
 
-def global_norm(buffers: Sequence[torch.Tensor]) -> float:
-    """Euclidean norm over all elements of all buffers, as a Python float (float64)."""
-    if not buffers:
-        return 0.0
-    norms = torch._foreach_norm(list(buffers))
-    return float(torch.linalg.vector_norm(torch.stack([n.to(torch.float64) for n in norms])))
+def _stepped(program: Program) -> list[nn.Parameter]:
+    return [local.parameter for local in program.local.values()]
 
 
 class MovementCheck:
@@ -251,7 +298,7 @@ class MovementCheck:
         for group in optimizer.param_groups:
             lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
         self.before = []
-        for parameter in sorted(program.parameters.values(), key=lambda p: p.numel()):
+        for parameter in sorted(_stepped(program), key=lambda p: p.numel()):
             gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
             if gradient is None or not parameter.numel():
                 continue

@@ -1,0 +1,107 @@
+"""An exponential moving average of the weights, which often evaluates better than the weights do.
+
+    average ← average + (1 − d)·(weights − average)    d = min(decay, (1 + t) / (10 + t))
+
+after every update t = 0, 1, 2, …: the rising d forgets the random start within a few hundred steps.
+Every rank averages only the pieces it steps itself, in at least float32, so the cost in memory is
+that of one more optimizer state. Buffers (BatchNorm's statistics) are not averaged.
+
+Source: Polyak and Juditsky 1992; the rise of d as in TensorFlow's ExponentialMovingAverage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError, CheckpointError, ConfigError
+
+RISE = 10
+
+
+class WeightAverage:
+    """The average of named pieces of parameters.
+
+    decay       share of the old average that stays, once risen; 0 ≤ decay < 1
+    parameters  this rank's pieces by parameter name; they are read, never kept in another form
+    updates     how many updates are in the average; belongs into a checkpoint's record
+    Errors      ConfigError for a decay out of range
+    """
+
+    def __init__(self, decay: float, parameters: Mapping[str, nn.Parameter]) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"average decay = {decay}: wanted 0 ≤ decay < 1; nearest: 0.999")
+        self.decay = decay
+        self.updates = 0
+        self._pieces = dict(parameters)
+        self._averages = {name: _copy(piece) for name, piece in self._pieces.items()}
+        self._swapped = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of a committed step in; skipped steps are not counted."""
+        if self._swapped:
+            raise BugError("the average was updated while it stood in for the weights")
+        keep = min(self.decay, (1 + self.updates) / (RISE + self.updates))
+        self.updates += 1
+        if self._pieces:
+            averages = list(self._averages.values())
+            weights = [
+                piece.detach().to(average.dtype)
+                for piece, average in zip(self._pieces.values(), averages, strict=True)
+            ]
+            torch._foreach_lerp_(averages, weights, 1 - keep)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The averages by parameter name, each of its piece's shape: what a checkpoint keeps."""
+        return dict(self._averages)
+
+    def load(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Put saved averages back, in the pieces' shapes.
+
+        updates   as saved; 0 to start again from `tensors`, e.g. from weights just restored
+        Errors    CheckpointError naming a piece that is missing or has another number of elements
+        """
+        for name, average in self._averages.items():
+            if name not in tensors or tensors[name].numel() != average.numel():
+                found = list(tensors[name].shape) if name in tensors else "nothing"
+                raise CheckpointError(
+                    f"average.{name}: {list(average.shape)} wanted, {found} in the checkpoint"
+                )
+        for name, average in self._averages.items():
+            average.copy_(tensors[name].reshape(average.shape))
+        self.updates = updates
+
+    @contextmanager
+    def swapped(self, publish: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Evaluate with the averages: they are the weights inside, which come back bit for bit.
+
+        publish   shows changed pieces to all ranks (`reducer.publish`); called on entering and on
+                  leaving, on every rank alike
+        Limits    holds one more copy of this rank's pieces meanwhile
+        """
+        if self._swapped:
+            raise BugError("the average stands in for the weights already")
+        kept = {name: piece.detach().clone() for name, piece in self._pieces.items()}
+        self._swapped = True
+        try:
+            self._put(self._averages)
+            publish()
+            yield
+        finally:
+            self._put(kept)
+            self._swapped = False
+            publish()
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, piece in self._pieces.items():
+            piece.copy_(values[name])
+
+
+def _copy(piece: nn.Parameter) -> torch.Tensor:
+    wide = torch.promote_types(piece.dtype, torch.float32)
+    return piece.detach().to(wide, copy=True)

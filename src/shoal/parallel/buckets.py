@@ -1,0 +1,191 @@
+"""The one gradient reducer of `ddp` and `zero1`: fixed buckets, sent while backward still runs.
+
+Each bucket of the plan is one flat buffer, and every `parameter.grad` is a view into it, so
+gradients exist once in memory and accumulation happens in place. In the step's last backward pass
+a post-accumulate hook counts the gradients that are ready; a full bucket is sent at once, always in
+the plan's order, which is the same on every rank and cannot deadlock. Earlier micro-batches send
+nothing. The sum is not divided: the step divides by the global count of targets.
+
+    ddp     all-reduce: every rank gets the whole sum, in place
+    zero1   reduce-scatter: a rank gets the sum of its own part only, in place
+
+Source: Li et al. 2020 (PyTorch Distributed); differs from torch's DDP in fixed buckets (DDP
+rebuilds them after step 1, which changes the rounding of sums on resume) and in never averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.plan import Bucket
+from shoal.fabric import World
+from shoal.fabric.parts import PendingSum
+from shoal.parallel.program import Local, laid_out_like
+
+Pending = dist.Work | PendingSum | None
+
+
+def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+    """Where each of a bucket's parameters begins and ends in its buffer."""
+    found, place = {}, 0
+    for name in bucket.names:
+        found[name] = (place, place + parameters[name].numel())
+        place += parameters[name].numel()
+    return found
+
+
+class BucketReducer:
+    """The reducer of `ddp` and, where buckets have cuts, of `zero1`; see `program.Reducer`."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        buckets: tuple[Bucket, ...],
+        world: World,
+        local: Mapping[str, Local] | None = None,
+    ) -> None:
+        self.parameters = parameters
+        self.plan = buckets
+        self.world = world
+        self.flats: list[torch.Tensor] = []
+        self.views: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}
+        self.bucket_of: dict[str, int] = {}
+        self.local = local or {}
+        for number, bucket in enumerate(buckets):
+            flat = torch.zeros(
+                bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
+            )
+            self.flats.append(flat)
+            for name, (start, stop) in places(bucket, parameters).items():
+                part, parameter = flat[start:stop], parameters[name]
+                # Slices are counted row by row, so what is cut lies row by row.
+                own = part.view_as(parameter) if bucket.cuts else laid_out_like(parameter, part)
+                self.views[name] = own
+                self.bucket_of[name] = number
+                if bucket.cuts:
+                    low, high = bucket.cuts[world.rank : world.rank + 2]
+                    self.parts[name] = flat[max(start, low) : max(min(stop, high), low)]
+        self.active = False
+        self.armed = False
+        self.seen: set[str] = set()
+        self.missing: list[int] = []
+        self.pending: list[Pending] = []
+        self.norms: list[torch.Tensor] = []
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in parameters.items()
+        ]
+
+    def begin(self, rounds: int) -> None:
+        """Zero the buffers and make every gradient a view into them."""
+        torch._foreach_zero_(self.flats)
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.views[name]
+        self.active, self.armed = True, False
+        self.seen, self.pending, self.norms = set(), [], []
+
+    def arm(self, last: bool) -> None:
+        """Before the last pass: count ready gradients from here on and send full buckets."""
+        if last:
+            self.armed = True
+            self.missing = [len(bucket.names) for bucket in self.plan]
+
+    def passed(self, counted: bool) -> None:
+        """Nothing to do: what is not full yet is sent by `finish`."""
+
+    def finish(self) -> None:
+        """Send what is left, in order, and wait for everything; the wait counts as exposed."""
+        self.armed = False
+        while len(self.pending) < len(self.flats):
+            self._send()
+        with self.world.traffic.waiting():
+            for number, work in enumerate(self.pending):
+                if isinstance(work, PendingSum):
+                    work.result(out=self._own(number))
+                elif work is not None:
+                    work.wait()
+        # A work that is kept would keep its process group alive beyond `destroy`.
+        self.pending = [None] * len(self.flats)
+        self.active = False
+        for name, parameter in self.parameters.items():
+            # A tensor that is not the view was never summed: some code replaced it.
+            if parameter.grad is not self.views[name]:
+                raise PlanError(
+                    f"{name}.grad was replaced during the backward pass (by a hook or by the "
+                    f"model): its gradient is not in the buffer that ranks sum; leave .grad alone"
+                )
+            if name in self.parts:
+                parameter.grad = None  # outside of its own part it is this rank's, not the sum
+        for name, local in self.local.items():
+            if name in self.parts:
+                local.parameter.grad = self.parts[name].view(local.parameter.shape)
+
+    def publish(self) -> None:
+        """The parameters themselves were stepped."""
+
+    def close(self) -> None:
+        """Leave the parameters as plain PyTorch has them: no hooks, no views into buffers."""
+        for hook in self.hooks:
+            hook.remove()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is self.views[name]:
+                parameter.grad = None
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this rank."""
+        return [name in self.seen for name in self.parameters]
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Norm of each bucket as this rank computed it."""
+        return self.norms
+
+    def sums(self) -> list[torch.Tensor]:
+        """The flat buffers, or this rank's parts of them."""
+        return [self._own(number) for number in range(len(self.flats))]
+
+    def _own(self, number: int) -> torch.Tensor:
+        flat, cuts = self.flats[number], self.plan[number].cuts
+        if not cuts:
+            return flat
+        return flat[cuts[self.world.rank] : cuts[self.world.rank + 1]]
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            if not self.active:
+                return
+            self.seen.add(name)
+            if not self.armed:
+                return
+            bucket = self.bucket_of[name]
+            if bucket < len(self.pending) or self.missing[bucket] == 0:
+                raise second_gradient(name)
+            self.missing[bucket] -= 1
+            while len(self.pending) < len(self.flats) and self.missing[len(self.pending)] == 0:
+                self._send()
+
+        return ready
+
+    def _send(self) -> None:
+        number = len(self.pending)
+        flat, cuts = self.flats[number], self.plan[number].cuts
+        # Read before the sum mixes ranks: it tells whose numbers broke.
+        self.norms.append(torch.linalg.vector_norm(flat))
+        if cuts:
+            self.pending.append(self.world.scatter_sum(flat, cuts))
+        else:
+            self.pending.append(self.world.sum(flat, wait=False))
+
+
+def second_gradient(name: str) -> PlanError:
+    """What to say when a parameter's gradient changes after it was sent."""
+    return PlanError(
+        f"{name}: a second gradient arrived after its bucket was sent; the model runs "
+        f"backward twice within one micro-batch (checkpointing with use_reentrant=True "
+        f"does); use use_reentrant=False"
+    )

@@ -1,0 +1,242 @@
+"""Fully sharded data parallel (ZeRO stage 3), or in replicas (hsdp), on torch's `fully_shard`.
+
+Every block of the model is a unit: its parameters lie cut by rows over `dp_shard`, are gathered
+before its forward and before its backward pass, and its gradients are reduce-scattered after it.
+What is in no block (embedding, head, final norm, and blocks that share a tied parameter with them)
+is gathered once per pass and kept from forward to backward: the loss may still need the head.
+Under hsdp parts are then summed over `dp_replicate`.
+
+Gradients are sums: torch's division by the number of ranks is switched off. The optimizer steps on
+local tensors, not on DTensors (0.88 against 2.55 ms for the same weights). Parameters that a pass
+leaves unused count as zero, so that ranks which disagree about them still meet.
+
+Source: Zhao et al. 2023 (PyTorch FSDP); torch.distributed.fsdp.fully_shard
+Limits: a block that one rank runs and another skips leaves ranks waiting for each other; a block
+        that is a bare layer stays in the root unit (in-place operations on its output would fail)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shoal.base.errors import PlanError
+from shoal.base.shards import Shard
+from shoal.fabric import World
+from shoal.fabric.sharding import GatherParameters, ScatterGradients
+from shoal.parallel._torch import pytree
+from shoal.parallel.program import Local, Program, blocks, frozen, trainable
+
+
+def apply(program: Program) -> Program:
+    """Shard the module in place; its parameters become DTensors of which ranks step local rows."""
+    module, world, plan = program.module, program.world, program.plan
+    _check(program)
+    axes = {"dp_shard": plan.layout.dp_shard}
+    if plan.layout.dp_replicate > 1:
+        axes = {"dp_replicate": plan.layout.dp_replicate, **axes}
+    mesh = world.mesh(axes)
+    detours = []
+    for unit in [*units(module), module]:
+        # Before torch's own hook, which hangs the gathering for backward on what it finds here.
+        detours.append(unit.register_forward_hook(_outputs_of_their_own))
+        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not module)
+    gather: Any = GatherParameters(world.traffic)
+    scatter: Any = ScatterGradients(world.traffic, plan.layout.dp_replicate)
+    shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for shard in shards:
+        shard.set_custom_all_gather(gather)
+        shard.set_custom_reduce_scatter(scatter)
+        shard.set_gradient_divide_factor(1.0)
+        shard.set_force_sum_reduction_for_comms(True)
+        shard.set_reduce_scatter_unused_params(True, recurse=False)
+    parameters = trainable(module)
+    reducer = ShardedGradients(module, parameters, scatter, plan.defer_sync)
+    for shard in shards:
+        shard.unshard()
+        reducer.watch(module)
+        shard.reshard()
+    still = frozen(module)
+    parts = {
+        name: (_local(p).detach(), row_shard(name, p, world, plan.layout.dp_shard))
+        for name, p in {**parameters, **still}.items()
+    }
+    local = {
+        name: Local(nn.Parameter(parts[name][0]), parts[name][1])
+        for name in parameters
+        if parts[name][0].numel()
+    }
+    reducer.local = local
+
+    def reshard() -> None:
+        for shard in shards:
+            shard.reshard()
+
+    return replace(
+        program,
+        parameters=parameters,
+        frozen=still,
+        local=local,
+        parts=parts,
+        reducer=reducer,
+        copies=plan.layout.dp_replicate,
+        together=True,
+        on_evaluated=(*program.on_evaluated, reshard),
+        on_close=(*program.on_close, *(d.remove for d in detours), reducer.close),
+    )
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """The blocks that are gathered one at a time: with layers inside, and no shared parameter.
+
+    A parameter that lies in two places must be gathered for both, so such blocks are no units.
+    """
+    homes: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            homes[id(parameter)] = homes.get(id(parameter), 0) + 1
+    found = []
+    for _, block in blocks(module):
+        here: dict[int, int] = {}
+        for part in block.modules():
+            for parameter in part.parameters(recurse=False):
+                here[id(parameter)] = here.get(id(parameter), 0) + 1
+        shared = any(homes[key] != count for key, count in here.items())
+        if here and not shared and any(block.children()):
+            found.append(block)
+    return found
+
+
+def row_shard(name: str, parameter: torch.Tensor, world: World, degree: int) -> Shard:
+    """Which rows of the whole tensor this rank holds: torch deals ceil(rows / degree) to each."""
+    shape = tuple(parameter.shape)
+    rows = -(-shape[0] // degree)
+    place = world.rank % degree  # dp_shard is the inner axis of the mesh
+    start, stop = min(place * rows, shape[0]), min((place + 1) * rows, shape[0])
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    box = ((start, stop), *((0, n) for n in shape[1:]))
+    return Shard(name, shape, dtype, (box,) if stop > start else ())
+
+
+class ShardedGradients:
+    """The reducer over `fully_shard`, which sends by itself; see `program.Reducer`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        scatter: ScatterGradients,
+        defer_sync: bool,
+    ) -> None:
+        self.module, self.parameters = module, parameters
+        self.scatter, self.defer_sync = scatter, defer_sync
+        self.local: dict[str, Local] = {}
+        self.seen: set[str] = set()
+        self.fresh: set[str] = set()
+        self.hooks: dict[str, Any] = {}
+
+    def watch(self, module: nn.Module) -> None:
+        """Notice gradients of the parameters that are gathered right now."""
+        for name, parameter in module.named_parameters():
+            gathered = not isinstance(parameter, DTensor)
+            if gathered and parameter.requires_grad and name not in self.hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._seen(name))
+                self.hooks[name] = hook
+
+    def begin(self, rounds: int) -> None:
+        """No gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for local in self.local.values():
+            local.parameter.grad = None
+        self.seen, self.fresh = set(), set()
+        self.scatter.norms = []
+
+    def arm(self, last: bool) -> None:
+        """Every pass sends, or with `defer_sync` the last one."""
+        if self.defer_sync and isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+
+    def passed(self, counted: bool) -> None:
+        """The backward pass has sent everything."""
+        if counted:
+            self.seen |= self.fresh
+        self.fresh = set()
+
+    def finish(self) -> None:
+        """Hand each local tensor its gradient."""
+        for name, local in self.local.items():
+            gradient = self.parameters[name].grad
+            if gradient is None:
+                local.parameter.grad = torch.zeros_like(local.parameter)
+            else:
+                local.parameter.grad = _local(gradient)
+
+    def publish(self) -> None:
+        """The next pass gathers what was stepped."""
+
+    def close(self) -> None:
+        """Take the hooks away; the module stays sharded."""
+        for hook in self.hooks.values():
+            hook.remove()
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this rank."""
+        return [name in self.seen for name in self.parameters]
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Norm of each unit's gradients as this rank computed them."""
+        return self.scatter.norms
+
+    def sums(self) -> list[torch.Tensor]:
+        """Gradients of this rank's rows."""
+        return [p.parameter.grad for p in self.local.values() if p.parameter.grad is not None]
+
+    def _seen(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(parameter: torch.Tensor) -> None:
+            self.fresh.add(name)
+
+        return note
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _outputs_of_their_own(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Outputs that may be written to, and thrown away after the pass.
+
+    An in-place operation on a view would lose torch's hook with which the backward pass gathers,
+    and gradients go wrong; on a parameter (a tied head) such hooks would pile up pass by pass.
+    """
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return leaf
+        if isinstance(leaf, nn.Parameter):
+            return leaf.view_as(leaf)
+        return leaf.clone() if leaf._is_view() else leaf
+
+    return pytree.tree_map(own, outputs)
+
+
+def _check(program: Program) -> None:
+    for name, parameter in [*program.parameters.items(), *program.frozen.items()]:
+        if parameter.ndim == 0:
+            raise PlanError(
+                f"layout.strategy = {program.plan.layout.strategy}: {name} is a scalar, which has "
+                f"no rows to cut; nearest: give it shape [1], or layout.strategy=zero2"
+            )
+    dtypes = {p.dtype for p in [*program.parameters.values(), *program.frozen.values()]}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise PlanError(
+            f"layout.strategy = {program.plan.layout.strategy}: gathers parameters of one format, "
+            f"the model has {names}; nearest: layout.strategy=zero2"
+        )

@@ -1,0 +1,95 @@
+"""What a program holds of its model, part by part, and whole tensors put together again.
+
+Other rooms never see distributed tensors: checkpoints are written from `held`, proofs and exports
+read `gather_weights` and `gather_gradients`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.base.shards import Box, Shard
+from shoal.fabric import World
+from shoal.parallel.program import Part, Program
+
+
+def held(program: Program) -> dict[str, Part]:
+    """Parameters and persistent buffers by first name, each as the part that this rank holds.
+
+    Errors: ConfigError for a module whose state holds something that is no tensor.
+    """
+    found: dict[str, Part] = {}
+    for name, value in program.module.state_dict(keep_vars=True).items():
+        if name in program.aliases:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"model: {name} keeps a {type(value).__name__} in its state; tensors can be saved "
+                f"(register_buffer), other objects cannot"
+            )
+        if name in program.parts:
+            found[name] = program.parts[name]
+        else:
+            found[name] = (value.detach(), Shard.whole(name, tuple(value.shape), dtype_of(value)))
+    return found
+
+
+def gather_weights(program: Program) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, whole, on the CPU of every rank."""
+    parts = held(program)
+    return {name: whole(part, program.world) for name, part in parts.items()}
+
+
+def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """(whole gradients by name on the CPU of every rank, names that any rank used).
+
+    After `update` they are the clipped mean gradient; a parameter that nobody used has zeros.
+    """
+    found: dict[str, torch.Tensor] = {}
+    used: set[str] = set()
+    shapes = {name: tuple(p.shape) for name, p in program.parameters.items()}
+    for name, parameter in program.parameters.items():
+        local = program.local.get(name)
+        gradient = None if local is None else local.parameter.grad
+        if local is None:
+            nothing = torch.zeros(0, dtype=parameter.dtype, device=program.world.device)
+            part: Part = (nothing, Shard(name, shapes[name], dtype_of(parameter), ()))
+        else:
+            piece = local.parameter
+            kept = torch.zeros_like(piece) if gradient is None else gradient
+            part = (kept.detach(), local.shard)
+        if not program.world.all_true(gradient is None):
+            used.add(name)
+        found[name] = whole(part, program.world)
+    return found, used
+
+
+def whole(part: Part, world: World) -> torch.Tensor:
+    """Put a tensor together from every rank's part; where parts overlap they are replicas."""
+    tensor, shard = part
+    everyone = world.gather_json([[list(map(list, box)) for box in shard.slices], tensor.numel()])
+    boxes = [tuple(tuple(tuple(span) for span in box) for box in told[0]) for told in everyone]
+    complete = tuple((0, n) for n in shard.global_shape)
+    if all(slices == (complete,) for slices in boxes):
+        return tensor.detach().reshape(shard.global_shape).to("cpu", copy=True)
+    longest = max(told[1] for told in everyone)
+    padded = torch.zeros(longest, dtype=getattr(torch, shard.dtype), device=world.device)
+    padded[: tensor.numel()] = tensor.reshape(-1)
+    out = torch.zeros(shard.global_shape, dtype=padded.dtype)
+    for slices, row in zip(boxes, world.gather(padded).cpu(), strict=True):
+        place = 0
+        for box in slices:
+            place = _fill(out, box, row, place)
+    return out
+
+
+def _fill(out: torch.Tensor, box: Box, row: torch.Tensor, place: int) -> int:
+    target = out[tuple(slice(start, stop) for start, stop in box)]
+    target.copy_(row[place : place + target.numel()].view(target.shape))
+    return place + target.numel()
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """torch's name of a tensor's element type, without the prefix."""
+    return str(tensor.dtype).removeprefix("torch.")

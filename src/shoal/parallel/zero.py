@@ -1,0 +1,253 @@
+"""ZeRO stages 1 and 2: every rank holds all weights, but steps only its own part of them.
+
+The weights of each bucket lie in one flat buffer, cut into one part per rank. A rank's optimizer
+sees views of its parts; after its step an all-gather completes the buffers on every rank.
+
+    zero1   gradients are whole buffers; at the step's end each rank gets the sum of its part
+            (sent once a step, however many micro-batches)
+    zero2   only the sum of a rank's own part is kept. A bucket's gradients are collected in a
+            transient buffer, sent when it is full, in every micro-batch, and the part that comes
+            back is added up. `defer_sync` does as zero1 does and costs one whole gradient
+
+Source: Rajbhandari et al. 2020 (ZeRO), §5; stage 2 with a reduce-scatter per micro-batch as there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError
+from shoal.base.plan import Bucket
+from shoal.base.shards import Shard, flat_slices
+from shoal.fabric import World
+from shoal.fabric.parts import PendingSum
+from shoal.parallel.buckets import BucketReducer, places, second_gradient
+from shoal.parallel.program import Local, Program
+
+IN_FLIGHT = 2
+"""Buckets on their way at once under zero2; more would hold more transient gradients."""
+
+
+def apply(program: Program) -> Program:
+    """Cut weights, sums of gradients and what the optimizer steps over all ranks."""
+    plan, world = program.plan, program.world
+    weights = FlatWeights(program.parameters, plan.buckets, world)
+    local = weights.local()
+    reducer: _ZeroOne | ScatterReducer
+    if plan.layout.zero == 1 or plan.defer_sync:
+        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world)
+    else:
+        reducer = ScatterReducer(weights, local, program.parameters, plan.buckets, world)
+    return replace(
+        program,
+        reducer=reducer,
+        local=local,
+        on_close=(*program.on_close, reducer.close),
+    )
+
+
+class FlatWeights:
+    """All weights of a program in one buffer per bucket, of which the parameters are views."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], buckets: tuple[Bucket, ...], world: World
+    ) -> None:
+        self.parameters, self.buckets, self.world = parameters, buckets, world
+        self.flats: list[torch.Tensor] = []
+        for bucket in buckets:
+            if not bucket.cuts:
+                raise BugError("a bucket without cuts came to a zero stage")
+            flat = torch.zeros(
+                bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
+            )
+            for name, (start, stop) in places(bucket, parameters).items():
+                view = flat[start:stop].view(parameters[name].shape)
+                view.copy_(parameters[name].detach())
+                parameters[name].data = view
+            self.flats.append(flat)
+
+    def local(self) -> dict[str, Local]:
+        """The part of every parameter that this rank steps, flat; absent where it has none."""
+        found: dict[str, Local] = {}
+        for bucket, flat in zip(self.buckets, self.flats, strict=True):
+            low, high = bucket.cuts[self.world.rank : self.world.rank + 2]
+            for name, (start, stop) in places(bucket, self.parameters).items():
+                first, last = max(start, low), min(stop, high)
+                if first >= last:
+                    continue
+                shape = tuple(self.parameters[name].shape)
+                slices = flat_slices(shape, first - start, last - start)
+                piece = flat[first:last]
+                whole = (first, last) == (start, stop)  # then matrices stay matrices (Muon)
+                part = nn.Parameter(piece.view(shape) if whole else piece)
+                found[name] = Local(part, Shard(name, shape, bucket.dtype, slices))
+        # The module's own order, so that sums over parameters run as they would elsewhere.
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def publish(self) -> None:
+        """Every rank gives its parts to all others."""
+        works = [
+            self.world.gather_parts(flat, bucket.cuts)
+            for flat, bucket in zip(self.flats, self.buckets, strict=True)
+        ]
+        with self.world.traffic.waiting():
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+
+class _ZeroOne(BucketReducer):
+    """Whole gradients, of which only the own part is summed."""
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        local: dict[str, Local],
+        parameters: dict[str, nn.Parameter],
+        buckets: tuple[Bucket, ...],
+        world: World,
+    ) -> None:
+        super().__init__(parameters, buckets, world, local)
+        self.weights = weights
+
+    def publish(self) -> None:
+        """See `FlatWeights.publish`."""
+        self.weights.publish()
+
+
+class ScatterReducer:
+    """The reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        local: dict[str, Local],
+        parameters: dict[str, nn.Parameter],
+        buckets: tuple[Bucket, ...],
+        world: World,
+    ) -> None:
+        self.weights, self.local = weights, local
+        self.parameters, self.plan, self.world = parameters, buckets, world
+        self.places = [places(bucket, parameters) for bucket in buckets]
+        self.bucket_of = {name: n for n, bucket in enumerate(buckets) for name in bucket.names}
+        self.parts = [
+            flat.new_zeros(bucket.cuts[world.rank + 1] - bucket.cuts[world.rank])
+            for bucket, flat in zip(buckets, weights.flats, strict=True)
+        ]
+        self.active = False
+        self.rounds = self.round = self.next = 0
+        self.seen: set[str] = set()
+        self.filled: set[str] = set()
+        self.staged: dict[int, torch.Tensor] = {}
+        self.pending: list[tuple[int, PendingSum]] = []
+        self.norms: list[torch.Tensor] = []
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in parameters.items()
+        ]
+
+    def begin(self, rounds: int) -> None:
+        """Zero this rank's parts; parameters have no gradients of their own."""
+        torch._foreach_zero_(self.parts)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.active, self.rounds, self.round = True, rounds, 0
+        self.seen, self.norms, self.pending = set(), [], []
+
+    def arm(self, last: bool) -> None:
+        """Every pass sends all buckets, in the plan's order."""
+        self.next = 0
+        self.filled, self.staged = set(), {}
+
+    def passed(self, counted: bool) -> None:
+        """Send what the pass left incomplete: parameters that it did not use count as zero."""
+        while self.next < len(self.plan):
+            self._send()
+        self.round += 1
+
+    def finish(self) -> None:
+        """Join the rounds that this rank has no micro-batch for, then wait for everything."""
+        while self.round < self.rounds:
+            self.arm(last=True)
+            self.passed(counted=False)
+        while self.pending:
+            self._receive()
+        self.active = False
+        for name, local in self.local.items():
+            number = self.bucket_of[name]
+            low = self.plan[number].cuts[self.world.rank]
+            first = max(self.places[number][name][0] - low, 0)
+            part = self.parts[number][first : first + local.parameter.numel()]
+            local.parameter.grad = part.view(local.parameter.shape)
+
+    def publish(self) -> None:
+        """See `FlatWeights.publish`."""
+        self.weights.publish()
+
+    def close(self) -> None:
+        """Leave the parameters as plain PyTorch has them."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this rank."""
+        return [name in self.seen for name in self.parameters]
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Norm of each bucket as this rank computed it, per micro-batch."""
+        return self.norms
+
+    def sums(self) -> list[torch.Tensor]:
+        """This rank's parts of the sum, one tensor per bucket."""
+        return self.parts
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        number = self.bucket_of[name]
+        start, stop = self.places[number][name]
+
+        def ready(parameter: torch.Tensor) -> None:
+            if not self.active:
+                return
+            if number < self.next or name in self.filled:
+                raise second_gradient(name)
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            self.seen.add(name)
+            self.filled.add(name)
+            self._staging(number)[start:stop].view(parameter.shape).copy_(gradient)
+            parameter.grad = None
+            while self.next < len(self.plan) and self._full(self.next):
+                self._send()
+
+        return ready
+
+    def _full(self, number: int) -> bool:
+        return self.filled.issuperset(self.plan[number].names)
+
+    def _staging(self, number: int) -> torch.Tensor:
+        if number not in self.staged:
+            like = self.parts[number]
+            self.staged[number] = like.new_zeros(self.plan[number].elements)
+        return self.staged[number]
+
+    def _send(self) -> None:
+        number = self.next
+        self.next += 1
+        flat = self._staging(number)
+        del self.staged[number]
+        # Read before the sum mixes ranks: it tells whose numbers broke.
+        self.norms.append(torch.linalg.vector_norm(flat))
+        self.pending.append((number, self.world.scatter_sum(flat, self.plan[number].cuts)))
+        while len(self.pending) > IN_FLIGHT:
+            self._receive()
+
+    def _receive(self) -> None:
+        number, arriving = self.pending.pop(0)
+        with self.world.traffic.waiting():
+            part = arriving.result()
+        self.parts[number].add_(part)

@@ -1,0 +1,77 @@
+"""Gives the optimizer what this rank steps: whole parameters, or its part of each.
+
+Whether a part may be stepped alone is asked of the optimizer by experiment before anything is cut.
+zero1 and zero2 deal whole parameters to owners where the answer is no; fsdp cuts every parameter,
+so there it is a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.plan import Plan
+from shoal.base.shards import Shard
+from shoal.optim.localize import localize
+from shoal.optim.probe import probe
+from shoal.parallel.compose import facts
+from shoal.parallel.program import Program
+from shoal.planner.buckets import cut_buckets
+
+
+def cut_for(
+    optimizer: torch.optim.Optimizer, plan: Plan, module: nn.Module
+) -> tuple[Plan, list[str]]:
+    """The plan with its buckets cut as this optimizer allows, and lines to tell the user.
+
+    Errors: PlanError for an optimizer whose state cannot be split as the layout does.
+    """
+    stage = plan.layout.zero
+    if not stage:
+        return plan, []
+    allowed = probe(optimizer)
+    name = type(optimizer).__name__
+    if stage == 3:
+        if allowed.rows:
+            nearest = "layout.strategy=ddp" if allowed.apart else "layout.strategy=zero2"
+            raise PlanError(
+                f"layout.strategy = {plan.layout.strategy}: cuts every parameter by rows, and "
+                f"{allowed.rows}; nearest: {nearest}"
+            )
+        return plan, []
+    if allowed.flat and allowed.apart:
+        raise PlanError(
+            f"layout.strategy = {plan.layout.strategy}: no rank sees all parameters, and "
+            f"{allowed.apart}; nearest: layout.strategy=ddp"
+        )
+    ranks = plan.layout.dp_shard
+    whole = bool(allowed.flat)
+    buckets = cut_buckets(plan.buckets, facts(module), ranks, whole_parameters=whole)
+    lines = [f"{name} steps whole parameters: each has one owner among {ranks} ranks"]
+    return replace(plan, buckets=buckets), lines if whole else []
+
+
+def hand_over(
+    optimizer: torch.optim.Optimizer, originals: Mapping[str, nn.Parameter], program: Program
+) -> None:
+    """Put this rank's parts in the optimizer's groups in the place of `originals`."""
+    local = program.local
+    if all(name in local and local[name].parameter is p for name, p in originals.items()):
+        return
+    shards = {id(p): local[name].shard for name, p in originals.items() if name in local}
+
+    def cut(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return part_of(tensor, shards[id(parameter)])
+
+    pieces = {p: local[name].parameter if name in local else None for name, p in originals.items()}
+    localize(optimizer, pieces, cut)
+
+
+def part_of(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The elements of a whole tensor that a shard describes, flat."""
+    boxes = [tensor[tuple(slice(start, stop) for start, stop in box)] for box in shard.slices]
+    return torch.cat([box.reshape(-1) for box in boxes])
