@@ -12,8 +12,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, in about a minute
+demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, then compare layouts
 	$(BIN)/shoal train
+	$(BIN)/shoal compare
 
 test: lint types floors unit  ## everything that must hold before a change lands
 
@@ -32,9 +33,10 @@ unit: $(STAMP)
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
+	$(BIN)/python tests/proof/equality.py
 
 test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment
 	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda -p no:cacheprovider --override-ini addopts= -q
 
 clean:
-	rm -rf $(VENV) runs build src/*.egg-info
+	rm -rf $(VENV) runs compare build src/*.egg-info

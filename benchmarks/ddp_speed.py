@@ -1,4 +1,4 @@
-"""Step time of Shoal's `ddp` against a hand-written DDP loop, Accelerate and Lightning Fabric.
+"""Step time of Shoal's layouts against hand-written loops, Accelerate, Fabric and DeepSpeed.
 
 Two processes with one thread each hold every program at once. A pair is one step of Shoal and one
 step of the other, one right after the other, in alternating order; before each step all ranks meet
@@ -8,6 +8,7 @@ needed before any ratio means something. Before timing, every program's losses m
 
     python benchmarks/ddp_speed.py --quick      a smoke test of a minute
     python benchmarks/ddp_speed.py              the claim: 100 pairs; use a machine that is idle
+    python benchmarks/ddp_speed.py --family sharded     zero1, zero2, fsdp against their peers
 
 Writes benchmarks/results/ddp-speed-DATE.json with every raw time, loss and the machine.
 """
@@ -39,7 +40,18 @@ SIZES: dict[str, dict[str, Any]] = {
 for _size in SIZES.values():
     _size["heads"], _size["kv_heads"] = _size["dim"] // 64, _size["dim"] // 128
     _size["hidden"] = -(-8 * _size["dim"] // (3 * 64)) * 64
-LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning"}
+LIBRARIES = {
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    "fabric_fsdp": "lightning",
+    **{f"deepspeed_{stage}": "deepspeed" for stage in range(4)},
+}
+PEERS = {
+    "ddp": "ddp,ddp_compiled,accelerate,fabric",
+    "sharded": "fsdp2,fsdp2_compiled,fabric_fsdp,deepspeed_1,deepspeed_2,deepspeed_3",
+}
+STAGES = {"deepspeed_1": "shoal_zero1", "deepspeed_2": "shoal_zero2"}
+"""Which of our layouts a peer is compared with; the others of the sharded family with fsdp."""
 
 
 def main() -> None:
@@ -54,7 +66,11 @@ def main() -> None:
         "cases": [],
     }
     for case in cases:
-        job = {"case": case, "pairs": options.pairs, "comparisons": _comparisons(case, peers)}
+        job = {
+            "case": case,
+            "pairs": options.pairs,
+            "comparisons": _comparisons(case, peers, options.family),
+        }
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "times.json"
             job["out"] = str(out)
@@ -65,7 +81,7 @@ def main() -> None:
     record["machine"]["load_average_after"] = machine()["load_average"]
     if options.quick and not options.out:
         return
-    name = f"ddp-speed-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    name = f"{options.family}-speed-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path = Path(options.out) if options.out else HERE / "results" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record) + "\n")
@@ -77,7 +93,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=100, help="timed pairs per comparison")
     parser.add_argument("--sizes", default="small,large")
     parser.add_argument("--precision", default="fp32,bf16")
-    parser.add_argument("--peers", default="ddp,accelerate,fabric")
+    parser.add_argument("--family", default="ddp", choices=PEERS)
+    parser.add_argument("--peers", default="", help="comma-separated; default: all of the family")
     parser.add_argument("--no-defaults", action="store_true", help="equal settings only")
     parser.add_argument("--no-accumulation", action="store_true", help="skip accumulate 2")
     parser.add_argument("--quick", action="store_true", help="small, 4 pairs: does it all work?")
@@ -86,12 +103,13 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.pairs, options.sizes = 4, "small"
-    options.defaults = not options.no_defaults
+    options.peers = options.peers or PEERS[options.family]
+    options.defaults = not options.no_defaults and options.family == "ddp"
     return options
 
 
 def _installed(peer: str) -> bool:
-    found = find_spec(LIBRARIES.get(peer, "torch")) is not None
+    found = find_spec(LIBRARIES.get(peer.removesuffix("_compiled"), "torch")) is not None
     if not found:
         print(f"{peer}: not installed, skipped (pip install -r benchmarks/requirements.txt)")
     return found
@@ -117,12 +135,17 @@ def _cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     return cases
 
 
-def _comparisons(case: dict[str, Any], peers: list[str]) -> list[tuple[str, str]]:
+def _comparisons(case: dict[str, Any], peers: list[str], family: str) -> list[tuple[str, str]]:
+    if family == "sharded":
+        case.pop("defaults")
+        rows = [(STAGES.get(peer, "shoal_fsdp"), peer) for peer in peers]
+        return [("shoal_fsdp", "shoal_fsdp_twin"), *rows]
     pairs = [("shoal", "shoal_twin"), *(("shoal", peer) for peer in peers)]
     if "ddp" in peers:
         pairs.append(("shoal_plain", "ddp"))
     if case.pop("defaults"):
-        pairs += [("shoal", f"{peer}_default") for peer in peers]
+        plain = [peer for peer in peers if not peer.endswith("_compiled")]
+        pairs += [("shoal", f"{peer}_default") for peer in plain]
     return pairs
 
 
@@ -156,7 +179,7 @@ def report(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verdict(row: dict[str, Any], wall: Any) -> str:
-    if row["theirs"] == "shoal_twin":
+    if row["theirs"].endswith("_twin"):
         enough = wall.half_width <= NOISE_LIMIT
         return "A/A" if enough else f"A/A ±{wall.half_width:.1%}: add pairs"
     if row["theirs"].endswith("_default"):

@@ -4,6 +4,8 @@
     shoal_plain        the peers' plain model through `shoal.parallelize`: the engine alone
     ddp                a good loop by hand: DDP(model), fused AdamW, clip_grad_norm_, no_sync
     accelerate fabric  the same loop through Accelerate and Lightning Fabric, both on DDP
+    shoal_zero1 shoal_zero2 shoal_fsdp   Shoal's Llama in these layouts; peers: sharded_peers.py
+    *_compiled         the same with torch.compile on the model
     *_default          what each one's own quick start shows: no fused optimizer, no clipping, fp32
 
 Every program gets the same initial weights and the same samples: this rank's share of a step,
@@ -58,12 +60,12 @@ class Program:
 class Shoal(Program):
     """`shoal.parallelize`, with Shoal's Llama or the plain one."""
 
-    def __init__(self, case: Case, world: World, model: nn.Module) -> None:
+    def __init__(self, case: Case, world: World, model: nn.Module, layout: str = "ddp") -> None:
         self.losses = []
         self.run = shoal.parallelize(
             model,
             lambda p: torch.optim.AdamW(p, lr=LR, fused=True),
-            layout="ddp",
+            layout=layout,
             batch=case.micro_batch * case.accumulate * world.size,
             micro_batch=case.micro_batch,
             precision=case.precision,
@@ -191,14 +193,19 @@ def make(name: str, case: Case, world: World, weights: dict[str, Tensor] | None 
 
     Errors: ImportError if its library is not installed.
     """
-    own = name in ("shoal", "shoal_twin")
+    plain = name == "shoal_plain"
+    own = name.startswith("shoal") and not plain
     model: nn.Module = Llama(**case.arguments) if own else PlainLlama(**case.arguments)
     if weights is not None:
         model.load_state_dict(weights)
-    if own:
-        return Shoal(case, world, model)
-    if name == "shoal_plain":
-        return Shoal(case, world, model)
+    if own or plain:
+        layout = name.removeprefix("shoal").removesuffix("_twin").strip("_")
+        return Shoal(case, world, model, "ddp" if plain or not layout else layout)
+    if name.endswith("_compiled"):
+        model.compile()
+        name = name.removesuffix("_compiled")
+    if name.startswith(("fsdp2", "fabric_fsdp", "deepspeed")):
+        return _sharded(name, case, model, world.size)
     tuned = not name.endswith("_default")
     peer = name.removesuffix("_default")
     if peer == "ddp":
@@ -208,3 +215,13 @@ def make(name: str, case: Case, world: World, weights: dict[str, Tensor] | None 
     if peer == "fabric":
         return Fabric(case, model, tuned=tuned, processes=world.size)
     raise ValueError(f"{name}: no such program")
+
+
+def _sharded(name: str, case: Case, model: nn.Module, processes: int) -> Program:
+    import sharded_peers
+
+    if name == "fsdp2":
+        return sharded_peers.Fsdp2(case, model)
+    if name == "fabric_fsdp":
+        return sharded_peers.FabricFsdp(case, model, processes)
+    return sharded_peers.DeepSpeed(case, model, int(name[-1]), processes)

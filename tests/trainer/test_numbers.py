@@ -143,11 +143,19 @@ def test_bf16_keeps_fp32_weights() -> None:
     assert set(seen) == {torch.bfloat16}
     assert last < first
     assert run.plan.precision == "bf16"
-    for parameter in model.parameters():
-        assert parameter.dtype == torch.float32
-        assert parameter.grad.dtype == torch.float32
+    for piece in run.program.local.values():
+        assert piece.parameter.dtype == torch.float32
+        assert piece.parameter.grad.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "what forward passes read"
     assert {t.dtype for t in optimizer_bits(run).values()} == {torch.float32}
     assert torch.isfinite(torch.tensor(run.evaluate([pair()])["loss"]))
+    assert model(pair()[0]).dtype == torch.bfloat16, "outside of a step the model works as well"
+    kept = [piece.parameter.detach().clone() for piece in run.program.local.values()]
+    run.close()
+    for parameter, master in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(parameter, master), (
+            "a closed run leaves the weights as wide as they came"
+        )
 
 
 def test_fp64_takes_batches_as_they_are() -> None:
@@ -160,7 +168,7 @@ def test_a_precision_that_is_not_built() -> None:
     with pytest.raises(ConfigError) as failure:
         run_of(linear(), precision="fp23")
     assert str(failure.value) == (
-        "precision = fp23: not one of auto, fp64, fp32, bf16; nearest: fp32"
+        "precision = fp23: not one of auto, fp64, fp32, bf16, fp16; nearest: fp32"
     )
 
 

@@ -12,7 +12,33 @@ from torch import nn
 from shoal.fabric import World
 from shoal.trainer.parallelize import parallelize
 
-WIDTH, LAYERS, ROWS = 1024, 9, 2
+WIDTH, BLOCKS, ROWS = 1024, 4, 2
+
+
+class Pair(nn.Module):
+    """Two layers: something that fsdp gathers and frees as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Stack(nn.Module):
+    """Blocks, and a head that lies in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def lo_sent_bytes() -> int:
@@ -28,37 +54,57 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     return (outputs - targets).square().sum(), targets.numel()
 
 
-def measure(world: World, folder: str, accumulate: int, steps: int) -> dict[str, Any]:
-    """Kernel bytes per step of all ranks together, and what metrics.jsonl says rank 0 sent."""
+def count_sent(world: World) -> list[tuple[str, int, int]]:
+    """From here on every collective of this world as (kind, payload bytes, degree)."""
+    calls: list[tuple[str, int, int]] = []
+    count = world.traffic.count
+
+    def noting(kind: str, payload_bytes: int, degree: int) -> None:
+        calls.append((kind, payload_bytes, degree))
+        count(kind, payload_bytes, degree)
+
+    world.traffic.count = noting  # an instance's own name goes before its class's
+    return calls
+
+
+def measure(
+    world: World, folder: str, layout: str, accumulate: int, defer_sync: bool = False
+) -> dict[str, Any]:
+    """Kernel bytes of one step of all ranks together, and what rank 0 says that it sent."""
     torch.manual_seed(0)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     run = parallelize(
-        nn.Sequential(*layers),
+        Stack(),
         lambda p: torch.optim.SGD(p, lr=1e-3),
         squares,
-        layout="ddp",
+        layout=layout,
         batch=ROWS * accumulate * world.size,
         micro_batch=ROWS,
         precision="fp32",
+        defer_sync=defer_sync,
         folder=folder,
         world=world,
     )
     x = torch.randn(ROWS * accumulate, WIDTH)
+    calls = count_sent(world)
+    world.barrier()
+    before = lo_sent_bytes()
+    world.barrier()  # nobody starts before everybody has read
+    run.recorder.restart_clock()
     run.step((x, x))
-    kernel_bytes = []
-    for _ in range(steps):
-        world.barrier()
-        before = lo_sent_bytes()
-        world.barrier()  # nobody starts before everybody has read
-        run.recorder.restart_clock()
-        run.step((x, x))
-        world.barrier()
-        kernel_bytes.append(lo_sent_bytes() - before)
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    world.barrier()
+    kernel_bytes = lo_sent_bytes() - before
+    del world.traffic.count
+    for undo in run.program.on_close:
+        undo()
+    (row,) = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return {
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in run.model.parameters()),
+        "gradient_bytes": 4 * run.plan.parameters,
+        "root_bytes": 4 * WIDTH * WIDTH,
         "buckets": len(run.plan.buckets),
+        "degrees": {k: v for k, v in run.plan.layout.degrees.items() if v > 1},
+        "zero": run.plan.layout.zero,
         "kernel_bytes": kernel_bytes,
-        "metrics_bytes": [row["comm_bytes"] for row in rows[-steps:]],
+        "metrics_bytes": json.loads(row)["comm_bytes"],
+        "calls": calls,
     }

@@ -69,6 +69,123 @@ class PlainMLP(nn.Module):
         return self.last(h).squeeze(-1)
 
 
+class Couples:
+    """Two views of one thing, for a model of two towers."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(4000 + index)
+        left = torch.randn(6, generator=generator)
+        return {"left": left, "right": left.flip(0) + 0.1 * torch.randn(6, generator=generator)}
+
+
+class Pairs:
+    """(noise, real) for a GAN; whole steps only, as its runs call each other's models."""
+
+    def __len__(self) -> int:
+        return 2 * BATCH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(5000 + index)
+        noise, real = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+        return noise, real[:2].cumsum(0)
+
+
+class GPTBlock(nn.Module):
+    """Attention and a GELU perceptron, each after a LayerNorm, with dropout in all places."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, dim = x.shape
+        cut = self.qkv(self.norm1(x)).view(batch, sequence, 3, self.heads, dim // self.heads)
+        q, k, v = cut.permute(2, 0, 3, 1, 4)
+        kept = 0.1 if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=kept, is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(batch, sequence, dim)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    """GPT as people write it: learned positions, and a head that is the embedding again."""
+
+    def __init__(self, vocabulary: int = 61, dim: int = 24, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Embedding(12, dim)
+        self.blocks = nn.ModuleList(GPTBlock(dim, 3) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Towers(nn.Module):
+    """Two encoders and a temperature; every sample's loss depends on its micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 8))
+        self.right = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.scale = nn.Parameter(torch.zeros(1))  # of one element: FSDP2 cuts no scalars
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        left = F.normalize(self.left(batch["left"]), dim=-1)
+        right = F.normalize(self.right(batch["right"]), dim=-1)
+        return self.scale.exp() * left @ right.T
+
+
+def contrastive(scores: torch.Tensor, batch: dict[str, torch.Tensor]):
+    """(sum, count) of the cross-entropy of each sample against its micro-batch."""
+    targets = torch.arange(len(scores), device=scores.device)
+    return F.cross_entropy(scores, targets, reduction="sum"), len(scores)
+
+
+def maker() -> nn.Module:
+    """Turns noise into points."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def judge() -> nn.Module:
+    """Tells real points from made ones."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+
+def judged(outputs: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(outputs, real, reduction="none")
+
+
+def judge_batch(value, make: nn.Module):
+    """Half real, half made, of one micro-batch."""
+    noise, real = value
+    with torch.no_grad():
+        made = make(noise)
+    labels = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(real[:, :1])])
+    return torch.cat([real, made]), labels
+
+
+def maker_batch(value):
+    """Noise that shall pass for real."""
+    noise, real = value
+    return noise, torch.ones_like(real[:, :1])
+
+
 def weighted_squares(outputs: torch.Tensor, batch: dict[str, torch.Tensor]):
     """(sum, count) with weights that make counts differ between micro-batches."""
     return (batch["weight"] * (outputs - batch["y"]) ** 2).sum(), batch["weight"].sum()
@@ -77,8 +194,8 @@ def weighted_squares(outputs: torch.Tensor, batch: dict[str, torch.Tensor]):
 def build(name: str) -> nn.Module:
     """A float32 module with fixed weights."""
     torch.manual_seed(7)
-    if name == "mlp":
-        return PlainMLP()
+    if name in ("mlp", "gpt", "towers"):
+        return {"mlp": PlainMLP, "gpt": GPT, "towers": Towers}[name]()
     from shoal.models.catalog import build as catalog
 
     if name == "cnn":
@@ -89,12 +206,13 @@ def build(name: str) -> nn.Module:
 
 def dataset(name: str):
     """The data that goes with a model."""
-    return {"mlp": Dicts, "cnn": Images, "llama": Tokens}[name]()
+    data = {"mlp": Dicts, "cnn": Images, "llama": Tokens, "gpt": Tokens, "towers": Couples}
+    return data[name]()
 
 
 def loss(name: str):
     """Its loss; None is the default."""
-    return weighted_squares if name == "mlp" else None
+    return {"mlp": weighted_squares, "towers": contrastive}.get(name)
 
 
 def plain_loss(name: str, model: nn.Module, batch):

@@ -1,7 +1,8 @@
-"""Bytes on the wire per step: what the kernel counted, against 2(n−1)/n · gradient bytes per rank.
+"""Bytes on the wire per step: what the kernel counted, against the planner's arithmetic.
 
 The worlds live in a network namespace of their own, so /proc/net/dev of its loopback counts their
-traffic and nothing else: payload, TCP/IP headers and acknowledgements.
+traffic and nothing else: payload, TCP/IP headers and acknowledgements. One world per number of
+ranks runs all layouts, one after the other.
 """
 
 from __future__ import annotations
@@ -11,28 +12,50 @@ import os
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.base.layout import Layout
+from shoal.fabric.traffic import wire_bytes
+from shoal.planner.traffic import Payload, StepTraffic, step_traffic
+
 HERE = Path(__file__).parent
 FORBIDDEN = 77
-STEPS, DEADLINE_S = 3, 100
+DEADLINE_S = 170
 LEAST_PAYLOAD_BYTES = 32 * 2**20
+TALLY_BYTES = 8 * 1024  # a step's own numbers, which are not gradients, are less than this
 
-Counted = dict[tuple[int, int], dict[str, Any]]
+Case = tuple[int, str, int, bool]
+"""Ranks, layout, micro-batches per rank, whether sums are deferred."""
+
+CASES: list[Case] = [
+    (ranks, layout, accumulate, deferred)
+    for ranks in (2, 4)
+    for layout in ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+    for accumulate in (1, 3)
+    for deferred in (False, True)
+    if not (layout == "hsdp" and ranks == 2)
+    if not (deferred and (accumulate == 1 or layout not in ("zero2", "fsdp")))
+]
+
+
+def names(case: Case) -> str:
+    ranks, layout, accumulate, deferred = case
+    return f"{layout}-{ranks}-{accumulate}" + ("-deferred" if deferred else "")
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    """(ranks, micro-batches per rank) → what rank 0 measured."""
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
+    """What rank 0 measured in every case."""
     folder = tmp_path_factory.mktemp("bytes")
-    wanted = [(2, 1), (2, 3), (4, 1), (4, 3)]
-    requests = [
-        [size, {"folder": str(folder / f"{size}-{n}"), "accumulate": n, "steps": STEPS}]
-        for size, n in wanted
-    ]
+    requests = []
+    for case in CASES:
+        ranks, layout, accumulate, deferred = case
+        arguments = {"layout": layout, "accumulate": accumulate, "defer_sync": deferred}
+        requests.append([ranks, {**arguments, "folder": str(folder / names(case))}])
     script = str(HERE / "in_namespace.py")
     done = subprocess.run(
         [sys.executable, script, "bytes_case:measure", json.dumps(requests)],
@@ -48,30 +71,62 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
         pytest.skip(reason)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout)
-    return dict(zip(wanted, answers, strict=True))
+    return dict(zip(CASES, answers, strict=True))
 
 
-def per_step(measured: dict[str, Any]) -> float:
-    return sum(measured["kernel_bytes"]) / len(measured["kernel_bytes"])
+def theory(case: Case, measured: dict[str, Any]) -> StepTraffic:
+    """What the planner says of a case."""
+    _, _, accumulate, deferred = case
+    whole, root = measured["gradient_bytes"], measured["root_bytes"]
+    payload = Payload(
+        gradient_bytes=whole, weight_bytes=whole, unit_bytes=whole - root, root_bytes=root
+    )
+    layout = Layout(**measured["degrees"], zero=measured["zero"])
+    return step_traffic(layout, payload, accumulate=accumulate, defer_sync=deferred)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_kernel_counts_what_theory_says(counted: Counted, ranks: int) -> None:
-    measured = counted[ranks, 1]
+def told(measured: dict[str, Any]) -> Counter[str]:
+    """What rank 0's counters added up in one step, without the step's own numbers."""
+    sent: Counter[str] = Counter()
+    for kind, payload_bytes, degree in measured["calls"]:
+        if payload_bytes > TALLY_BYTES and degree > 1:
+            sent[f"{kind}_bytes"] += wire_bytes(kind, payload_bytes, degree)
+    return sent
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_kernel_counts_what_theory_says(counted: dict[Case, Any], case: Case) -> None:
+    measured, ranks = counted[case], case[0]
     assert measured["gradient_bytes"] >= LEAST_PAYLOAD_BYTES
     assert measured["buckets"] > 1
-    theory = ranks * 2 * (ranks - 1) / ranks * measured["gradient_bytes"]
-    assert per_step(measured) == pytest.approx(theory, rel=0.02)
+    expected = ranks * theory(case, measured).total_bytes
+    assert measured["kernel_bytes"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_counters_say_what_theory_says(counted: dict[Case, Any], case: Case) -> None:
+    """To the byte, and kind by kind."""
+    expected = {k: v for k, v in vars(theory(case, counted[case])).items() if v}
+    assert dict(told(counted[case])) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_metrics_say_what_the_kernel_counted(counted: dict[Case, Any], case: Case) -> None:
+    measured = counted[case]
+    told_bytes = case[0] * measured["metrics_bytes"]
+    assert told_bytes == pytest.approx(measured["kernel_bytes"], rel=0.02)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_accumulation_sends_no_more(counted: Counted, ranks: int) -> None:
-    assert per_step(counted[ranks, 3]) == pytest.approx(per_step(counted[ranks, 1]), rel=0.01)
+@pytest.mark.parametrize("layout", ["ddp", "zero1"])
+def test_accumulation_sends_no_more(counted: dict[Case, Any], ranks: int, layout: str) -> None:
+    once, thrice = (counted[ranks, layout, n, False]["kernel_bytes"] for n in (1, 3))
+    assert thrice == pytest.approx(once, rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_metrics_say_what_the_kernel_counted(counted: Counted, ranks: int, accumulate: int) -> None:
-    measured = counted[ranks, accumulate]
-    told = sum(measured["metrics_bytes"]) / len(measured["metrics_bytes"])
-    assert ranks * told == pytest.approx(per_step(measured), rel=0.02)
+def test_small_parameters_travel_padded() -> None:
+    """The theory's limit, in figures: 5 rows over 4 ranks are 8 on the wire."""
+    from shoal.base.facts import ParameterFacts
+    from shoal.planner.traffic import row_padded_bytes
+
+    assert row_padded_bytes([ParameterFacts("w", (5, 7), "float32", 4)], 4) == 8 * 7 * 4

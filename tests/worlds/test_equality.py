@@ -1,7 +1,8 @@
 """A layout computes what one process computes: design §6's definition of equal, in float64.
 
-Reference twice over: `single` is held against a loop written by hand with plain PyTorch, and `ddp`
-at 2 and 4 processes against `single`.
+Reference twice over: the battery that users run as `shoal prove` holds layouts against one process,
+and here one process is held against a loop written by hand with plain PyTorch. The full table is
+`tests/proof/equality.py`; this is a sample of it, in which every layout and every case comes up.
 """
 
 from __future__ import annotations
@@ -10,108 +11,92 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import cases
 import trajectory
 from shoal.base.batches import cut_step
 from shoal.data.order import samples_at
-from shoal.fabric import World, start_world
+from shoal.fabric import World
 from shoal.fabric.place import Place
+from shoal.trainer.proof.battery import OPTIMIZERS, SGD
+from shoal.trainer.proof.record import Record
+from shoal.trainer.proof.side import perturb
+from shoal.trainer.proof.verdict import share, whole_norm
+from shoal.view.proof import proof_text
 
-GRADIENT_BOUND = WEIGHT_BOUND = 1e-12
-ADAMW_BOUND = 1e-10
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory):
-    """Trajectories of one process, each computed once."""
-    known: dict[tuple[str, str], tuple[dict, dict[str, torch.Tensor]]] = {}
-    folder = tmp_path_factory.mktemp("reference")
-
-    def compute(case: str, optimizer: str):
-        if (case, optimizer) not in known:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            out = str(folder / f"{case}-{optimizer}.safetensors")
-            told = trajectory.run(start_world({}), case, optimizer, out)
-            torch.set_num_threads(threads)
-            known[case, optimizer] = told, load_file(out)
-        return known[case, optimizer]
-
-    return compute
+WEIGHT_BOUND = 1e-12
 
 
-def norm_of(tensors: dict[str, torch.Tensor], prefix: str) -> float:
-    parts = [t.double().norm() for n, t in tensors.items() if n.startswith(prefix)]
-    return float(torch.stack(parts).norm())
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the processes of a world, so that sums are taken in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-def largest(ours: dict, theirs: dict, prefix: str) -> float:
-    """Largest norm of a difference of one tensor, over the norm of all."""
-    differences = [
-        float((ours[n].double() - theirs[n].double()).norm()) for n in ours if n.startswith(prefix)
-    ]
-    return max(differences) / norm_of(ours, prefix)
+def alone(case: str) -> Record:
+    """What one process computes on a case, with SGD."""
+    return trajectory.battery(case).twin(SGD, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama", "cnn", "mlp"])
-def test_sgd_trajectory_is_equal(worlds, reference, tmp_path, case: str, size: int) -> None:
-    told, expected = reference(case, "sgd")
-    out = str(tmp_path / "ours.safetensors")
-    answers = worlds(size).call("trajectory:run", case=case, optimizer="sgd", out=out)
-    ours = load_file(out)
-    assert len({a["digest"] for a in answers}) == 1, "ranks ended with different weights"
-    for row, other in zip(told["rows"], answers[0]["rows"], strict=True):
-        assert row[2] == other[2], "counts of targets differ"
-        assert math.isclose(row[0], other[0], rel_tol=1e-12)
-        assert math.isclose(row[1], other[1], rel_tol=1e-12)
-    for step in range(1, 6):
-        assert largest(expected, ours, f"{step}.gradient.") <= GRADIENT_BOUND
-        for name in expected:
-            if name.startswith(f"{step}.used."):
-                assert expected[name] == ours[name], f"{name}: used in one layout only"
-    assert largest(expected, ours, "final.") <= WEIGHT_BOUND
-    assert math.isclose(told["evaluated"]["loss"], answers[0]["evaluated"]["loss"], rel_tol=1e-12)
+@pytest.mark.parametrize(("layout", "case", "size"), trajectory.SAMPLE)
+def test_a_layout_equals_one_process(worlds, layout: str, case: str, size: int) -> None:
+    reports = trajectory.ask(worlds, layout, case, size)
+    report = reports[0]
+    assert report["verdict"] == "equal", proof_text(report)
+    assert all(r["verdict"] == "equal" for r in reports)
+    assert [t["optimizer"] for t in report["trajectories"]] == ["sgd", "adamw"]
+    assert report["processes"] == (1 if layout == "dp" else size)
+    assert report["layout"].startswith(f"{layout} (")
+    for told in report["trajectories"]:
+        assert {row["step"] for row in told["rows"]} == {1, 2, 3, 4, 5}
+        assert told["largest"]["loss"] <= 1e-12
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama", "cnn", "mlp"])
-def test_adamw_stays_together(worlds, reference, tmp_path, case: str, size: int) -> None:
-    _, expected = reference(case, "adamw")
-    out = str(tmp_path / "ours.safetensors")
-    worlds(size).call("trajectory:run", case=case, optimizer="adamw", out=out)
-    ours = load_file(out)
-    assert largest(expected, ours, "1.gradient.") <= GRADIENT_BOUND
-    assert largest(expected, ours, "final.") <= ADAMW_BOUND
+def test_every_layout_and_case_is_in_the_sample() -> None:
+    assert {layout for layout, _, _ in trajectory.SAMPLE} == set(trajectory.LAYOUTS)
+    assert {case for _, case, _ in trajectory.SAMPLE} == set(trajectory.CASES)
 
 
-def test_cases_hold_the_traps(reference) -> None:
+def test_cases_hold_the_traps() -> None:
     """The battery is worth something only if its traps are really in it."""
-    _, mlp = reference("mlp", "sgd")
-    used = {n.split(".", 2)[2]: bool(t) for n, t in mlp.items() if n.startswith("1.used.")}
-    assert used["never"] is False
-    assert "frozen.weight" not in used
-    told, _ = reference("llama", "sgd")
-    counts = [row[2] for row in told["rows"]]
+    mlp = alone("mlp")
+    assert "never" in mlp.trainable
+    assert all("never" not in gradients for gradients in mlp.gradients)
+    assert "frozen.weight" in mlp.frozen
+    counts = [row.targets for row in alone("llama").rows]
     assert len(set(counts)) > 1, "counts of targets are equal in all steps"
-    tied = dict(cases.build("llama").named_parameters(remove_duplicate=False))
-    assert len({id(p) for p in tied.values()}) < len(tied), "no tied weight"
+    assert alone("llama").tied
+    assert alone("gpt").tied == {"head.weight": "tokens.weight"}
+    assert any("running_mean" in name for name in alone("cnn").buffers)
     last = cut_step(48, cases.SAMPLES, cases.BATCH, cases.MICRO_BATCH)
     assert len(last) == 3
     assert last[-1].stop - last[-1].start == 1, "the last batch is not uneven"
 
 
-@pytest.mark.parametrize("case", ["llama", "mlp"])
-def test_single_equals_a_loop_by_hand(reference, case: str) -> None:
-    """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
-    from shoal.parallel.randomness import blocks, key
+def test_perturbed_weights_hide_nothing() -> None:
+    """No bias at 0 and no gain at 1: a gradient that is lost would not show in those."""
+    start = alone("gpt").start
+    for name, tensor in start.items():
+        assert bool((tensor != 0).all()), name
+        assert not bool((tensor == 1).any()), name
+    again = perturb(cases.build("gpt")).double()
+    assert all(torch.equal(start[n], p) for n, p in again.named_parameters())
 
-    told, expected = reference(case, "sgd")
-    model = cases.build(case).double()
+
+@pytest.mark.parametrize("case", ["llama", "mlp", "gpt"])
+def test_one_process_equals_a_loop_by_hand(case: str) -> None:
+    """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
+    from shoal.parallel.program import blocks
+    from shoal.parallel.randomness import key
+
+    expected = alone(case)
+    battery = trajectory.battery(case)
+    model = perturb(cases.build(case)).double()
     data = cases.dataset(case)
-    optimizer = trajectory.OPTIMIZERS["sgd"]([p for p in model.parameters() if p.requires_grad])
+    optimizer = battery.optimizers[SGD]([p for p in model.parameters() if p.requires_grad])
     at = [0, 0]
     for name, block in blocks(model):
         # The one thing a plain loop lacks: dropout keyed by (seed, step, micro-batch, block).
@@ -135,18 +120,23 @@ def test_single_equals_a_loop_by_hand(reference, case: str) -> None:
             seed(3, *at, "")
             loss_sum, n = cases.plain_loss(case, model, batch)
             loss_sum.backward()
-            total += float(loss_sum)
+            total += float(loss_sum.detach())
             count += float(n)
         for p in model.parameters():
             if p.grad is not None:
                 p.grad /= count
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert math.isclose(told["rows"][step][0], total / count, rel_tol=1e-12)
-        assert math.isclose(told["rows"][step][1], float(norm), rel_tol=1e-12)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), battery.clip)
+        assert math.isclose(expected.rows[step].loss, total / count, rel_tol=1e-12)
+        assert math.isclose(expected.rows[step].grad_norm, float(norm), rel_tol=1e-12)
+        whole = whole_norm(expected.gradients[step])
+        for name, p in model.named_parameters():
+            if p.requires_grad and p.grad is not None:
+                assert share(p.grad, expected.gradients[step][name], whole) <= 1e-12, name
         optimizer.step()
         position = micro_batches[-1].stop
-    final = {f"final.{n}": t for n, t in model.state_dict().items()}
-    assert largest(expected, final, "final.") <= WEIGHT_BOUND
+    whole = whole_norm(expected.weights)
+    for name, p in model.named_parameters():
+        assert share(p.detach(), expected.weights[name], whole) <= WEIGHT_BOUND, name
 
 
 def test_adamw_given_equal_gradients_updates_equally() -> None:
@@ -155,10 +145,10 @@ def test_adamw_given_equal_gradients_updates_equally() -> None:
 
     world = World(Place(), torch.device("cpu"), None)
     run = shoal.parallelize(
-        cases.build("llama"), trajectory.OPTIMIZERS["adamw"], precision="fp64", world=world
+        cases.build("llama"), OPTIMIZERS["adamw"], precision="fp64", world=world
     )
     twin = cases.build("llama").double()
-    plain = trajectory.OPTIMIZERS["adamw"](list(twin.parameters()))
+    plain = OPTIMIZERS["adamw"](list(twin.parameters()))
     torch.manual_seed(0)
     for _ in range(3):
         for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):

@@ -1,62 +1,100 @@
-"""Runs a few steps of a case on a world and writes down everything that must agree."""
+"""Trains a case of the battery on a world of processes: the tests' side of `shoal.trainer.proof`."""
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import cases
-import shoal
+from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.trainer.proof import Battery, Side, Trial
+from shoal.trainer.run import StepResult
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
-}
+CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")
+LAYOUTS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp")
 
 
-def run(
-    world: World, case: str, optimizer: str, out: str, steps: int = 5, clip: float = 0.5
-) -> dict[str, Any]:
-    """Train `case` for `steps`; rank 0 writes gradients of every step and the final state.
+def table() -> list[tuple[str, str, int]]:
+    """Every layout × case × 2 and 4 processes; `dp` × 2 and 4 threads of one process."""
+    whole = itertools.product(LAYOUTS, CASES, (2, 4))
+    return [(layout, case, size) for layout, case, size in whole if (layout, size) != ("hsdp", 2)]
 
-    Gives losses and norms, and a digest of the final state, which must be equal on all ranks.
-    """
-    trained = shoal.parallelize(
-        cases.build(case),
-        OPTIMIZERS[optimizer],
-        cases.loss(case),
-        batch=cases.BATCH,
-        micro_batch=cases.MICRO_BATCH,
-        precision="fp64",
-        clip=clip,
-        seed=3,
-        world=world,
+
+SAMPLE = [
+    (layout, case, size)
+    for number, (layout, case, size) in enumerate(table())
+    if layout == "ddp" or number % 3 == LAYOUTS.index(layout) % 3
+]
+"""What `make test` runs: all of ddp, and a third of the others in which every case comes up."""
+
+
+def ask(worlds: Callable[[int], Any], layout: str, case: str, size: int) -> list[dict[str, Any]]:
+    """Every rank's report of one row of the table."""
+    if layout == "dp":
+        return worlds(1).call("trajectory:prove", case=case, layout=layout, threads=size)
+    return worlds(size).call("trajectory:prove", case=case, layout=layout)
+
+
+def trial_of(case: str) -> Trial:
+    """What both sides train: the case's model, data and loss."""
+    if case == "gan":
+        return gan
+
+    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+        run = side.parallelize(
+            lambda: cases.build(case),
+            cases.loss(case),
+            batch=cases.BATCH,
+            micro_batch=cases.MICRO_BATCH,
+        )
+        loader = run.loader(cases.dataset(case))
+        while True:
+            for batch in loader:
+                yield "", run.step(batch)
+
+    return train
+
+
+def gan(side: Side) -> Iterator[tuple[str, StepResult]]:
+    """Two runs in one process: every step trains the judge, then the maker against it."""
+    sizes = {"batch": cases.BATCH, "micro_batch": cases.MICRO_BATCH}
+    judging = side.parallelize(cases.judge, cases.judged, label="judge", **sizes)
+    judge = judging.model
+    making = side.parallelize(
+        cases.maker, lambda fakes, real: cases.judged(judge(fakes), real), label="maker", **sizes
     )
-    loader = trained.loader(cases.dataset(case))
-    tensors: dict[str, torch.Tensor] = {}
-    rows = []
-    while trained.step_count < steps:
+    loader = judging.loader(cases.Pairs())
+    while True:
         for batch in loader:
-            result = trained.step(batch)
-            rows.append([result.loss, result.grad_norm, result.targets])
-            for name, parameter in trained.program.parameters.items():
-                gradient = parameter.grad
-                kept = torch.zeros_like(parameter) if gradient is None else gradient
-                tensors[f"{result.step}.gradient.{name}"] = kept.detach().clone()
-                tensors[f"{result.step}.used.{name}"] = torch.tensor(float(gradient is not None))
-            if trained.step_count >= steps:
-                break
-    digest = hashlib.sha256()
-    for name, tensor in trained.model.state_dict().items():
-        tensors[f"final.{name}"] = tensor.clone()
-        digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    values = trained.evaluate(cases.dataset(case))
-    if world.is_first:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, out)
-    return {"rows": rows, "digest": digest.hexdigest(), "evaluated": values}
+            yield "judge", judging.step(mapped(batch, lambda v: cases.judge_batch(v, making.model)))
+            yield "maker", making.step(mapped(batch, cases.maker_batch))
+
+
+def mapped(batch: StepBatch, change: Any) -> StepBatch:
+    """A step whose micro-batches hold something else, in the same places."""
+    changed = tuple(replace(m, value=change(m.value)) for m in batch.micro_batches)
+    return replace(batch, micro_batches=changed)
+
+
+@functools.cache
+def battery(case: str, precision: str = "fp64", steps: int = 5, optimizer: str = "") -> Battery:
+    """One battery per case and process: the twin's records serve every layout."""
+    made = Battery(trial_of(case), precision=precision, steps=steps)
+    return replace(made, optimizers={optimizer: made.optimizers[optimizer]}) if optimizer else made
+
+
+def prove(world: World, case: str, layout: str, threads: int = 0) -> dict[str, Any]:
+    """The report of a case on a layout; threads are few, so that processes share the cores.
+
+    threads   replicas of the layout `dp`, which is one process
+    """
+    torch.set_num_threads(1)
+    return battery(case).prove(
+        world, {"strategy": layout, **({"threads": threads} if threads else {})}
+    )

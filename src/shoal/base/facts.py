@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One trainable parameter: its name, shape and element type."""
+    """One trainable parameter: its name, shape and element type.
+
+    compute   the type that forward passes read, where that is a narrower copy; "" for the same
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     element_bytes: int
+    compute: str = ""
 
     @property
     def elements(self) -> int:

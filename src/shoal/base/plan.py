@@ -19,6 +19,7 @@ class Bucket:
     """Gradients that travel together: parameter names in the order of their places.
 
     elements   of the buffer, padding included · dtype  of the gradients and of their sum
+    compute    type of the copies that forward passes read; "" where they read the weights
     cuts       where each rank's share begins and ends under zero1 and zero2; () elsewhere
     """
 
@@ -27,6 +28,7 @@ class Bucket:
     dtype: str
     element_bytes: int
     cuts: tuple[int, ...] = ()
+    compute: str = ""
 
     @property
     def payload_bytes(self) -> int:
@@ -44,6 +46,7 @@ class Plan:
     accumulate    micro-batches per data rank in a full step
     precision     format of matrix products · reduce  format in which gradients are summed
     recompute     activations that are computed twice: none, selective, full
+    offload       what waits in the host's memory: none, optimizer, parameters, activations
     defer_sync    zero2, zero3: gradients are summed once a step, at the cost of one full copy
     compress      what gradients are made of on their way: none, int8, powersgd, topk
     parameters    trainable elements · buckets  gradient buffers, in sending order
@@ -59,6 +62,7 @@ class Plan:
     buckets: tuple[Bucket, ...] = field(default=())
     reduce: str = ""
     recompute: str = "none"
+    offload: str = "none"
     defer_sync: bool = False
     compress: str = "none"
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PRECISIONS = ("auto", "fp64", "fp32", "bf16")
+from shoal.base.errors import ConfigError, PlanError, one_of
+
+PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
+PROOFS = ("quick", "off")
+REDUCTIONS = ("auto", "fp32", "bf16")
+COMPRESS = ("none", "int8", "powersgd", "topk")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Number formats. Parameters and optimizer state stay fp32 under bf16; fp64 is for proofs."""
+    """Number formats. Parameters and optimizer state stay fp32 below; fp64 is for proofs."""
 
     compute: str = "auto"
-    """auto, fp64, fp32, bf16: the format of matrix products"""
+    """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
+    reduce: str = "auto"
+    """auto, fp32, bf16: the format in which gradients travel; auto: as they are kept"""
+    loss_scale: float = 0.0
+    """for fp16: what the loss is multiplied by; 0: found and followed by itself"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,20 @@ class OptimizerPolicy:
     """steps from 0 to lr; −1: a twentieth of the run"""
 
 
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "parameters", "activations")
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """Memory saved at the cost of time."""
+
+    recompute: str = "none"
+    """none, selective (all but matrix products), full: activations of blocks computed twice"""
+    offload: str = "none"
+    """none, optimizer, parameters (fsdp), activations: kept in the host's memory (GPUs only)"""
+
+
 @dataclass(frozen=True)
 class CheckpointPolicy:
     """When the run's state is written, and how many copies stay."""
@@ -46,3 +69,84 @@ class CheckpointPolicy:
     """steps between checkpoints; 0: five over the run, and the last step always"""
     keep: int = 2
     """newest complete checkpoints that stay on disk"""
+
+
+@dataclass(frozen=True)
+class CompressPolicy:
+    """What gradients are made of while they travel between data-parallel ranks."""
+
+    method: str = "none"
+    """none, int8, powersgd, topk"""
+    rank: int = 4
+    """powersgd: columns of the two thin matrices that stand for one gradient"""
+    share: float = 0.01
+    """topk: share of the elements that a rank sends"""
+
+    @staticmethod
+    def parse(text: str) -> CompressPolicy:
+        """The policy that `layout.compress` names.
+
+        Errors: ConfigError with the nearest right spelling.
+
+        >>> CompressPolicy.parse("powersgd:2").rank, CompressPolicy.parse("topk").share
+        (2, 0.01)
+        """
+        method, colon, number = text.partition(":")
+        if method not in COMPRESS:
+            raise ConfigError(one_of("layout.compress", text, COMPRESS))
+        if not colon:
+            return CompressPolicy(method)
+        if method == "powersgd":
+            if number.isdecimal() and int(number) >= 1:
+                return CompressPolicy(method, rank=int(number))
+            wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
+        elif method == "topk":
+            share = _number(number)
+            if 0 < share <= 1:
+                return CompressPolicy(method, share=share)
+            wanted = "a share above 0 and up to 1 is wanted; nearest: layout.compress=topk:0.01"
+        else:
+            wanted = f"{method} takes no number; nearest: layout.compress={method}"
+        raise ConfigError(f"layout.compress = {text}: {wanted}")
+
+
+def check_compress(text: str, strategy: str, precision: str = "", reduce: str = "") -> None:
+    """Refuse a way of compressing that a layout or a precision cannot carry.
+
+    strategy    the layout's name · precision, reduce  the formats of matrix products and of sums
+    Errors      ConfigError for a text that is none; PlanError with the nearest right choice
+    """
+    method = CompressPolicy.parse(text).method
+    if method == "none":
+        return
+    if strategy in ("zero3", "fsdp", "hsdp"):
+        nearest = "zero2" if method == "int8" else "ddp"
+        raise PlanError(
+            f"layout.compress = {text}: {strategy} gathers weights and sums gradients unit by unit "
+            f"inside fully_shard, which cannot encode; nearest: layout.strategy={nearest}, or "
+            f"layout.compress=none"
+        )
+    if strategy in ("zero1", "zero2") and method != "int8":
+        raise PlanError(
+            f"layout.compress = {text}: {strategy} cuts gradients where no matrix ends and gives "
+            f"each rank its part only, which int8 alone can encode; nearest: layout.compress=int8, "
+            f"or layout.strategy=ddp"
+        )
+    if precision == "fp16":
+        raise PlanError(
+            f"layout.compress = {text}: fp16's loss scale changes between steps, and what one step "
+            f"leaves out would be added in the next in another scale; nearest: "
+            f"precision.compute=bf16"
+        )
+    if reduce == "bf16":
+        raise PlanError(
+            f"layout.compress = {text}: precision.reduce = bf16 would round what error feedback "
+            f"must see whole; nearest: precision.reduce=auto"
+        )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

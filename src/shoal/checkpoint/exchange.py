@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shoal.base.errors import ClusterError
 from shoal.checkpoint.faults import RankFailed, explain
 from shoal.fabric import World
 
@@ -18,6 +19,7 @@ def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
     """Every rank's `work()` (a JSON value), by rank, on every rank.
 
     Errors: RankFailed on all ranks if `work` raised on any; where it did, the cause is chained.
+    ClusterError when the world was left meanwhile, so that nobody can be asked.
     """
     failure: Exception | None = None
     message: dict[str, Any] = {"problem": None}
@@ -27,6 +29,11 @@ def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
         failure = caught
         message["problem"] = explain(caught)
     answers = world.gather_json(message)
+    if len(answers) != world.size:
+        raise ClusterError(
+            f"rank {world.rank}: the process group was left while a checkpoint was being saved; "
+            f"call run.close(), which waits for it"
+        )
     for rank, answer in enumerate(answers):
         if answer["problem"] is not None:
             reason = answer["problem"]

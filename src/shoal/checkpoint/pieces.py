@@ -1,13 +1,14 @@
-"""From what each rank holds to what each rank writes: offers, the deal, and bytes in host memory.
+"""From what each rank holds to what each rank writes: offers, the agreement, and this rank's share.
 
-A piece is a shard with its data; a block is one slice of one piece that this rank was dealt. All
-ranks gather all offers (names and boxes, no data) and compute the same deal from them.
+A piece is a shard with its data; a block is one slice of one piece. All ranks gather all offers
+(names and boxes, no data) and compute the same deal from them. What is offered hardly ever changes
+during a run, so the agreement may be kept: it holds until some rank offers something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from shoal.checkpoint.exchange import exchange
 from shoal.checkpoint.tensorfile import DTYPES
 from shoal.fabric import World
 
+Key = tuple[str, Box]
+"""What names a block: its tensor and its slice."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -31,13 +35,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """One slice that this rank holds; `data` is flat, and in host memory once it is dealt."""
+    """One slice that this rank holds; `data` has any shape, and is flat once in host memory.
+
+    piece, begin   which piece it was cut from, and at which element; −1: it is the whole piece
+    """
 
     name: str
     global_shape: tuple[int, ...]
     dtype: str
     box: Box
     data: torch.Tensor
+    piece: int
+    begin: int
 
     @property
     def key(self) -> str:
@@ -47,9 +56,25 @@ class Block:
         return boxes.label(self.name, self.box, self.global_shape)
 
     @property
+    def offer(self) -> Offer:
+        """The slice without its data."""
+        return self.name, self.global_shape, self.dtype, self.box
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The slice's own shape."""
         return tuple(stop - start for start, stop in self.box)
+
+    def with_data(self, data: torch.Tensor) -> Block:
+        """The same slice with its elements at another place."""
+        return replace(self, data=data)
+
+    def found_in(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Its data in the pieces of a later save, which have the same shards in the same order."""
+        data = pieces[self.piece].data
+        if self.begin < 0:
+            return data
+        return data.reshape(-1)[self.begin : self.begin + boxes.elements(self.box)]
 
     def memory(self) -> memoryview:
         """The bytes of the slice, not copied."""
@@ -57,13 +82,28 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """What this rank writes, and what all ranks know: bytes and slices of all, tied names."""
+class Agreement:
+    """Who writes what, as all ranks agreed it.
 
-    blocks: list[Block]
+    share         what this rank writes · total_bytes, slices  what all ranks write together
+    aliases       tied names of all ranks
+    offers, tied  what this rank had offered: the agreement holds while every rank offers the same
+    """
+
+    share: list[Key]
     total_bytes: int
     slices: int
     aliases: dict[str, str]
+    offers: dict[Key, Offer]
+    tied: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What this rank writes, in host memory, and what all ranks agreed."""
+
+    blocks: list[Block]
+    agreement: Agreement
 
 
 def collect(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> Collected:
@@ -72,28 +112,59 @@ def collect(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -
     Data already in host memory is not copied: it must not change until it is written.
     Errors: RankFailed on all ranks for a piece that contradicts its shard or another rank's.
     """
-    held: dict[tuple[str, Box], Block] = {}
-    answers = exchange(world, lambda: _offer(pieces, aliases, held))
-    collected: list[Collected] = []
-    exchange(world, lambda: collected.append(_settle(answers, held, world.rank)))
-    return collected[0]
+    held: dict[Key, Block] = {}
+
+    def offer() -> dict[Key, Offer]:
+        held.update(cut(pieces, aliases))
+        return offers_of(held)
+
+    agreement = agree(world, offer, aliases)
+    blocks: list[Block] = []
+    exchange(world, lambda: blocks.extend(_to_host(held[key]) for key in agreement.share))
+    return Collected(blocks, agreement)
 
 
-def _offer(
-    pieces: Sequence[Piece], aliases: Mapping[str, str], held: dict[tuple[str, Box], Block]
-) -> dict[str, Any]:
-    for piece in pieces:
-        for block in _cut(piece) if piece.shard.name not in aliases else ():
+def cut(pieces: Sequence[Piece], aliases: Mapping[str, str]) -> dict[Key, Block]:
+    """This rank's blocks, tied names left out; nothing is copied.
+
+    Errors: CheckpointError for a piece that contradicts its shard, or a slice that comes twice.
+    """
+    held: dict[Key, Block] = {}
+    for place, piece in enumerate(pieces):
+        for block in _cut(piece, place) if piece.shard.name not in aliases else ():
             if (block.name, block.box) in held:
                 raise CheckpointError(f"{block.key} is offered twice by one rank")
             held[block.name, block.box] = block
-    offers = [(b.name, b.global_shape, b.dtype, b.box) for b in held.values()]
-    return {"offers": offers, "aliases": dict(aliases)}
+    return held
+
+
+def offers_of(held: Mapping[Key, Block]) -> dict[Key, Offer]:
+    """What a rank that holds these blocks offers."""
+    return {key: block.offer for key, block in held.items()}
+
+
+def agree(
+    world: World, offer: Callable[[], Mapping[Key, Offer]], aliases: Mapping[str, str]
+) -> Agreement:
+    """Gather all ranks' offers and deal them; every rank calls it.
+
+    Errors: RankFailed on all ranks if `offer` raised on any, or the offers do not fit together.
+    """
+    mine: dict[Key, Offer] = {}
+
+    def tell() -> dict[str, Any]:
+        mine.update(offer())
+        return {"offers": list(mine.values()), "aliases": dict(aliases)}
+
+    answers = exchange(world, tell)
+    settled: list[Agreement] = []
+    exchange(world, lambda: settled.append(_settle(answers, mine, dict(aliases), world.rank)))
+    return settled[0]
 
 
 def _settle(
-    answers: Sequence[dict[str, Any]], held: Mapping[tuple[str, Box], Block], rank: int
-) -> Collected:
+    answers: Sequence[dict[str, Any]], mine: dict[Key, Offer], aliases: dict[str, str], rank: int
+) -> Agreement:
     dealt = deal([[_from_json(fields) for fields in answer["offers"]] for answer in answers])
     names = {name for share in dealt.shares for name, _ in share}
     tied: dict[str, str] = {}
@@ -104,8 +175,8 @@ def _settle(
             raise CheckpointError(
                 f"{alias} is tied to {name}: the second must be offered by a rank, the first not"
             )
-    blocks = [_to_host(held[key]) for key in dealt.shares[rank]]
-    return Collected(blocks, dealt.total_bytes, sum(map(len, dealt.shares)), tied)
+    slices = sum(map(len, dealt.shares))
+    return Agreement(dealt.shares[rank], dealt.total_bytes, slices, tied, mine, aliases)
 
 
 def _from_json(fields: Sequence[Any]) -> Offer:
@@ -113,9 +184,9 @@ def _from_json(fields: Sequence[Any]) -> Offer:
     return name, tuple(shape), dtype, tuple((start, stop) for start, stop in box)
 
 
-def _cut(piece: Piece) -> list[Block]:
+def _cut(piece: Piece, place: int) -> list[Block]:
     """The piece's slices; empty ones only for tensors that are empty themselves."""
-    shard, data = piece.shard, piece.data.detach().reshape(-1)
+    shard, data = piece.shard, piece.data.detach()
     dtype = str(data.dtype).removeprefix("torch.")
     if dtype != shard.dtype or data.numel() != shard.elements:
         raise CheckpointError(
@@ -126,17 +197,20 @@ def _cut(piece: Piece) -> list[Block]:
         raise CheckpointError(
             f"{shard.name}: dtype {dtype} cannot be saved; a checkpoint holds {', '.join(DTYPES)}"
         )
+    whole = len(shard.slices) == 1
+    if not whole:  # flattening copies what is not contiguous
+        data = data.reshape(-1)
     blocks: list[Block] = []
     position = 0
     for box in shard.slices:
         count = boxes.elements(box)
         if count or 0 in shard.global_shape:
-            part = data[position : position + count]
-            blocks.append(Block(shard.name, shard.global_shape, dtype, box, part))
+            part = data if whole else data[position : position + count]
+            begin = -1 if whole else position
+            blocks.append(Block(shard.name, shard.global_shape, dtype, box, part, place, begin))
         position += count
     return blocks
 
 
 def _to_host(block: Block) -> Block:
-    host = block.data.cpu().contiguous()
-    return Block(block.name, block.global_shape, block.dtype, block.box, host)
+    return block.with_data(block.data.cpu().contiguous().view(-1))

@@ -5,9 +5,9 @@
     write     each rank alone: `rank-K.safetensors` in it, fsync, read back, compare
     commit    rank 0: manifest, fsync, rename to `step-N`, fsync the parent; then delete beyond keep
 
-Only `write` takes long, and it talks to nobody, so it can later run beside training. After each
-phase all ranks learn of a failure on any; then the temporary folder goes, older checkpoints are
-as they were, and every rank raises the same CheckpointError, after which training may go on.
+After each phase all ranks learn of a failure on any; then the temporary folder goes, older
+checkpoints are as they were, and every rank raises the same CheckpointError, after which training
+may go on. `save` does all of it while its caller waits; `background` does it beside training.
 
 Source: write beside, fsync, verify, rename (reliability §4); ours adds digests of every byte and
 one verdict for all ranks.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ from shoal.checkpoint.catalog import file_problems, read_manifest, slices_by_fil
 from shoal.checkpoint.exchange import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.manifest import FILE_NAME, Manifest, encode, plain
-from shoal.checkpoint.pieces import Collected, Piece, collect
+from shoal.checkpoint.pieces import Agreement, Collected, Piece, collect
 from shoal.checkpoint.shardfile import join, write
 from shoal.checkpoint.tensorfile import write_all
 from shoal.fabric import World
 
-__all__ = ["Piece", "Saved", "save"]
+__all__ = ["Piece", "Saved", "Target", "save", "save_collected"]
 
 MANIFEST_SLICE_BYTES = 600
 """Room for one slice in header and manifest, generous: the space check errs early, not late."""
@@ -50,6 +50,32 @@ class Saved:
     size_bytes: int
     save_s: float
     existed: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be saved besides tensors, and where; equal on all ranks but for the record.
+
+    root     the folder of all checkpoints · step  gives the name `step-N`
+    record   free JSON, kept in the manifest; rank 0's is taken
+    keep     newest complete checkpoints that stay, this one included; ConfigError below 1
+    """
+
+    root: Path
+    step: int
+    record: dict[str, Any]
+    keep: int
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(
+                f"checkpoint.keep = {self.keep}: at least 1; nearest: checkpoint.keep=1"
+            )
+
+    @property
+    def final(self) -> Path:
+        """The folder that will appear."""
+        return step_folder(self.root, self.step)
 
 
 def save(
@@ -75,21 +101,31 @@ def save(
     Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,
     read-back differs): older checkpoints are untouched. ConfigError for keep < 1.
     """
-    if keep < 1:
-        raise ConfigError(f"checkpoint.keep = {keep}: at least 1; nearest: checkpoint.keep=1")
+    target = Target(root, step, record, keep)
+    return save_collected(target, lambda: collect(pieces, aliases or {}, world), world, emit)
+
+
+def save_collected(
+    target: Target, collecting: Callable[[], Collected], world: World, emit: Emit
+) -> Saved:
+    """`save` from any source of bytes in host memory. Every rank calls it.
+
+    collecting   gives this rank's share; may raise RankFailed, on all ranks alike
+    """
     began_s = time.perf_counter()
-    final = step_folder(root, step)
+    root, step, final = target.root, target.step, target.final
     temporary: Path | None = None
     try:
-        collected = collect(pieces, aliases or {}, world)
+        collected = collecting()
         existing = _existing(final, world, emit)
         if existing is not None:
             return Saved(final, step, existing.size_bytes, time.perf_counter() - began_s, True)
-        name = first_only(world, lambda: prepare(final, collected, record).name)
+        agreed = collected.agreement
+        name = first_only(world, lambda: prepare(final, agreed, target.record).name)
         folder = temporary = root / name
         parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
         size_bytes = first_only(
-            world, lambda: commit(folder, final, join(step, parts, collected.aliases, record))
+            world, lambda: commit(folder, final, join(step, parts, agreed.aliases, target.record))
         )
     except RankFailed as failure:
         if world.is_first:
@@ -103,11 +139,11 @@ def save(
     save_s = time.perf_counter() - began_s
     if world.is_first:
         emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
-        _retire(root, step, keep, emit)
+        _retire(root, step, target.keep, emit)
     return Saved(final, step, size_bytes, save_s)
 
 
-def prepare(final: Path, collected: Collected, record: dict[str, Any]) -> Path:
+def prepare(final: Path, agreed: Agreement, record: dict[str, Any]) -> Path:
     """Make the temporary folder for `final`, if the disk has room. Rank 0 alone calls it.
 
     Errors: OSError; CheckpointError when space lacks, or the record is not JSON.
@@ -115,8 +151,8 @@ def prepare(final: Path, collected: Collected, record: dict[str, Any]) -> Path:
     root = final.parent
     root.mkdir(parents=True, exist_ok=True)
     folders.remove_leftovers(root)
-    listed_bytes = len(str(plain(record))) + MANIFEST_SLICE_BYTES * (collected.slices + 1)
-    folders.check_space(root, collected.total_bytes + listed_bytes)
+    listed_bytes = len(str(plain(record))) + MANIFEST_SLICE_BYTES * (agreed.slices + 1)
+    folders.check_space(root, agreed.total_bytes + listed_bytes)
     folder = folders.temporary(final)
     folder.mkdir()
     return folder

@@ -8,7 +8,7 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
-from shoal.cli import checkpoint, train
+from shoal.cli import checkpoint, compare, prove, train
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -19,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("compare")(compare.compare)
+app.command("prove")(prove.prove)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

@@ -18,7 +18,15 @@ from typing import Any, get_type_hints
 import msgspec
 
 from shoal.base.errors import ConfigError, nearest, one_of
-from shoal.base.policies import PRECISIONS, SCHEDULES
+from shoal.base.policies import (
+    OFFLOAD,
+    PRECISIONS,
+    PROOFS,
+    RECOMPUTE,
+    REDUCTIONS,
+    SCHEDULES,
+    check_compress,
+)
 from shoal.config.sections import Config
 
 ALIASES = {
@@ -30,18 +38,16 @@ ALIASES = {
     "learning_rate": "optimizer.lr",
     "max_steps": "train.steps",
     "seq_len": "data.sequence",
+    "activation_checkpointing": "memory.recompute",
+    "gradient_checkpointing": "memory.recompute",
 }
 """Names that other projects use, in whichever section but [model] they are written."""
 
 NOT_BUILT = {
-    "memory": "recompute and offload",
     "islands": "training across slow links",
-    "precision.reduce": "a separate dtype for reductions",
-    "precision.loss_scale": "fp16 with a loss scale",
     "layout.schedule": "pipeline schedules",
     "layout.context": "context parallelism",
     "layout.ep": "expert parallelism",
-    "train.prove": "the proof before a run",
 }
 """Keys of the vocabulary that this version does not build: refused by name, not as typos."""
 
@@ -199,6 +205,27 @@ def _check_values(config: Config) -> None:
     """Legal values that a type cannot say."""
     if config.precision.compute not in PRECISIONS:
         raise ConfigError(one_of("precision.compute", config.precision.compute, PRECISIONS))
+    if config.precision.reduce not in REDUCTIONS:
+        raise ConfigError(one_of("precision.reduce", config.precision.reduce, REDUCTIONS))
+    if config.precision.loss_scale and config.precision.compute != "fp16":
+        raise ConfigError(
+            f"precision.loss_scale = {config.precision.loss_scale}: only fp16 has a loss scale, "
+            f"precision.compute = {config.precision.compute}; nearest: precision.compute=fp16"
+        )
+    for key, value, legal in (
+        ("memory.recompute", config.memory.recompute, RECOMPUTE),
+        ("memory.offload", config.memory.offload, OFFLOAD),
+        ("train.prove", config.train.prove, PROOFS),
+    ):
+        if value not in legal:
+            raise ConfigError(one_of(key, value, legal))
+    if config.precision.loss_scale < 0:
+        raise ConfigError(
+            f"precision.loss_scale = {config.precision.loss_scale}: a scale is positive, or 0 to "
+            f"follow overflows; nearest: precision.loss_scale=65536"
+        )
+    precision, layout = config.precision, config.layout
+    check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
     if config.optimizer.schedule not in SCHEDULES:
         raise ConfigError(one_of("optimizer.schedule", config.optimizer.schedule, SCHEDULES))
     if config.model.call not in ("single", "kwargs"):

@@ -12,6 +12,7 @@ from typing import Any
 from shoal.base.layout import AXES
 from shoal.base.policies import (
     CheckpointPolicy,
+    MemoryPolicy,
     OptimizerPolicy,
     PrecisionPolicy,
 )
@@ -73,6 +74,8 @@ class TrainSection:
     """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
     deterministic: bool = False
     """ask CUDA for deterministic kernels"""
+    prove: str = "quick"
+    """quick, off: before a fresh run on several processes, prove the layout on two small steps"""
     skip_limit: int = 5
     """non-finite steps in a row before the run stops"""
     on: tuple[str, ...] = ()
@@ -93,12 +96,21 @@ class LayoutSection:
     """what dp_shard splits: 1 optimizer state, 2 + gradients, 3 + parameters; −1: by strategy"""
     threads: int = 0
     """replicas within one process, for strategy dp; 0: two"""
+    compress: str = "none"
+    """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
     pp: int = 0
     """pipeline stages; not built yet"""
     cp: int = 0
     """ranks that share a sequence; not built yet"""
     tp: int = 0
     """ranks that share a layer; not built yet"""
+
+    def named(self) -> str:
+        """The strategy, as far as the name and the degrees tell before processes are counted."""
+        if self.strategy != "auto" or self.dp_shard < 2:
+            return self.strategy
+        stage = "hsdp" if self.dp_replicate > 1 else "fsdp"
+        return {1: "zero1", 2: "zero2"}.get(self.zero, stage)
 
     def degrees(self) -> dict[str, int]:
         """Degrees that were given, by axis."""
@@ -138,6 +150,7 @@ class Config:
     train: TrainSection = TrainSection()
     layout: LayoutSection = LayoutSection()
     precision: PrecisionPolicy = PrecisionPolicy()
+    memory: MemoryPolicy = MemoryPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     run: RunSection = RunSection()
     launch: LaunchSection = LaunchSection()

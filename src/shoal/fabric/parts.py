@@ -38,7 +38,10 @@ class PendingSum:
         if self.received.shape[0] == 1:
             part = self.received[0]
             return part if out is None else out.copy_(part)
-        return torch.sum(self.received, 0) if out is None else torch.sum(self.received, 0, out=out)
+        if out is None:
+            return torch.sum(self.received, 0)
+        # in the format that is kept, though what travelled may be narrower
+        return torch.sum(self.received, 0, dtype=out.dtype, out=out)
 
 
 def scatter_sum(

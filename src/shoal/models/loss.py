@@ -40,7 +40,7 @@ class Unprojected:
 
     def logits(self) -> Tensor:
         """All logits at once, [..., vocabulary]; large."""
-        return F.linear(self.hidden, self.weight)
+        return F.linear(self.hidden.to(self.weight.dtype), self.weight)
 
 
 pytree.register_pytree_node(

@@ -32,11 +32,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] to [..., dim]."""
-        wide = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
-        if x.device.type == "cpu" and wide:
-            y: Tensor = _RMSNorm.apply(x, self.weight, self.epsilon)
+        weight = self.weight.to(x.dtype)  # a layout may hand out a narrow copy
+        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+            y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
             return y
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,12 +1,30 @@
 """Private names of torch that this room uses; tested on 2.13."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["BatchNorm", "in_backward", "pytree"]
+__all__ = [
+    "BatchNorm",
+    "Convolution",
+    "TorchDispatchMode",
+    "counting_writes",
+    "in_backward",
+    "pytree",
+]
 
 
 def in_backward() -> bool:
     """Whether autograd runs on this thread now: a module called then is being recomputed."""
     return torch._C._current_graph_task_id() != -1
+
+
+def counting_writes() -> AbstractContextManager[None]:
+    """Below autograd: let in the layer that counts in-place writes to a tensor."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return guard

@@ -9,6 +9,10 @@ nothing. The sum is not divided: the step divides by the global count of targets
     ddp     all-reduce: every rank gets the whole sum, in place
     zero1   reduce-scatter: a rank gets the sum of its own part only, in place
 
+Where forward passes read narrow copies of the weights, a parameter's gradient is narrow too: the
+hook adds it to its view of the fp32 buffer and drops it. `precision.reduce` may make what travels
+narrower than what is kept.
+
 Source: Li et al. 2020 (PyTorch Distributed); differs from torch's DDP in fixed buckets (DDP
 rebuilds them after step 1, which changes the rounding of sums on resume) and in never averaging.
 """
@@ -26,6 +30,9 @@ from shoal.base.plan import Bucket
 from shoal.fabric import World
 from shoal.fabric.parts import PendingSum
 from shoal.parallel.program import Local, laid_out_like
+
+REDUCE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+"""Formats in which sums may travel."""
 
 Pending = dist.Work | PendingSum | None
 
@@ -47,16 +54,19 @@ class BucketReducer:
         parameters: dict[str, nn.Parameter],
         buckets: tuple[Bucket, ...],
         world: World,
-        local: Mapping[str, Local] | None = None,
+        local: Mapping[str, Local],
+        reduce: str = "",
     ) -> None:
         self.parameters = parameters
+        self.reduce = getattr(torch, REDUCE[reduce]) if reduce else None
         self.plan = buckets
         self.world = world
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
         self.parts: dict[str, torch.Tensor] = {}
         self.bucket_of: dict[str, int] = {}
-        self.local = local or {}
+        self.local = local
+        self.copied = {name for bucket in buckets if bucket.compute for name in bucket.names}
         for number, bucket in enumerate(buckets):
             flat = torch.zeros(
                 bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
@@ -75,7 +85,7 @@ class BucketReducer:
         self.armed = False
         self.seen: set[str] = set()
         self.missing: list[int] = []
-        self.pending: list[Pending] = []
+        self.pending: list[tuple[Pending, torch.Tensor]] = []
         self.norms: list[torch.Tensor] = []
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -86,7 +96,7 @@ class BucketReducer:
         """Zero the buffers and make every gradient a view into them."""
         torch._foreach_zero_(self.flats)
         for name, parameter in self.parameters.items():
-            parameter.grad = self.views[name]
+            parameter.grad = None if name in self.copied else self.views[name]
         self.active, self.armed = True, False
         self.seen, self.pending, self.norms = set(), [], []
 
@@ -105,17 +115,20 @@ class BucketReducer:
         while len(self.pending) < len(self.flats):
             self._send()
         with self.world.traffic.waiting():
-            for number, work in enumerate(self.pending):
+            for number, (work, sent) in enumerate(self.pending):
                 if isinstance(work, PendingSum):
                     work.result(out=self._own(number))
                 elif work is not None:
                     work.wait()
+                    if sent is not self.flats[number]:
+                        self.flats[number].copy_(sent)
         # A work that is kept would keep its process group alive beyond `destroy`.
-        self.pending = [None] * len(self.flats)
+        self.pending = [(None, flat) for flat in self.flats]
         self.active = False
         for name, parameter in self.parameters.items():
             # A tensor that is not the view was never summed: some code replaced it.
-            if parameter.grad is not self.views[name]:
+            kept = None if name in self.copied else self.views[name]
+            if parameter.grad is not kept:
                 raise PlanError(
                     f"{name}.grad was replaced during the backward pass (by a hook or by the "
                     f"model): its gradient is not in the buffer that ranks sum; leave .grad alone"
@@ -125,6 +138,8 @@ class BucketReducer:
         for name, local in self.local.items():
             if name in self.parts:
                 local.parameter.grad = self.parts[name].view(local.parameter.shape)
+            elif name in self.copied:
+                local.parameter.grad = self.views[name]
 
     def publish(self) -> None:
         """The parameters themselves were stepped."""
@@ -160,6 +175,9 @@ class BucketReducer:
             if not self.active:
                 return
             self.seen.add(name)
+            if name in self.copied and parameter.grad is not None:
+                self.views[name].add_(parameter.grad)
+                parameter.grad = None
             if not self.armed:
                 return
             bucket = self.bucket_of[name]
@@ -176,10 +194,11 @@ class BucketReducer:
         flat, cuts = self.flats[number], self.plan[number].cuts
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
+        sent = flat if self.reduce is None else flat.to(self.reduce)
         if cuts:
-            self.pending.append(self.world.scatter_sum(flat, cuts))
+            self.pending.append((self.world.scatter_sum(sent, cuts), sent))
         else:
-            self.pending.append(self.world.sum(flat, wait=False))
+            self.pending.append((self.world.sum(sent, wait=False), sent))
 
 
 def second_gradient(name: str) -> PlanError:

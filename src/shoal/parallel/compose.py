@@ -5,6 +5,7 @@ Each line is one technique, one file and one verb. None of them knows another.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from shoal.base.facts import ParameterFacts
@@ -12,17 +13,20 @@ from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel import (
     batch_norm,
+    compress,
     ddp,
     dp,
     loose_buffers,
+    offload,
     placement,
     precision,
     randomness,
+    recompute,
     same_weights,
     single,
     zero,
 )
-from shoal.parallel.program import Program, aliases, frozen, trainable
+from shoal.parallel.program import Program, aliases, dtype_of, frozen, trainable
 
 
 def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Program:
@@ -42,6 +46,9 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
     program = batch_norm.apply(program)
     # After BatchNorm's rule: what is left over has no rule.
     program = loose_buffers.apply(program)
+    # Inside of what gathers parameters, which then gathers for the second forward too.
+    program = recompute.apply(program, plan.recompute)
+    program = offload.apply(program, plan.offload)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
     # replace them after it.
     layout = plan.layout
@@ -49,16 +56,22 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
         from shoal.parallel import fsdp  # half a second of imports that other layouts do without
 
         return fsdp.apply(program)
+    copied = any(bucket.compute for bucket in plan.buckets)
     if layout.zero:
-        return zero.apply(program)
-    if layout.processes > 1:
-        return ddp.apply(program)
-    return dp.apply(program) if layout.threads > 1 else single.apply(program)
+        program = zero.apply(program)
+    elif layout.threads > 1:
+        program = dp.apply(program)
+    else:
+        summed = layout.processes > 1 or copied
+        program = ddp.apply(program) if summed else single.apply(program)
+    # After the reducer is there: it goes between the reducer and the wire.
+    return compress.apply(program)
 
 
-def facts(module: nn.Module) -> list[ParameterFacts]:
+def facts(module: nn.Module, compute: str, device: torch.device) -> list[ParameterFacts]:
     """What the planner needs to know of the trainable parameters."""
+    narrow = precision.copies(module, compute, device)
     return [
-        ParameterFacts(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
+        ParameterFacts(name, tuple(p.shape), dtype_of(p), p.element_size(), narrow.get(name, ""))
         for name, p in trainable(module).items()
     ]

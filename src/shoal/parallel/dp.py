@@ -8,14 +8,15 @@ after the backward pass instead of during it, and it ends at one machine.
 
 Random operations, BatchNorm and buffers that the forward pass changes are the process's own, not a
 thread's: with those the replicas run in turn. Whether there are random operations is seen in the
-first step, which runs in turn and looks at the generators.
+first step, which runs in turn and looks whether a generator is still where it was last seeded.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import BatchNorm
-from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
+from shoal.parallel.program import Pass, Program, Reducer, aliases, blocks, whole_locals
 
 
 def apply(program: Program) -> Program:
@@ -38,6 +39,7 @@ def apply(program: Program) -> Program:
         local=whole_locals(program.parameters),
         reducer=AddedGradients(program.parameters, replicas.others),
         run=replicas.run,
+        around=(*program.around, replicas.watch),
         on_close=(*program.on_close, replicas.close),
     )
 
@@ -48,7 +50,11 @@ class Replicas:
     def __init__(self, program: Program) -> None:
         self.module = program.module
         self.others = [_replica(program) for _ in range(program.plan.layout.threads - 1)]
-        self.pool = ThreadPoolExecutor(len(self.others) + 1)
+        # Each thread would else start as many workers as there are cores.
+        share = max(1, torch.get_num_threads() // (len(self.others) + 1))
+        self.pool = ThreadPoolExecutor(
+            len(self.others) + 1, initializer=torch.set_num_threads, initargs=(share,)
+        )
         # One rule keys the generators; another one means buffers that belong to no thread.
         self.in_turn = len(program.around) > 1 or any(True for _ in program.module.buffers())
         self.looked = False
@@ -83,24 +89,33 @@ class Replicas:
         """End the threads."""
         self.pool.shutdown()
 
+    @contextmanager
+    def watch(self, step: int, index: int) -> Iterator[None]:
+        """At the end of a pass, loss included: did it draw since its generators were last keyed?"""
+        yield
+        self._note()
+
     def _look(self, module: nn.Module, one: Pass) -> None:
-        """Run one pass alone; once, note whether it drew from the generators."""
-        if self.looked:
-            one(module)
-            return
-        drew = []
-        hook = module.register_forward_pre_hook(lambda *_: drew.append(_drawn()))
-        after = module.register_forward_hook(lambda *_: drew.append(_drawn()))
+        """Run one pass alone; in the first step also note whether its blocks draw."""
+        hooks = []
+        for _, block in () if self.looked else blocks(module):
+            # Before the hooks that key generators anew, and so would hide it.
+            hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
+            hooks.append(block.register_forward_hook(self._note, prepend=True))
         one(module)
-        hook.remove()
-        after.remove()
-        self.in_turn = self.in_turn or any(
-            not torch.equal(a, b) for a, b in zip(drew[::2], drew[1::2], strict=True)
-        )
+        for hook in hooks:
+            hook.remove()
+
+    def _note(self, *_: object) -> None:
+        if not self.looked:
+            self.in_turn = self.in_turn or _drawn()
 
 
-def _drawn() -> torch.Tensor:
-    return torch.default_generator.get_state()
+def _drawn() -> bool:
+    """Is the generator no longer where its seed put it?"""
+    now = torch.default_generator
+    seeded = torch.Generator().manual_seed(now.initial_seed())
+    return not torch.equal(now.get_state(), seeded.get_state())
 
 
 def _in_thread(one: Pass, module: nn.Module) -> None:

@@ -10,6 +10,9 @@ Gradients are sums: torch's division by the number of ranks is switched off. The
 local tensors, not on DTensors (0.88 against 2.55 ms for the same weights). Parameters that a pass
 leaves unused count as zero, so that ranks which disagree about them still meet.
 
+Under bf16 and fp16 a unit's vectors (norms, biases) are gathered in the narrow format with its
+matrices; the root unit is gathered as it is kept.
+
 Source: Zhao et al. 2023 (PyTorch FSDP); torch.distributed.fsdp.fully_shard
 Limits: a block that one rank runs and another skips leaves ranks waiting for each other; a block
         that is a bare layer stays in the root unit (in-place operations on its output would fail)
@@ -23,15 +26,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import PlanError
 from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.parallel._torch import pytree
+from shoal.parallel.buckets import REDUCE
 from shoal.parallel.program import Local, Program, blocks, frozen, trainable
+from shoal.profile.flops import meta_twin
 
 
 def apply(program: Program) -> Program:
@@ -41,21 +54,13 @@ def apply(program: Program) -> Program:
     axes = {"dp_shard": plan.layout.dp_shard}
     if plan.layout.dp_replicate > 1:
         axes = {"dp_replicate": plan.layout.dp_replicate, **axes}
-    mesh = world.mesh(axes)
-    detours = []
-    for unit in [*units(module), module]:
-        # Before torch's own hook, which hangs the gathering for backward on what it finds here.
-        detours.append(unit.register_forward_hook(_outputs_of_their_own))
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not module)
-    gather: Any = GatherParameters(world.traffic)
-    scatter: Any = ScatterGradients(world.traffic, plan.layout.dp_replicate)
+    twin = meta_twin(module)  # sharded modules cannot be copied any more
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
+            parameter.data = parameter.data.contiguous()
+    scatter = ScatterGradients(world.traffic, plan.layout.dp_replicate)
+    detours = _wrap(program, world.mesh(axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    for shard in shards:
-        shard.set_custom_all_gather(gather)
-        shard.set_custom_reduce_scatter(scatter)
-        shard.set_gradient_divide_factor(1.0)
-        shard.set_force_sum_reduction_for_comms(True)
-        shard.set_reduce_scatter_unused_params(True, recurse=False)
     parameters = trainable(module)
     reducer = ShardedGradients(module, parameters, scatter, plan.defer_sync)
     for shard in shards:
@@ -87,8 +92,56 @@ def apply(program: Program) -> Program:
         reducer=reducer,
         copies=plan.layout.dp_replicate,
         together=True,
+        twin=twin,
         on_evaluated=(*program.on_evaluated, reshard),
         on_close=(*program.on_close, *(d.remove for d in detours), reducer.close),
+    )
+
+
+def _wrap(program: Program, mesh: DeviceMesh, scatter: ScatterGradients) -> list[RemovableHandle]:
+    """Shard every unit and the root; gives the hooks of ours that this needs."""
+    module, plan = program.module, program.plan
+    host = CPUOffloadPolicy() if plan.offload == "parameters" else OffloadPolicy()
+    detours = []
+    for unit in [*units(module), module]:
+        # Before torch's own hook, which hangs the gathering for backward on what it finds here.
+        detours.append(unit.register_forward_hook(_outputs_of_their_own))
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=unit is not module,
+            mp_policy=_formats(unit, program, root=unit is module),
+            offload_policy=host,
+        )
+    # Any: torch asks for classes of its own, and calls them like these.
+    gather: Any = GatherParameters(program.world.traffic)
+    summed: Any = scatter
+    for shard in module.modules():
+        if not isinstance(shard, FSDPModule):
+            continue
+        shard.set_custom_all_gather(gather)
+        shard.set_custom_reduce_scatter(summed)
+        shard.set_gradient_divide_factor(1.0)
+        shard.set_force_sum_reduction_for_comms(True)
+        shard.set_reduce_scatter_unused_params(True, recurse=False)
+    return detours
+
+
+def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
+    """Gather a unit in the narrow format if its matrices are all read in it anyway."""
+    plan, reduce = program.plan, None
+    if plan.reduce:
+        reduce = getattr(torch, REDUCE[plan.reduce])
+    copied = {name: bucket.compute for bucket in plan.buckets for name in bucket.names}
+    names = {id(p): name for name, p in program.parameters.items()}
+    here = [(p, copied.get(names.get(id(p), ""), "")) for p in unit.parameters()]
+    matrices = {compute for p, compute in here if p.ndim >= 2}
+    if root or len(matrices) != 1 or not next(iter(matrices)):
+        return MixedPrecisionPolicy(reduce_dtype=reduce)
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, matrices.pop()),
+        reduce_dtype=reduce or torch.float32,
+        cast_forward_inputs=False,
     )
 
 

@@ -1,19 +1,34 @@
-"""Number formats: fp64 and fp32 change the module, bf16 keeps fp32 weights and casts inside.
+"""Number formats: what forward and backward passes compute in, and what stays fp32 beneath them.
 
-bf16 runs matrix products in bfloat16 under torch.autocast while parameters, gradients and optimizer
-state stay fp32: no loss scale is needed since bf16 has fp32's range. fp64 exists to prove layouts.
+    fp64        the module itself; exists to prove layouts
+    fp32        the module as it is
+    bf16, fp16  matrix products in the narrow format under torch.autocast; weights, gradients' sums
+                and optimizer state stay fp32 (masters). Weights of linear layers and convolutions
+                are copied to the narrow format once per step instead of once per pass; embeddings,
+                and heads tied to them, keep fp32, and so does the residual stream
+    fp16        needs a loss scale (trainer), since small gradients vanish below 6e-8. A CPU has no
+                fast fp16: there operands and results are rounded to fp16 and multiplied in fp32,
+                which gives fp16's values and none of its speed
+
+Source: Micikevicius et al. 2018 (mixed precision: masters, loss scale)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from shoal.parallel._torch import pytree
+from shoal.parallel._torch import Convolution, pytree
 from shoal.parallel.program import Program
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(compute: str, device: torch.device) -> str:
@@ -28,19 +43,86 @@ def resolve(compute: str, device: torch.device) -> str:
     return "fp32"
 
 
-def convert(module: torch.nn.Module, compute: str) -> torch.nn.Module:
+def convert(module: nn.Module, compute: str) -> nn.Module:
     """Cast the weights for fp64; every other format trains the weights as they are, in place."""
     return module.double() if compute == "fp64" else module
 
 
+def copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, str]:
+    """Which trainable parameters forward passes read as narrow copies: name → format.
+
+    Those of linear layers and convolutions, whose products autocast makes narrow anyway; not where
+    fp16 is only imitated, and not what an embedding reads as well.
+    """
+    if compute not in NARROW or emulated(compute, device):
+        return {}
+    wide: set[int] = set()
+    narrow: set[int] = set()
+    for part in module.modules():
+        chosen = narrow if isinstance(part, nn.Linear | Convolution) else wide
+        chosen.update(id(p) for p in part.parameters(recurse=False) if p.dtype == torch.float32)
+    dtype = str(NARROW[compute]).removeprefix("torch.")
+    return {
+        name: dtype
+        for name, p in module.named_parameters()
+        if p.requires_grad and id(p) in narrow - wide
+    }
+
+
+def emulated(compute: str, device: torch.device) -> bool:
+    """Whether a format is imitated by rounding: fp16 on a CPU."""
+    return compute == "fp16" and device.type == "cpu"
+
+
 def apply(program: Program) -> Program:
     """Autocast around the forward pass, or float64 inputs, as the plan's precision says."""
-    device = program.world.device.type
-    if program.plan.precision == "bf16":
-        return replace(program, autocast=lambda: torch.autocast(device, dtype=torch.bfloat16))
-    if program.plan.precision == "fp64":
+    device, compute = program.world.device, program.plan.precision
+    if compute == "fp64":
         return replace(program, prepare=(*program.prepare, _floats_to(torch.float64)))
-    return program
+    if emulated(compute, device):
+        program.notices.append(
+            "precision.compute = fp16: this CPU has no fast fp16: operands and results are rounded "
+            "to fp16 and multiplied in fp32; for speed: precision.compute=bf16"
+        )
+        return replace(program, autocast=_rounding)
+    if compute not in NARROW:
+        return program
+    autocast = _autocast(device.type, NARROW[compute])
+    own = _OwnCalls(autocast, device.type)
+    hooks = [
+        program.module.register_forward_pre_hook(own.enter),
+        program.module.register_forward_hook(own.leave, always_call=True),
+    ]
+    return replace(
+        program,
+        autocast=autocast,
+        on_close=(*program.on_close, *(hook.remove for hook in hooks)),
+    )
+
+
+class _OwnCalls:
+    """A user who calls the module outside of a step meets narrow weights: autocast comes along."""
+
+    def __init__(
+        self, autocast: Callable[[], AbstractContextManager[Any]], device_type: str
+    ) -> None:
+        self.autocast, self.device_type = autocast, device_type
+        self.entered: list[AbstractContextManager[Any] | None] = []
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        context = None if torch.is_autocast_enabled(self.device_type) else self.autocast()
+        if context is not None:
+            context.__enter__()
+        self.entered.append(context)
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        context = self.entered.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+def _autocast(device_type: str, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: torch.autocast(device_type, dtype=dtype)
 
 
 def _floats_to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -49,3 +131,46 @@ def _floats_to(dtype: torch.dtype) -> Callable[[Any], Any]:
         return leaf.to(dtype) if floating else leaf
 
     return lambda batch: pytree.tree_map(cast, batch)
+
+
+class _Round(torch.autograd.Function):
+    """To the nearest fp16 value and back, the gradient likewise; what is too large becomes inf."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.half().to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].half().to(gradients[0].dtype)
+
+
+def _rounded(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return _Round.apply(value) if floating else value
+
+
+PRODUCTS = {
+    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
+    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm,
+    F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d,
+    F.scaled_dot_product_attention,
+}  # fmt: skip
+"""What autocast makes narrow."""
+
+
+class _HalfProducts(TorchFunctionMode):
+    """Rounds what goes into a matrix product and what comes out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in PRODUCTS or "out" in kwargs:
+            return func(*args, **kwargs)
+        args = pytree.tree_map(_rounded, args)
+        return _rounded(func(*args, **pytree.tree_map(_rounded, kwargs)))
+
+
+@contextmanager
+def _rounding() -> Iterator[None]:
+    with _HalfProducts():
+        yield

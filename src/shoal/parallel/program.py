@@ -94,7 +94,7 @@ Part = tuple[torch.Tensor, Shard]
 def whole_locals(parameters: Mapping[str, nn.Parameter]) -> dict[str, Local]:
     """Every parameter whole, as one process and `ddp` step them."""
     return {
-        name: Local(p, Shard.whole(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")))
+        name: Local(p, Shard.whole(name, tuple(p.shape), dtype_of(p)))
         for name, p in parameters.items()
     }
 
@@ -110,6 +110,7 @@ class Program:
     aliases       other names of tied tensors → the name under which they are kept
     run           runs the passes of a step on the module, telling the reducer of each
     copies        how many ranks hold the same element of `reducer.sums()`
+    twin          the module without data, for counting, where it cannot be copied itself
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
     around        context managers around a micro-batch's forward and backward pass, by
@@ -135,6 +136,7 @@ class Program:
     run: Callable[[Program, Sequence[Pass], Reducer], None] = in_turn
     copies: int = 1
     together: bool = False
+    twin: nn.Module | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -145,6 +147,11 @@ class Program:
     on_evaluated: tuple[Callable[[], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     notices: list[str] = field(default_factory=list)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """torch's name of a tensor's element type, without the prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

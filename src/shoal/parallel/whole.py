@@ -11,7 +11,7 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.shards import Box, Shard
 from shoal.fabric import World
-from shoal.parallel.program import Part, Program
+from shoal.parallel.program import Part, Program, dtype_of
 
 
 def held(program: Program) -> dict[str, Part]:
@@ -88,8 +88,3 @@ def _fill(out: torch.Tensor, box: Box, row: torch.Tensor, place: int) -> int:
     target = out[tuple(slice(start, stop) for start, stop in box)]
     target.copy_(row[place : place + target.numel()].view(target.shape))
     return place + target.numel()
-
-
-def dtype_of(tensor: torch.Tensor) -> str:
-    """torch's name of a tensor's element type, without the prefix."""
-    return str(tensor.dtype).removeprefix("torch.")

@@ -25,8 +25,8 @@ from shoal.base.plan import Bucket
 from shoal.base.shards import Shard, flat_slices
 from shoal.fabric import World
 from shoal.fabric.parts import PendingSum
-from shoal.parallel.buckets import BucketReducer, places, second_gradient
-from shoal.parallel.program import Local, Program
+from shoal.parallel.buckets import REDUCE, BucketReducer, places, second_gradient
+from shoal.parallel.program import Local, Part, Program
 
 IN_FLIGHT = 2
 """Buckets on their way at once under zero2; more would hold more transient gradients."""
@@ -39,61 +39,106 @@ def apply(program: Program) -> Program:
     local = weights.local()
     reducer: _ZeroOne | ScatterReducer
     if plan.layout.zero == 1 or plan.defer_sync:
-        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world)
+        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world, plan.reduce)
     else:
-        reducer = ScatterReducer(weights, local, program.parameters, plan.buckets, world)
+        reducer = ScatterReducer(
+            weights, local, program.parameters, plan.buckets, world, plan.reduce
+        )
     return replace(
         program,
         reducer=reducer,
         local=local,
-        on_close=(*program.on_close, reducer.close),
+        parts=weights.parts(local),
+        on_close=(*program.on_close, reducer.close, weights.widen),
     )
 
 
 class FlatWeights:
-    """All weights of a program in one buffer per bucket, of which the parameters are views."""
+    """All weights of a program in one buffer per bucket, of which the parameters are views.
+
+    flats     what forward passes read, whole, in the bucket's compute format
+    masters   this rank's parts in the format that is stepped: views of `flats`, or tensors of their
+              own where forward passes read narrow copies
+    """
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], buckets: tuple[Bucket, ...], world: World
     ) -> None:
         self.parameters, self.buckets, self.world = parameters, buckets, world
         self.flats: list[torch.Tensor] = []
+        self.masters: list[torch.Tensor] = []
         for bucket in buckets:
             if not bucket.cuts:
                 raise BugError("a bucket without cuts came to a zero stage")
-            flat = torch.zeros(
+            wide = torch.zeros(
                 bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
             )
-            for name, (start, stop) in places(bucket, parameters).items():
-                view = flat[start:stop].view(parameters[name].shape)
-                view.copy_(parameters[name].detach())
-                parameters[name].data = view
+            at = places(bucket, parameters)
+            for name, (start, stop) in at.items():
+                wide[start:stop].view(parameters[name].shape).copy_(parameters[name].detach())
+            low, high = self.span(bucket)
+            flat = wide.to(getattr(torch, bucket.compute or bucket.dtype))
+            for name, (start, stop) in at.items():
+                parameters[name].data = flat[start:stop].view(parameters[name].shape)
             self.flats.append(flat)
+            self.masters.append(wide[low:high].clone() if bucket.compute else flat[low:high])
+
+    def span(self, bucket: Bucket) -> tuple[int, int]:
+        """Where this rank's part of a bucket begins and ends."""
+        return bucket.cuts[self.world.rank], bucket.cuts[self.world.rank + 1]
 
     def local(self) -> dict[str, Local]:
         """The part of every parameter that this rank steps, flat; absent where it has none."""
         found: dict[str, Local] = {}
-        for bucket, flat in zip(self.buckets, self.flats, strict=True):
-            low, high = bucket.cuts[self.world.rank : self.world.rank + 2]
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            low, high = self.span(bucket)
             for name, (start, stop) in places(bucket, self.parameters).items():
                 first, last = max(start, low), min(stop, high)
                 if first >= last:
                     continue
                 shape = tuple(self.parameters[name].shape)
                 slices = flat_slices(shape, first - start, last - start)
-                piece = flat[first:last]
+                piece = master[first - low : last - low]
                 whole = (first, last) == (start, stop)  # then matrices stay matrices (Muon)
                 part = nn.Parameter(piece.view(shape) if whole else piece)
                 found[name] = Local(part, Shard(name, shape, bucket.dtype, slices))
         # The module's own order, so that sums over parameters run as they would elsewhere.
         return {name: found[name] for name in self.parameters if name in found}
 
+    def parts(self, local: dict[str, Local]) -> dict[str, Part]:
+        """What is kept of parameters whose masters lie in parts only; no slices where no part."""
+        found: dict[str, Part] = {}
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            for name in bucket.names if bucket.compute else ():
+                nothing = Shard(name, tuple(self.parameters[name].shape), bucket.dtype, ())
+                found[name] = (master[:0], nothing)
+                if name in local:
+                    found[name] = (local[name].parameter.detach(), local[name].shard)
+        return found
+
+    def widen(self) -> None:
+        """Give the module the masters in the place of narrow copies, whole; all ranks call it."""
+        for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True):
+            if not bucket.compute:
+                continue
+            low, high = self.span(bucket)
+            wide = torch.zeros_like(flat, dtype=master.dtype)
+            wide[low:high] = master
+            work = self.world.gather_parts(wide, bucket.cuts)
+            if work is not None:
+                work.wait()
+            for name, (start, stop) in places(bucket, self.parameters).items():
+                parameter = self.parameters[name]
+                parameter.data = wide[start:stop].view(parameter.shape)
+
     def publish(self) -> None:
         """Every rank gives its parts to all others."""
-        works = [
-            self.world.gather_parts(flat, bucket.cuts)
-            for flat, bucket in zip(self.flats, self.buckets, strict=True)
-        ]
+        works = []
+        for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True):
+            if bucket.compute:
+                low, high = self.span(bucket)
+                flat[low:high].copy_(master)
+            works.append(self.world.gather_parts(flat, bucket.cuts))
         with self.world.traffic.waiting():
             for work in works:
                 if work is not None:
@@ -110,8 +155,9 @@ class _ZeroOne(BucketReducer):
         parameters: dict[str, nn.Parameter],
         buckets: tuple[Bucket, ...],
         world: World,
+        reduce: str,
     ) -> None:
-        super().__init__(parameters, buckets, world, local)
+        super().__init__(parameters, buckets, world, local, reduce)
         self.weights = weights
 
     def publish(self) -> None:
@@ -129,15 +175,14 @@ class ScatterReducer:
         parameters: dict[str, nn.Parameter],
         buckets: tuple[Bucket, ...],
         world: World,
+        reduce: str,
     ) -> None:
         self.weights, self.local = weights, local
+        self.reduce = getattr(torch, REDUCE[reduce]) if reduce else None
         self.parameters, self.plan, self.world = parameters, buckets, world
         self.places = [places(bucket, parameters) for bucket in buckets]
         self.bucket_of = {name: n for n, bucket in enumerate(buckets) for name in bucket.names}
-        self.parts = [
-            flat.new_zeros(bucket.cuts[world.rank + 1] - bucket.cuts[world.rank])
-            for bucket, flat in zip(buckets, weights.flats, strict=True)
-        ]
+        self.parts = [torch.zeros_like(master) for master in weights.masters]
         self.active = False
         self.rounds = self.round = self.next = 0
         self.seen: set[str] = set()
@@ -242,12 +287,13 @@ class ScatterReducer:
         del self.staged[number]
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
-        self.pending.append((number, self.world.scatter_sum(flat, self.plan[number].cuts)))
+        sent = flat if self.reduce is None else flat.to(self.reduce)
+        self.pending.append((number, self.world.scatter_sum(sent, self.plan[number].cuts)))
         while len(self.pending) > IN_FLIGHT:
             self._receive()
 
     def _receive(self) -> None:
         number, arriving = self.pending.pop(0)
         with self.world.traffic.waiting():
-            part = arriving.result()
+            part = arriving.result(out=torch.empty_like(self.parts[number]))
         self.parts[number].add_(part)

@@ -2,8 +2,9 @@
 
 Gradients become ready roughly in reverse order of the parameters, so buckets are filled from the
 last parameter to the first and sent in that order while the backward pass goes on. One dtype per
-bucket. The buckets never change during a run: torch's DDP rebuilds its own after step 1, and since
-a sum's rounding depends on an element's place in the buffer, a resume then differs in bits.
+bucket, and one format of the copies that forward passes read. The buckets never change during a
+run: torch's DDP rebuilds its own after step 1, and since a sum's rounding depends on an element's
+place in the buffer, a resume then differs in bits.
 Under zero1 and zero2 each bucket is also cut: rank r owns the elements from cut r to cut r + 1: it
 receives their sum and holds their optimizer state. Cuts are even (the bucket is padded to a
 multiple of the ranks) where the optimizer's step on slices is the slices of its step; else they
@@ -35,21 +36,23 @@ def plan_buckets(
     [('c', 'b'), ('a',)]
     """
     buckets: list[Bucket] = []
-    open_names: dict[str, list[ParameterFacts]] = {}
+    open_names: dict[tuple[str, str], list[ParameterFacts]] = {}
 
-    def close(dtype: str) -> None:
-        held = open_names.pop(dtype)
+    def close(kind: tuple[str, str]) -> None:
+        held = open_names.pop(kind)
         total = sum(p.elements for p in held)
-        buckets.append(Bucket(tuple(p.name for p in held), total, dtype, held[0].element_bytes))
+        names = tuple(p.name for p in held)
+        buckets.append(Bucket(names, total, kind[0], held[0].element_bytes, compute=kind[1]))
 
     for parameter in reversed(parameters):
-        held = open_names.get(parameter.dtype, [])
+        kind = parameter.dtype, parameter.compute
+        held = open_names.get(kind, [])
         size_bytes = sum(p.elements for p in held) * parameter.element_bytes
         if held and size_bytes + parameter.elements * parameter.element_bytes > bucket_bytes:
-            close(parameter.dtype)
-        open_names.setdefault(parameter.dtype, []).append(parameter)
-    for dtype in list(open_names):
-        close(dtype)
+            close(kind)
+        open_names.setdefault(kind, []).append(parameter)
+    for kind in list(open_names):
+        close(kind)
     return tuple(buckets)
 
 

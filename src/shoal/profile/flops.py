@@ -29,7 +29,7 @@ def backward_flops(
              95 MiB for a 14 MiB model)
     """
     try:
-        twin = _meta_twin(module)
+        twin = meta_twin(module)
         shapes = pytree.tree_map(_to_meta, batch)
         with FlopCounterMode(display=False) as counter:
             loss_sum(twin, shapes).backward()
@@ -42,7 +42,7 @@ def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _meta_twin(module: nn.Module) -> nn.Module:
+def meta_twin(module: nn.Module) -> nn.Module:
     """A copy of the module whose tensors have no data, and whose hooks are gone."""
     twins: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -54,4 +54,5 @@ def _meta_twin(module: nn.Module) -> nn.Module:
     for part in copied.modules():
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
+        part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
     return copied

@@ -6,6 +6,7 @@ that hold different numbers of targets weighs their samples unequally, silently.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,17 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
         + "; nearest: return (inputs, targets) from the dataset or collate function"
     )
+
+
+def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The module inside DistributedDataParallel or DataParallel, and the line that says so.
+
+    Left in place, DDP would sum the same gradients at the same time, into the same memory.
+    """
+    if not isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return model, []
+    name = type(model).__name__
+    return model.module, [f"model: taken out of {name}, which costs memory and does nothing here"]
 
 
 def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
@@ -106,10 +118,15 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
 
     Takes   loss(outputs, targets) → tensor without dims, a mean over dim 0 of the targets
     Gives   a loss that returns (mean × samples, samples), so that every sample weighs the same
-            in every layout
+            in every layout; nn.CrossEntropyLoss and nn.NLLLoss, whose means leave out ignored
+            targets and weigh classes, are taken apart and give their own (sum, sum of weights)
     Errors  ConfigError when the targets hold no tensor to count, or the loss is no mean
-    Limits  right for means over samples; a mean over tokens needs (sum, count) from the loss itself
+    Limits  right for means over samples; a function of your own that takes a mean over tokens
+            needs to return (sum, count) itself
     """
+    known = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
+    if known and getattr(loss, "reduction", "") == "mean":
+        return _taken_apart(loss)
 
     def counted(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
         samples = batch_length(targets)
@@ -120,6 +137,23 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
                 f"{_kind(mean)}; unreduced values and (sum, count) need no wrapper"
             )
         return mean * samples, samples
+
+    return counted
+
+
+def _taken_apart(loss: Any) -> Loss:
+    """(sum, what torch divides its mean by) of a cross-entropy, for indices or probabilities."""
+    summing = copy.copy(loss)
+    summing.reduction = "sum"
+
+    def counted(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        total = summing(outputs, targets)
+        if targets.is_floating_point():  # [batch, classes, …]: a mean over all but the classes
+            return total, targets.numel() // targets.shape[min(1, targets.ndim - 1)]
+        valid = targets != loss.ignore_index
+        if loss.weight is None:
+            return total, valid.sum()
+        return total, (loss.weight[targets.where(valid, 0)] * valid).sum()
 
     return counted
 

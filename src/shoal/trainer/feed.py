@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
 from shoal.data.iterable import IterableLoader, open_loader
 from shoal.data.loader import Loader, is_indexed
@@ -48,6 +51,23 @@ class Feed:
         self._loaders.append(loader)
         self._settings.append((dataset, workers, collate))
         return loader
+
+    def training(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
+        """One epoch of steps: over a dataset, split over ranks here, or this rank's own batches.
+
+        Errors: ConfigError for a DataLoader that gives each of several ranks the whole dataset.
+        """
+        if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
+            return self.open(data, workers, collate)
+        batches = getattr(data, "batch_sampler", None)
+        sampler = batches.sampler if type(batches) is BatchSampler else None
+        if type(sampler) in (RandomSampler, SequentialSampler) and self.world.size > 1:
+            raise ConfigError(
+                f"run.steps: the DataLoader has a {type(sampler).__name__}, so each of "
+                f"{self.world.size} ranks would train on the whole dataset; nearest: "
+                f"run.steps(loader.dataset), or a DistributedSampler in the loader"
+            )
+        return data
 
     def consumed(self, batch: Any) -> None:
         """A step used `batch`: remember where its loader stands now."""

@@ -21,10 +21,11 @@ def finish(
 
     values   of the last validation, or None without held-out data
     """
+    # Where parameters are gathered, a forward pass is everybody's.
+    text = sample(run, source) if run.world.is_first or run.program.together else None
     if not run.world.is_first:
         return
     emit = run.recorder.events.emit
-    text = sample(run, source)
     if text is not None:
         emit("notice", step=run.step_count, text=f"a sample of what it writes:\n{text}")
     emit(

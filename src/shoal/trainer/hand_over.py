@@ -24,7 +24,7 @@ from shoal.planner.buckets import cut_buckets
 
 
 def cut_for(
-    optimizer: torch.optim.Optimizer, plan: Plan, module: nn.Module
+    optimizer: torch.optim.Optimizer, plan: Plan, module: nn.Module, device: torch.device
 ) -> tuple[Plan, list[str]]:
     """The plan with its buckets cut as this optimizer allows, and lines to tell the user.
 
@@ -50,7 +50,9 @@ def cut_for(
         )
     ranks = plan.layout.dp_shard
     whole = bool(allowed.flat)
-    buckets = cut_buckets(plan.buckets, facts(module), ranks, whole_parameters=whole)
+    buckets = cut_buckets(
+        plan.buckets, facts(module, plan.precision, device), ranks, whole_parameters=whole
+    )
     lines = [f"{name} steps whole parameters: each has one owner among {ranks} ranks"]
     return replace(plan, buckets=buckets), lines if whole else []
 

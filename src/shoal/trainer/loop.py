@@ -24,7 +24,7 @@ from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
-from shoal.config.sections import Config, LayoutSection, ModelSection
+from shoal.config.sections import Config, ModelSection
 from shoal.data.cache import cache_folder
 from shoal.data.fetch import sample_kind
 from shoal.data.sources import Source, open_source
@@ -45,6 +45,8 @@ from shoal.trainer.contract import (
 )
 from shoal.trainer.finish import finish
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.proof.material import Material, asked_layout, portions
+from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 
@@ -75,6 +77,7 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         torch.use_deterministic_algorithms(True)
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     layout = config.layout
+    proven = _prove(config, source, world, folder)
     built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
 
     def make_model() -> nn.Module:
@@ -85,12 +88,17 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         make_model,
         lambda parameters: build_optimizer(config.optimizer, parameters, built[0]),
         import_loss(config.model),
-        _asked(layout),
+        asked_layout(layout),
         batch=config.train.batch,
         micro_batch=config.train.micro_batch,
         precision=config.precision.compute,
+        reduce=config.precision.reduce,
+        loss_scale=config.precision.loss_scale,
         clip=config.optimizer.clip,
         defer_sync=config.train.defer_sync,
+        compress=config.layout.compress,
+        recompute=config.memory.recompute,
+        offload=config.memory.offload,
         seed=config.train.seed,
         call=config.model.call,
         schedule=config.optimizer,
@@ -99,6 +107,8 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         keep=config.checkpoint.keep,
         world=world,
     )
+    if proven and world.is_first:
+        run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
         run.recorder.events.listeners.append(import_object("train.on", path))
     run.extra_record = {"configuration": (folder / "run.toml").read_text()}
@@ -110,12 +120,28 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     return run, source, total_steps
 
 
-def _asked(section: LayoutSection) -> dict[str, Any]:
-    """The [layout] section as `parallelize` takes it."""
-    given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
-    if section.zero >= 0:
-        given["zero"] = section.zero
-    return {**given, "threads": section.threads} if section.threads else given
+def _prove(config: Config, source: Source, world: World, folder: Path) -> str:
+    """The quick proof of the layout, if it is asked for; gives the line for the user."""
+    if config.train.prove == "off" or world.size == 1:
+        return ""
+    batch, micro_batch = portions(config.train)
+    material = Material(
+        lambda: build_model(config.model, source, config.data.sequence),
+        import_loss(config.model),
+        source.train,
+        source.collate,
+        asked_layout(config.layout),
+        batch,
+        micro_batch,
+        call=config.model.call,
+        seed=config.train.seed,
+        policies={
+            "defer_sync": config.train.defer_sync,
+            "recompute": config.memory.recompute,
+            "offload": config.memory.offload,
+        },
+    )
+    return prove_before(material, world, folder)
 
 
 def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
@@ -220,7 +246,7 @@ def _count_flops(run: Run, batch: StepBatch) -> None:
             outputs = call_model(module, inputs, run.settings.call)
             return sum_and_count(run.loss(outputs, targets), targets)[0]
 
-    flops = backward_flops(run.model, few, loss_sum)
+    flops = backward_flops(program.twin or run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
         plan = json.loads(run.plan.to_json())
@@ -257,7 +283,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
             if config.train.validate_every and run.step_count % config.train.validate_every == 0:
                 validate()
             if run.step_count % every == 0:
-                run.save()
+                run.save(wait=False)
     run.save()
     values = validate()
     wall_s = time.perf_counter() - began_s

@@ -20,21 +20,30 @@ from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError, one_of
 from shoal.base.facts import MachineFacts
 from shoal.base.plan import Plan
-from shoal.base.policies import PRECISIONS, OptimizerPolicy
+from shoal.base.policies import (
+    OFFLOAD,
+    PRECISIONS,
+    RECOMPUTE,
+    REDUCTIONS,
+    OptimizerPolicy,
+    check_compress,
+)
 from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import compose, facts
+from shoal.parallel.offload import stream_state
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import choose_layout
-from shoal.trainer.contract import Loss
+from shoal.trainer.contract import Loss, bare
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
-from shoal.trainer.run import BuildOptimizer, Run, RunSettings
+from shoal.trainer.run import Run
+from shoal.trainer.settings import BuildOptimizer, RunSettings
 from shoal.trainer.state import model_parts
 
 DEFAULT_BATCH = 32
@@ -49,12 +58,17 @@ def parallelize(
     batch: int | None = None,
     micro_batch: int | None = None,
     precision: str = "auto",
+    reduce: str = "auto",
+    loss_scale: float = 0.0,
     clip: float = 0.0,
     seed: int = 0,
     call: str = "single",
     schedule: OptimizerPolicy | None = None,
     total_steps: int = 0,
     defer_sync: bool = False,
+    recompute: str = "none",
+    offload: str = "none",
+    compress: str = "none",
     skip_limit: int = 5,
     folder: str | Path | None = None,
     keep: int = 2,
@@ -63,7 +77,8 @@ def parallelize(
     """Make a module train on every process that was started, computing what one process computes.
 
     model        an nn.Module, whose weights are kept as they are, or a function without arguments
-                 that builds one (it is called under `torch.manual_seed(seed)`)
+                 that builds one (it is called under `torch.manual_seed(seed)`); what is wrapped in
+                 DistributedDataParallel or DataParallel is taken out of it
     optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
                  on integer targets, ignoring −100
@@ -73,10 +88,15 @@ def parallelize(
                  micro-batches if only `micro_batch` is given
     micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
                  does not depend on the layout; a batch of your own is cut only if this is given
-    precision    auto, fp64, fp32, bf16 · clip  largest gradient norm, 0 for none
+    precision    auto, fp64, fp32, bf16, fp16 · clip  largest gradient norm, 0 for none
+    reduce       auto, fp32, bf16: the format in which gradients travel
+    loss_scale   for fp16: a fixed scale; 0 follows overflows by itself
     call         "single": model(inputs) · "kwargs": model(**inputs)
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
     defer_sync   zero2, fsdp: sum gradients once a step, not per micro-batch; costs a full gradient
+    compress     what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
+    recompute    none, selective, full: activations of blocks computed twice
+    offload      none, optimizer, parameters, activations: kept in the host's memory (GPUs)
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
     world        the processes, if `World`s are made by hand (tests); default: found by itself
@@ -91,7 +111,14 @@ def parallelize(
     install().world = world
     if precision not in PRECISIONS:
         raise ConfigError(one_of("precision", precision, PRECISIONS))
-    module = _build(model, seed)
+    for name, value, legal in (
+        ("reduce", reduce, REDUCTIONS),
+        ("recompute", recompute, RECOMPUTE),
+        ("offload", offload, OFFLOAD),
+    ):
+        if value not in legal:
+            raise ConfigError(one_of(name, value, legal))
+    module, said = bare(_build(model, seed))
     compute = formats.resolve(precision, world.device)
     module = formats.convert(module, compute).to(world.device)
     parameters = trainable(module)
@@ -101,11 +128,23 @@ def parallelize(
     samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
     bound = rebind(optimizer, module, parameters)
     plan = _plan(module, layout, world, samples, micro_batch, compute)
-    plan = replace(plan, defer_sync=defer_sync)
-    plan, notices = cut_for(bound, plan, module)
+    travels = "" if reduce == "auto" or compute == "fp64" else reduce
+    check_compress(compress, plan.layout.strategy, compute, travels)
+    plan = replace(
+        plan,
+        defer_sync=defer_sync,
+        reduce=travels,
+        compress=compress,
+        recompute=recompute,
+        offload=offload,
+    )
+    plan, notices = cut_for(bound, plan, module, world.device)
     program = compose(module, plan, world, seed=seed)
-    program.notices.extend(notices)
+    program.notices.extend(said + notices)
     hand_over(bound, parameters, program)
+    if offload == "optimizer":
+        undo = stream_state(bound, world.device)
+        program = replace(program, on_close=(*program.on_close, undo))
     recorder = Recorder(Path(folder) if folder is not None else None, world)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
@@ -118,6 +157,7 @@ def parallelize(
         schedule=schedule,
         total_steps=total_steps,
         cut_own_batches=micro_batch is not None,
+        loss_scale=loss_scale,
     )
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:
@@ -169,5 +209,5 @@ def _plan(
     )
     micro = micro_batch or default_micro_batch(batch)
     accumulate = check_batch(batch, micro, chosen.data_degree)
-    buckets = plan_buckets(facts(module))
+    buckets = plan_buckets(facts(module, compute, world.device))
     return Plan(chosen, why, batch, micro, accumulate, compute, parameters, buckets)

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
-from shoal.base.policies import OptimizerPolicy
 from shoal.checkpoint.lease import RunLease
 from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
@@ -26,14 +26,25 @@ from shoal.optim.schedule import lr_factor
 from shoal.optim.state import split_state
 from shoal.parallel.program import Program
 from shoal.profile.memory import peak_memory_bytes
-from shoal.trainer.contract import Loss, batch_length, cut_batch
+from shoal.trainer.contract import Loss
 from shoal.trainer.evaluate import Metric, evaluate
 from shoal.trainer.feed import Feed
+from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.own_folder import refuse_old_checkpoints
 from shoal.trainer.record import Recorder
+from shoal.trainer.saving import FAILED, Saving
+from shoal.trainer.settings import RunSettings
+from shoal.trainer.share import busiest, own_micro_batches
 from shoal.trainer.skips import Skips
 from shoal.trainer.state import check_savable, restore_run, save_run
-from shoal.trainer.step import MovementCheck, Tally, forward_backward, update
+from shoal.trainer.step import (
+    NO_TARGET,
+    MovementCheck,
+    Tally,
+    Updated,
+    forward_backward,
+    update,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class StepResult:
     grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
     targets     what the loss was divided by: the count of targets, or the sum of their weights
     skipped     the weights did not move, for `reason`
+    item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
     """
 
     step: int
@@ -54,19 +66,9 @@ class StepResult:
     skipped: bool
     reason: str
 
-
-@dataclass
-class RunSettings:
-    """What a run was asked for, beyond model, optimizer and loss."""
-
-    clip: float = 0.0
-    seed: int = 0
-    call: str = "single"
-    skip_limit: int = 5
-    keep: int = 2
-    schedule: OptimizerPolicy | None = None
-    total_steps: int = 0
-    cut_own_batches: bool = False
+    def item(self) -> float:
+        """The loss, under the name that a tensor has for it."""
+        return self.loss
 
 
 class Run:
@@ -101,6 +103,9 @@ class Run:
         self._closed = False
         self._restored: set[Path] = set()
         self.lease: RunLease | None = None
+        fp16 = program.plan.precision == "fp16"
+        self.loss_scale = LossScale(settings.loss_scale) if fp16 else None
+        self.saving = Saving(program.world, recorder.events.emit, recorder.notice)
         self._skips = Skips(settings.skip_limit)
         self._movement = MovementCheck()
         self._state_checked = False
@@ -149,6 +154,19 @@ class Run:
         self.forward_backward(batch)
         return self.update()
 
+    def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
+        """`step` over one epoch of a dataset, split over ranks here, or over this rank's batches.
+
+        Errors   as `step`; ConfigError for a DataLoader that gives every rank the whole dataset
+        """
+        for batch in self.feed.training(data, workers, collate):
+            yield self.step(batch)
+
+    def print(self, *values: object) -> None:
+        """A line on standard output, from rank 0 alone."""
+        if self.world.is_first:
+            sys.stdout.write(" ".join(map(str, values)) + "\n")
+
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
         if self._closed:
@@ -164,7 +182,8 @@ class Run:
             self._restored.add(folder)
         self._data_wait_s = self.recorder.data_wait_s()
         self._batch = batch
-        micro_batches = self._micro_batches(batch)
+        cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
+        micro_batches = own_micro_batches(batch, cut, self.world)
         if micro_batches:
             self._spare = micro_batches[-1][1]
         self._tally = forward_backward(
@@ -172,13 +191,17 @@ class Run:
             micro_batches,
             self.loss,
             step=self.step_count,
-            rounds=self._rounds(batch, len(micro_batches)),
+            rounds=busiest(self.program, batch, len(micro_batches), first=self.step_count == 0),
             spare=self._spare,
+            scale=self.loss_scale.value if self.loss_scale else 1.0,
             call=self.settings.call,
             stop=self._stop_wanted,
+            save_failed=self.saving.report() == FAILED,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
         )
         self.stopping = self._tally.stop
+        if self._tally.save_failed:
+            self.saving.settle()  # on all ranks; says what went wrong
 
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
@@ -188,7 +211,10 @@ class Run:
         self._check_groups()
         lr = self._set_lr()
         watch = None if self._movement.done else self._movement
-        done = update(self.program, self.optimizer, tally, clip=self.settings.clip, watch=watch)
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        done = update(
+            self.program, self.optimizer, tally, clip=self.settings.clip, scale=scale, watch=watch
+        )
         self._tell()
         if not done.skipped:
             self._check_first_update()
@@ -200,6 +226,8 @@ class Run:
         )  # fmt: skip
         self._record(result, tally)
         batch, self._batch = self._batch, None
+        if self.loss_scale is not None and self._lowered(self.loss_scale, done, tally):
+            return result
         if done.skipped:
             emit = self.recorder.events.emit
             self._skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
@@ -226,15 +254,17 @@ class Run:
         self.recorder.restart_clock()
         return values
 
-    def save(self, folder: str | Path | None = None) -> Path | None:
+    def save(self, folder: str | Path | None = None, *, wait: bool = True) -> Path | None:
         """Write a checkpoint; every rank must call it.
 
         folder   a run folder; default: the one given to `parallelize`
+        wait     False: return after the copy to host memory and write beside training; a failure is
+                 told on all ranks at the next step, and by an event
         Gives    the checkpoint's folder, or None if writing failed (an event says why; the older
-                 checkpoints are untouched, and training may go on)
+                 checkpoints are untouched, and training may go on) or was not waited for
         Errors   ConfigError without any folder
         """
-        path = save_run(self, self._folder(folder))
+        path = save_run(self, self._folder(folder), wait=wait)
         self.recorder.restart_clock()
         return path
 
@@ -246,6 +276,7 @@ class Run:
         """
         self._tally, self._skips.in_a_row = None, 0
         chosen = self._folder(folder)
+        self.saving.settle()  # what is still being written must not be taken for a leftover
         found = restore_run(self, chosen)
         self._restored.add(chosen)
         self.recorder.restart_clock()
@@ -261,6 +292,7 @@ class Run:
         The model and the optimizer are then as plain PyTorch has them: no hook of ours is left.
         """
         self._closed = True
+        self.saving.close()
         for undo in self.program.on_close:
             undo()
         self.world.close()
@@ -273,34 +305,18 @@ class Run:
             raise ConfigError('no run folder; nearest: shoal.parallelize(…, folder="runs/x")')
         return chosen
 
-    def _micro_batches(self, batch: Any) -> list[tuple[int, Any]]:
-        if isinstance(batch, StepBatch):
-            return [(m.index, m.value) for m in batch.micro_batches]
-        cut = self.plan.micro_batch if self.settings.cut_own_batches else batch_length(batch)
-        parts = cut_batch(batch, max(1, cut))
-        return [
-            (place * self.world.size + self.world.rank, part) for place, part in enumerate(parts)
-        ]
-
-    def _rounds(self, batch: Any, own: int) -> int:
-        """Micro-batches of the busiest rank; asked only where ranks must send equally often.
-
-        Errors: ConfigError on all ranks where one of them must join and never saw a batch.
-        """
-        world = self.world
-        if world.size == 1 or self.plan.layout.zero < 2:
-            return own
-        if isinstance(batch, StepBatch):
-            rounds, fewest = -(-batch.total // world.size), batch.total // world.size
-        else:
-            rounds, fewest = world.largest(own), -world.largest(-own)
-        if self.program.together and fewest < rounds and self.step_count == 0 and not fewest:
-            raise ConfigError(
-                f"layout {self.plan.layout.strategy}: the first step has no sample for some ranks, "
-                f"which must run the model with the others; nearest: a smaller micro_batch, or "
-                f"layout zero2"
+    def _lowered(self, scale: LossScale, done: Updated, tally: Tally) -> bool:
+        """Whether this step was lost to a loss scale that was too large, and is smaller now."""
+        if not done.skipped:
+            scale.held()
+            return False
+        if tally.loss_broken or done.reason == NO_TARGET or not scale.overflowed():
+            return False
+        if self.world.is_first:
+            self.recorder.events.emit(
+                "loss_scale_lowered", step=self.step_count, ranks=tally.broken, scale=scale.value
             )
-        return rounds
+        return True
 
     def _set_lr(self) -> float:
         policy, total = self.settings.schedule, self.settings.total_steps
@@ -347,6 +363,8 @@ class Run:
         batch = self._batch
         loaded = isinstance(batch, StepBatch)
         extras: dict[str, Any] = {"skipped": result.skipped}
+        if self.loss_scale is not None:
+            extras["loss_scale"] = self.loss_scale.value
         samples = 0
         if loaded:
             extras["samples"] = [batch.position, batch.next_position]
@@ -374,6 +392,3 @@ def _count(count: float) -> float:
 
 def _parameters_held(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-BuildOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

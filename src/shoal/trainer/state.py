@@ -9,6 +9,7 @@ no state of its own: it is keyed by (seed, step, micro-batch).
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,10 @@ from shoal.base.shards import Shard
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.tensorfile import DTYPES
-from shoal.checkpoint.write import Piece, save
+from shoal.checkpoint.write import Piece
 from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
-from shoal.parallel.program import Part
-from shoal.parallel.whole import dtype_of, held
+from shoal.parallel.program import Local, Part, dtype_of
+from shoal.parallel.whole import held
 
 if TYPE_CHECKING:
     from shoal.trainer.run import Run
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 
-def save_run(run: Run, folder: Path) -> Path | None:
-    """Write `folder/checkpoints/step-N`; None if it could not be written (an event says why)."""
+def save_run(run: Run, folder: Path, *, wait: bool) -> Path | None:
+    """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for."""
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {
@@ -40,21 +41,12 @@ def save_run(run: Run, folder: Path) -> Path | None:
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
-    try:
-        saved = save(
-            folder / "checkpoints",
-            run.step_count,
-            pieces,
-            record,
-            run.world,
-            run.recorder.events.emit,
-            keep=run.settings.keep,
-            aliases=aliases,
-        )
-    except CheckpointError as failure:
-        run.recorder.notice(str(failure))
-        return None  # the run is worth more than this save
-    return saved.path
+    root, keep = folder / "checkpoints", run.settings.keep
+    if not wait:
+        run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
+        return None
+    saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
+    return saved.path if saved else None  # the run is worth more than this save
 
 
 def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -74,7 +66,8 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         name, _, key = full.rpartition(".")
         whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
         shard = whole
-        if key in sliced and name in local:
+        # A rank that owns one vector cannot tell Adafactor's factors from moments by their shape.
+        if key in sliced and name in local and tensor.shape == local[name].parameter.shape:
             shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
         parts[OPTIMIZER + full] = (tensor.detach(), shard)
     plan = run.plan
@@ -88,6 +81,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         "precision": plan.precision,
         "optimizer": optimizer_record,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
         **run.extra_record,
     }
     return parts, record
@@ -122,21 +116,7 @@ def restore_run(run: Run, folder: Path) -> bool:
     local = run.program.local
 
     def wanted(manifest: Manifest) -> list[Shard]:
-        _check_names(manifest, here)
-        shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
-        record = manifest.record["optimizer"]
-        for full, stored in manifest.tensors.items():
-            if not full.startswith(OPTIMIZER):
-                continue
-            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
-            if name not in local:
-                continue
-            shape = tuple(stored.shape)
-            if _is_sliced(record, key, shape, local[name].shard):
-                shards.append(replace(local[name].shard, name=full, dtype=stored.dtype))
-            else:
-                shards.append(Shard.whole(full, shape, stored.dtype))
-        return [shard for shard in shards if shard.slices]
+        return _wanted(manifest, here, local)
 
     loaded = open_newest(folder / "checkpoints", wanted, run.world, run.recorder.events.emit)
     if loaded is None:
@@ -156,6 +136,8 @@ def restore_run(run: Run, folder: Path) -> bool:
     if run.settings.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
         restore_lr(run.optimizer, names, record["optimizer"])
+    if run.loss_scale is not None and "loss_scale" in record:
+        run.loss_scale.load(record["loss_scale"])
     run.step_count = int(record["step"])
     run.recorder.cut(run.step_count)
     differences += _differences(run, record)
@@ -170,10 +152,27 @@ def _is_state(name: str) -> bool:
     return name.startswith(OPTIMIZER)
 
 
+def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local]) -> list[Shard]:
+    """This rank's part of everything the checkpoint holds of the model and the optimizer."""
+    _check_names(manifest, here)
+    shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
+    record = manifest.record["optimizer"]
+    for full, stored in manifest.tensors.items():
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        if not full.startswith(OPTIMIZER) or name not in local:
+            continue
+        shape = tuple(stored.shape)
+        if _is_sliced(record, key, shape, local[name].shard):
+            shards.append(replace(local[name].shard, name=full, dtype=stored.dtype))
+        else:
+            shards.append(Shard.whole(full, shape, stored.dtype))
+    return [shard for shard in shards if shard.slices]
+
+
 def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: Shard) -> bool:
     """Whether this state lies where its parameter does; by shape, where the writer did not say."""
     if "sliced" in record:
-        return key in record["sliced"]
+        return key in record["sliced"] and shape == shard.global_shape
     return bool(shape) and shape == shard.global_shape
 
 

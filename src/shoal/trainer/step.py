@@ -26,6 +26,7 @@ import torch.nn as nn
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
+from shoal.trainer.movement import MovementCheck
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class Tally:
     """What all ranks know together after the backward passes of a step.
 
     loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
-    norm              of the summed gradient, over every part of it, wherever it lies
+    norm              of the summed gradient, over every part of it, wherever it lies, scaled
+    loss_broken       some rank's loss is not finite, whatever its gradients are
     stop              some rank was asked to stop · used  per parameter, on any rank
+    save_failed       some rank learnt that the save in flight failed
     moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
     """
@@ -43,8 +46,10 @@ class Tally:
     count: float
     norm: float
     broken: list[int]
+    loss_broken: bool
     stop: bool
     moved: bool
+    save_failed: bool
     used: list[bool]
     micro_batches: list[int]
     peak_memory_bytes: list[int]
@@ -66,7 +71,9 @@ def forward_backward(
     rounds: int = 0,
     spare: Any = None,
     call: str = "single",
+    scale: float = 1.0,
     stop: bool = False,
+    save_failed: bool = False,
     peak_memory_bytes: int = 0,
 ) -> Tally:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
@@ -74,7 +81,8 @@ def forward_backward(
     micro_batches   (number in the step, batch) pairs; may be empty, the rank then joins with zeros
     rounds          micro-batches of the busiest rank · spare  a batch for passes without weight,
                     where layouts gather parameters and every rank must pass as often as any
-    Gives           the tally; the program's local gradients are then sums over all ranks
+    scale           what the loss is multiplied by before backward (fp16)
+    Gives           the tally; the program's local gradients are then sums over all ranks, scaled
     Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
                     frozen when the program was composed, both before anything was updated
     """
@@ -90,11 +98,12 @@ def forward_backward(
         passes += [(JOINING, spare)] * (rounds - len(passes))
     program.run(
         program,
-        [_Pass(program, loss, step, index, batch, call, sums) for index, batch in passes],
+        [_Pass(program, loss, step, index, batch, call, scale, sums) for index, batch in passes],
         reducer,
     )
     reducer.finish()
-    return _tally(program, sums, len(micro_batches), stop, peak_memory_bytes)
+    flags = [float(stop), float(program.moved()), float(save_failed)]
+    return _tally(program, sums, len(micro_batches), flags, peak_memory_bytes)
 
 
 JOINING = -1
@@ -111,6 +120,7 @@ class _Pass:
     index: int
     batch: Any
     call: str
+    scale: float
     sums: torch.Tensor
 
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
@@ -130,7 +140,7 @@ class _Pass:
             if self.index == JOINING:
                 total, count = total * 0, count * 0
             if total.requires_grad:
-                total.backward()
+                (total if self.scale == 1.0 else total * self.scale).backward()
         with SUMS_LOCK:
             self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
 
@@ -157,7 +167,7 @@ def _tally(
     program: Program,
     sums: torch.Tensor,
     micro_batches: int,
-    stop: bool,
+    flags: list[float],
     peak_memory_bytes: int,
 ) -> Tally:
     """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags."""
@@ -166,29 +176,33 @@ def _tally(
     magnitude = sums.abs().sum()
     for norm in reducer.local_norms():
         magnitude = magnitude + norm.to(torch.float64)
-    per_rank = torch.zeros(3, ranks, dtype=torch.float64, device=device)
+    per_rank = torch.zeros(4, ranks, dtype=torch.float64, device=device)
     per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
     per_rank[1, world.rank] = micro_batches
     per_rank[2, world.rank] = peak_memory_bytes
+    per_rank[3, world.rank] = (~torch.isfinite(sums.sum())).double()
     used = torch.tensor(reducer.used(), dtype=torch.float64, device=device)
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
     known = torch.nan_to_num(sums, 0, 0, 0)
     squares = (sum_of_squares(reducer.sums()) / program.copies).to(device)
-    flags = sums.new_tensor([float(stop), float(program.moved())])
-    vector = torch.cat([known, squares.reshape(1), flags, per_rank.flatten(), used])
+    vector = torch.cat(
+        [known, squares.reshape(1), sums.new_tensor(flags), per_rank.flatten(), used]
+    )
     world.sum(vector)
     told = vector.tolist()
-    slots = [told[5 + k * ranks : 5 + (k + 1) * ranks] for k in range(3)]
+    slots = [told[6 + k * ranks : 6 + (k + 1) * ranks] for k in range(4)]
     return Tally(
         loss_sum=told[0],
         count=told[1],
         norm=math.sqrt(told[2]) if told[2] >= 0 else math.nan,
         stop=told[3] > 0,
         moved=told[4] > 0,
+        save_failed=told[5] > 0,
         broken=[rank for rank, flag in enumerate(slots[0]) if flag],
+        loss_broken=any(slots[3]),
         micro_batches=[int(n) for n in slots[1]],
         peak_memory_bytes=[int(n) for n in slots[2]],
-        used=[n > 0 for n in told[5 + 3 * ranks :]],
+        used=[n > 0 for n in told[6 + 4 * ranks :]],
     )
 
 
@@ -217,7 +231,7 @@ class Updated:
     reason: str = ""
 
 
-def _reason_to_skip(tally: Tally) -> tuple[float, str]:
+def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
     """(norm of the mean gradient, why this step must not move anything), the same on all ranks."""
     if tally.broken:
         return math.nan, "non-finite loss or gradient"
@@ -228,7 +242,7 @@ def _reason_to_skip(tally: Tally) -> tuple[float, str]:
             "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), "
             ".item(), or torch.no_grad()), or computed from something else"
         )
-    norm = tally.norm / tally.count
+    norm = tally.norm / (tally.count * scale)
     return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
 
 
@@ -238,11 +252,12 @@ def update(
     tally: Tally,
     *,
     clip: float,
+    scale: float = 1.0,
     watch: MovementCheck | None = None,
 ) -> Updated:
     """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
 
-    clip     largest norm of the mean gradient; 0 leaves it
+    clip     largest norm of the mean gradient; 0 leaves it · scale  what the loss was scaled by
     watch    looks at parameters between the last change of gradients and the optimizer's step
     Gives    what happened; local gradients are then the clipped mean gradient, None where no rank
              used the parameter (weight decay and momentum then leave it alone, as in one process)
@@ -251,12 +266,12 @@ def update(
     reducer = reducer_of(program)
     sums = reducer.sums()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
-    norm, reason = _reason_to_skip(tally)
+    norm, reason = _reason_to_skip(tally, scale)
     if tally.moved:
         program.align(bool(reason))
     if reason:
-        return Updated(math.nan if tally.broken else loss, norm, True, reason)
-    coefficient = 1.0 / tally.count
+        return Updated(math.nan if tally.loss_broken else loss, norm, True, reason)
+    coefficient = 1.0 / (tally.count * scale)
     if clip > 0:
         coefficient *= min(1.0, clip / (norm + 1e-6))
     if sums:
@@ -271,49 +286,3 @@ def update(
     for commit in program.on_update:
         commit(tally.micro_batches)
     return Updated(loss, norm, False)
-
-
-def _stepped(program: Program) -> list[nn.Parameter]:
-    return [local.parameter for local in program.local.values()]
-
-
-class MovementCheck:
-    """Proves once that the optimizer trains this model: some parameter with a gradient must move.
-
-    An optimizer that keeps its own copies, built before a model was cast or moved, steps happily
-    over tensors that nobody uses. Before the first real update a few small parameters are copied,
-    of those whose update cannot vanish in rounding; after it one of them must differ. Updates that
-    may vanish (a warm-up that starts at lr 1e-9) prove nothing and are waited out.
-    """
-
-    WATCHED = 8
-
-    def __init__(self) -> None:
-        self.done = False
-        self.before: list[tuple[nn.Parameter, torch.Tensor]] = []
-
-    def look(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are final: remember the smallest parameters that must move now."""
-        lr_of: dict[int, float] = {}
-        for group in optimizer.param_groups:
-            lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
-        self.before = []
-        for parameter in sorted(_stepped(program), key=lambda p: p.numel()):
-            gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
-            if gradient is None or not parameter.numel():
-                continue
-            # Plain descent moves by lr · gradient, normalised methods by about lr.
-            reach = lr * min(1.0, float(gradient.abs().max()))
-            lost = 8 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
-            if reach > lost:
-                self.before.append((parameter, parameter.detach().clone()))
-            if len(self.before) == self.WATCHED:
-                return
-
-    def moved(self) -> bool | None:
-        """After the update: did a watched parameter move? None if none was worth watching."""
-        watched, self.before = self.before, []
-        if not watched:
-            return None
-        self.done = True
-        return any(not torch.equal(p.detach(), old) for p, old in watched)

@@ -1,0 +1,218 @@
+"""`shoal compare`: what the layouts cost on this machine, for the user's own model and data.
+
+The process that the user started never imports torch: it checks the request, then starts the real
+processes of each process count, one count after another, and draws what they wrote. The same model,
+samples, global batch and threads per process serve every row (strong scaling), and rows run one
+after another. Everything lies in `compare/NAME/`, beside the folder of the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shoal import __version__
+from shoal.base.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from shoal.cli.compare_measure import Comparison
+    from shoal.config.sections import Config, LayoutSection
+
+ARGUMENTS = typer.Argument(
+    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
+)
+LAYOUTS = typer.Option(
+    "single,dp,ddp,zero1,zero2,fsdp", "--layouts", metavar="A,B,…", help="Strategies to compare."
+)
+PROCESSES = typer.Option(
+    "", "--processes", metavar="N,M,…", help="Process counts; default: 1 and 2, or all GPUs."
+)
+STEPS = typer.Option(6, "--steps", metavar="N", min=1, help="Timed steps per row.")
+JSON = typer.Option(False, "--json", help="Print compare.json instead of the table.")
+PNG = typer.Option(None, "--png", metavar="FILE", help="Also draw the chart there (matplotlib).")
+
+SMALLER = {
+    ("model.",): ("model.layers=2",),
+    ("train.batch", "train.micro_batch", "train.accumulate"): (
+        "train.batch=8",
+        "train.micro_batch=2",
+    ),
+}
+"""Without words of the user on these, a row is smaller than the main job: seconds, not a minute."""
+
+
+def compare(
+    arguments: list[str] = ARGUMENTS,
+    layouts: str = LAYOUTS,
+    processes: str = PROCESSES,
+    steps: int = STEPS,
+    as_json: bool = JSON,
+    png: Path = PNG,
+) -> None:
+    """Measure layouts × process counts: speed, memory, bytes sent, distance from one process.
+
+    For example: shoal compare run.toml --layouts ddp,zero2,fsdp --processes 1,2,4
+    Overrides are section.key=value, as for `shoal train`. Nothing is trained to keep: a few steps
+    per row. Exit status: 0 with a table, 2 something to correct, 1 anything else.
+    """
+    from shoal.cli import foreign
+    from shoal.cli.compare_measure import measure
+    from shoal.view.chart import check_drawable, draw
+    from shoal.view.compare import print_comparison
+
+    if foreign.launched():
+        raise PlanError("shoal compare: starts its own processes; run it without torchrun or srun")
+    if png is not None:
+        check_drawable("--png")
+    comparison = prepare(arguments or [], layouts, processes, steps)
+    code = measure(comparison, quiet=as_json)
+    if code:
+        raise typer.Exit(code)
+    record = result(comparison)
+    text = json.dumps(record, indent=1)
+    (comparison.folder / "compare.json").write_text(text + "\n")
+    kept = [comparison.folder / "compare.json"]
+    for path in (comparison.folder / "compare.png", png):
+        if path is not None and draw(record, path):
+            kept.append(path)
+    if as_json:
+        typer.echo(text)
+    else:
+        print_comparison(record, sys.stdout, [str(path) for path in kept])
+    raise typer.Exit(0 if any(row["per_s"] for row in record["rows"]) else 1)
+
+
+def prepare(arguments: list[str], layouts: str, processes: str, steps: int) -> Comparison:
+    """Check the request; everything that a user can get wrong is told here.
+
+    Errors: ConfigError, PlanError: one line each
+    """
+    from shoal.cli.compare_measure import Comparison
+    from shoal.cli.compare_rows import check_memory, plan_rows, read_counts, read_names
+    from shoal.config.load import load
+    from shoal.config.resolve import resolve_batch, resolve_length
+    from shoal.launch.machine import this_machine
+    from shoal.planner.model_facts import parameters as count_parameters
+
+    paths = [Path(a) for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if len(paths) > 1:
+        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
+    names, machine = read_names(layouts), this_machine()
+    counts = read_counts(processes or f"1,{machine.gpus if machine.gpus > 1 else 2}")
+    smaller = [] if paths else _smaller(overrides)
+    loaded = load(paths[0] if paths else None, [*smaller, *overrides])
+    _check_paths(loaded.config)
+    train = loaded.config.train
+    # `accumulate` speaks of one layout: the largest that is asked for.
+    resolve_batch(loaded, max(counts) if train.accumulate else 1)
+    resolve_length(loaded)
+    _check_layout_keys(loaded.config.layout)
+    config, parameters = loaded.config, None
+    if not config.model.build:
+        parameters = count_parameters(
+            config.model.name, config.model.arguments, sequence=config.data.sequence
+        )
+    rows = plan_rows(names, counts, config.train.batch, config.train.micro_batch)
+    if parameters is not None:
+        check_memory(rows, parameters, machine)
+    return Comparison(loaded, rows, parameters, machine, steps, _own_folder(loaded.config))
+
+
+def _smaller(overrides: list[str]) -> list[str]:
+    """Overrides that make the main job's default smaller where the user left it alone."""
+    chosen: list[str] = []
+    for keys, values in SMALLER.items():
+        if not any(override.startswith(keys) for override in overrides):
+            chosen += values
+    return chosen
+
+
+def _check_paths(config: Config) -> None:
+    """Do the data and the user's functions exist? Nothing is imported."""
+    from shoal.config.paths import check_data, check_function
+
+    check_data(config.data)
+    for key, path in (("model.build", config.model.build), ("model.loss", config.model.loss)):
+        if path:
+            check_function(path, key)
+
+
+def _check_layout_keys(section: LayoutSection) -> None:
+    """The layout is what is compared; degrees in [layout] would belong to one row only."""
+    for key in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
+        if getattr(section, key):
+            raise ConfigError(
+                f"layout.{key} = {getattr(section, key)}: shoal compare takes layouts by name; "
+                f"nearest: --layouts {'ddp' if key == 'dp_replicate' else 'fsdp'}"
+            )
+
+
+def _own_folder(config: Config) -> Path:
+    """`compare/NAME` beside the folder of the runs, made here; the first free number."""
+    parent = Path(config.run.folder).parent / "compare"
+    model = "custom" if config.model.build else config.model.name
+    stem = config.run.name or f"{model}-{config.data.source.split(':')[0].replace('.', '-')}"
+    number = 1
+    while True:
+        folder = parent / f"{stem}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return folder
+
+
+BLANK = {
+    "reason": "", "text": None, "precision": None, "parameters": None, "per_s": None,
+    "step_s": None, "losses": None, "sent_bytes": None, "memory": None, "weight_difference": None,
+}  # fmt: skip
+
+
+def result(comparison: Comparison) -> dict[str, Any]:
+    """The whole comparison as JSON values; a figure that is not known is null."""
+    from shoal.cli.compare_rows import finish_rows
+
+    said = comparison.said.get("machine", {})
+    rows = [
+        {
+            "layout": row.strategy,
+            "parts": row.parts,
+            "processes": row.processes,
+            **BLANK,
+            "reason": row.reason,
+            **comparison.found.get(number, {}),
+        }
+        for number, row in enumerate(comparison.rows)
+    ]
+    on_cpu = said.get("device", "cpu") == "cpu"
+    finish_rows(rows, comparison.machine.cores if on_cpu else math.inf)
+    config, machine = comparison.loaded.config, comparison.machine
+    return {
+        "shoal": __version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": {
+            "cores": machine.cores,
+            "memory_bytes": machine.memory_bytes,
+            "gpus": machine.gpus,
+            "busy": comparison.busy,
+            **said,
+        },
+        "model": config.model.build or config.model.name,
+        "parameters": comparison.parameters,
+        "data": config.data.source,
+        "batch": config.train.batch,
+        "micro_batch": config.train.micro_batch,
+        "steps": comparison.steps,
+        "seed": config.train.seed,
+        "unit": comparison.said.get("unit", "samples"),
+        "notices": comparison.loaded.notices,
+        "rows": rows,
+    }

@@ -1,0 +1,161 @@
+"""Runs the rows of `shoal compare`: one world of real processes per process count, supervised.
+
+A world measures all rows of its count in turn, as starting it costs seconds. When one of its
+processes dies, the row that had begun has that as its reason, and a fresh world does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shoal.base.events import EventLog
+from shoal.base.facts import MachineFacts
+from shoal.base.files import write_whole
+from shoal.cli.compare_rows import COMPARED_STEPS, RowPlan, memory_text, needed_bytes
+from shoal.config.load import Loaded
+from shoal.config.save import to_toml
+from shoal.launch import supervise
+from shoal.view.waiting import Waiting
+
+LOOK_S = 0.3
+"""How long is looked for other work on this machine."""
+
+
+@dataclass
+class Comparison:
+    """What was asked and what was found so far.
+
+    rows    plans, in the order of the table · found  figures by the number of their row
+    said    facts that the workers told: machine, unit
+    busy    share of this machine's cores that other work took just before
+    """
+
+    loaded: Loaded
+    rows: list[RowPlan]
+    parameters: int | None
+    machine: MachineFacts
+    steps: int
+    folder: Path
+    found: dict[int, dict[str, Any]] = field(default_factory=dict)
+    said: dict[str, Any] = field(default_factory=dict)
+    busy: float = 0.0
+
+
+def measure(comparison: Comparison, *, quiet: bool) -> int:
+    """Run every row that can run; gives an exit code other than 0 if nothing can be shown.
+
+    quiet   say nothing on standard output while it goes
+    """
+    folder, rows = comparison.folder, comparison.rows
+    comparison.busy = psutil.cpu_percent(LOOK_S) / 100
+    write_whole(folder / "run.toml", to_toml(comparison.loaded))
+    asked = [{"layout": r.strategy, "parts": r.parts, "run": _run_layout(r)} for r in rows]
+    request = {"steps": comparison.steps, "compared_steps": COMPARED_STEPS, "rows": asked}
+    write_whole(folder / "request.json", json.dumps(request, indent=1))
+    for processes in sorted({row.processes for row in rows if row.runs}):
+        while left := _left(comparison, processes):
+            if code := _run_world(comparison, processes, left, quiet):
+                return code
+    return 0
+
+
+def _left(comparison: Comparison, processes: int) -> list[int]:
+    """Rows on that many processes that are still to do; those without memory get their reason."""
+    left = []
+    for number, row in enumerate(comparison.rows):
+        done = number in comparison.found or not row.runs
+        if done or row.layout is None or row.processes != processes:
+            continue
+        # A builder's model is known only after the first row has run.
+        need_bytes = needed_bytes(row.layout, comparison.parameters or 0)
+        machine = comparison.machine
+        if need_bytes > machine.memory_bytes and not machine.gpus:
+            reason = memory_text(row, need_bytes, comparison.parameters or 0, machine)
+            comparison.found[number] = {"reason": reason}
+            continue
+        left.append(number)
+    return left
+
+
+def _run_layout(row: RowPlan) -> str | dict[str, int]:
+    """What `parallelize` is told."""
+    return {"threads": row.parts} if row.strategy == "dp" else row.strategy
+
+
+def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet: bool) -> int:
+    """One world of processes that measures these rows; gives a code if none may follow."""
+    folder = comparison.folder
+    results = folder / "rows.jsonl"
+    skip = len(results.read_text().splitlines()) if results.exists() else 0
+    asked = [(row.strategy, row.parts) for row in comparison.rows]
+    waiting = Waiting(results, asked, sys.stderr if quiet else sys.stdout, quiet=quiet, skip=skip)
+    deaths: list[dict[str, Any]] = []
+    try:
+        outcome = supervise(
+            [sys.executable, "-m", "shoal.cli.compare_worker", str(folder),
+             ",".join(str(number) for number in numbers)],
+            processes=processes,
+            folder=folder,
+            restarts=0,
+            emit=_listening(EventLog(folder / "events.jsonl", None), deaths),
+            on_tick=waiting.tick,
+            environ=_environment(comparison),
+        )  # fmt: skip
+    finally:
+        waiting.finish()
+    began = None
+    for record in _lines(results)[skip:]:
+        if "machine" in record:
+            comparison.said = {**record, **comparison.said}
+        elif "began" in record:
+            began = record["began"]
+        else:
+            comparison.found[record.pop("row")] = record
+            comparison.parameters = comparison.parameters or record.get("parameters")
+    if outcome.status == "finished":
+        return 0
+    if outcome.status == "stopped" or began is None or began in comparison.found:
+        sys.stderr.write(f"shoal: {outcome.message}\n")
+        return outcome.exit_code
+    comparison.found[began] = {"reason": _last_words(deaths) or outcome.message.splitlines()[0]}
+    return 0
+
+
+def _environment(comparison: Comparison) -> dict[str, str]:
+    """The workers' environment: as many threads per process in every row, or no row is fair."""
+    environ = dict(os.environ)
+    paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
+    environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+    most = max(row.parts for row in comparison.rows)
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, comparison.machine.cores // most)))
+    return environ
+
+
+def _listening(log: EventLog, deaths: list[dict[str, Any]]) -> Callable[..., None]:
+    def emit(event: str, **fields: Any) -> None:
+        if event == "worker_died":
+            deaths.append(fields)
+        log.emit(event, **fields)
+
+    return emit
+
+
+def _last_words(deaths: list[dict[str, Any]]) -> str:
+    """Why the processes of a row died, in one line."""
+    if not deaths:
+        return ""
+    words = str(deaths[-1]["traceback"] or "").strip().splitlines()
+    memory = " (often the kernel, out of memory)" if "SIGKILL" in deaths[-1]["how"] else ""
+    return words[-1].strip() if words else f"{deaths[-1]['how']}{memory}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

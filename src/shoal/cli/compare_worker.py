@@ -1,0 +1,63 @@
+"""One worker process of `shoal compare`: `python -m shoal.cli.compare_worker FOLDER ROW,ROW,…`.
+
+Started by the supervisor, never by hand. All rows of one process count share the process, since
+importing torch costs seconds: each row is measured in turn, and rank 0 writes down when it begins
+(`{"began": ROW}`) and what it gave (`{"row": ROW, …}`), so that a crash has a row to belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from shoal.base.events import append_line
+from shoal.launch import run_worker
+
+
+def main() -> int:
+    """Measure the rows named on the command line."""
+    import torch
+
+    from shoal.config.load import load
+    from shoal.data.sources import open_source
+    from shoal.fabric import start_world
+    from shoal.trainer.sample import measure_row
+
+    folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
+    request = json.loads((folder / "request.json").read_text())
+    config = load(folder / "run.toml").config
+    world = start_world()
+    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+
+    def tell(**record: object) -> None:
+        if world.is_first:
+            append_line(folder / "rows.jsonl", record)
+
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": world.device.type,
+        "threads": torch.get_num_threads(),
+    }
+    tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
+    for number in numbers:
+        tell(began=number)
+        layout, steps = request["rows"][number]["run"], request["steps"]
+        compared = request["compared_steps"]
+        figures = measure_row(
+            config, source, world, layout, steps=steps, compared=compared, folder=folder
+        )
+        tell(row=number, **figures)
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = run_worker(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As in worker.py: after a failure the interpreter's own teardown may hide the exit code.
+    os._exit(code)

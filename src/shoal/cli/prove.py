@@ -1,0 +1,114 @@
+"""`shoal prove`: does the layout compute what one process computes, on the user's own model?
+
+Settles the request as `shoal train` does, starts the layout's processes for a few steps, and prints
+what came out. Its folder lies beside the runs, under a hidden name, and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shoal import __version__
+
+ARGUMENTS = typer.Argument(
+    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
+)
+JSON = typer.Option(False, "--json", help="The whole report as JSON.")
+QUICK = typer.Option(False, "--quick", help="Two small steps, as before a training run.")
+
+EXIT_CODES = {"equal": 0, "not proven": 1, "different": 3}
+
+
+def prove(arguments: list[str] = ARGUMENTS, quick: bool = QUICK, as_json: bool = JSON) -> None:
+    """Show that a layout computes what one process computes, or name what differs and why.
+
+    Takes what `shoal train` takes: the same run.toml and overrides. Runs a few steps in float64 on
+    the layout's processes and in one, from perturbed weights, and compares every loss, gradient and
+    weight. Nothing is trained and nothing is kept.
+    Exit status: 0 equal, 3 different, 1 not proven (the reason is told), 2 something to correct.
+    """
+    from shoal.base.errors import ConfigError
+    from shoal.cli import foreign
+
+    if foreign.launched():
+        raise ConfigError(
+            "prove: starts its own processes on this machine, and another launcher started this "
+            "one; nearest: the same command alone, with launch.processes=N"
+        )
+    report = _run(arguments or [], quick, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        from shoal.view.proof import proof_text
+
+        typer.echo(proof_text(report))
+    raise typer.Exit(EXIT_CODES[report["verdict"]])
+
+
+def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
+    """Start the processes and give the report that they left."""
+    from shoal.base.errors import BugError
+    from shoal.cli.start import prepare, write_folder
+    from shoal.config.load import load
+    from shoal.launch import supervise
+
+    paths = [Path(a) for a in arguments if "=" not in a]
+    run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
+    with _hidden(Path(run.folder)) as hidden:
+        prepared = prepare([*arguments, f"run.folder={hidden}", "run.name=proof"], None)
+        folder, config = prepared.folder, prepared.loaded.config
+        folder.mkdir(parents=True, exist_ok=True)
+        events = write_folder(prepared)
+        if not quiet:
+            count = config.launch.processes
+            typer.echo(
+                f"shoal {__version__}: proving {prepared.layout.text()} on {count} "
+                f"process{'es' if count > 1 else ''} against one, in float64"
+            )
+            sys.stdout.flush()
+        environ = dict(os.environ)
+        known = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = ":".join(path for path in known if path)
+        mode = ["--quick"] if quick else []
+        outcome = supervise(
+            [sys.executable, "-m", "shoal.cli.prove_worker", str(folder), *mode],
+            processes=config.launch.processes,
+            folder=folder,
+            restarts=0,
+            emit=events.emit,
+            environ=environ,
+        )
+        if outcome.exit_code:
+            sys.stderr.write(f"shoal: {outcome.message}\n")
+            raise typer.Exit(outcome.exit_code)
+        report: dict[str, Any] = json.loads((folder / "proof.json").read_text())
+        if report["verdict"] != "not proven" and report["layout"] != prepared.layout.text():
+            raise BugError(
+                f"prove: {report['layout']} was proven where {prepared.layout.text()} was asked for"
+            )
+        return report
+
+
+@contextlib.contextmanager
+def _hidden(root: Path) -> Iterator[Path]:
+    """A folder under `root` that is gone afterwards, and `root` too if it was not there."""
+    existed = root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".prove-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):
+                root.rmdir()

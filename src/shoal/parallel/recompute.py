@@ -1,0 +1,394 @@
+"""Recompute: a block forgets its activations in the forward pass and makes them again in backward.
+
+    none        a block keeps all that its backward pass needs
+    selective   it keeps its inputs and what costs most to make: the outputs of matrix products,
+                convolutions and fused attention; norms, activations, softmax run again
+    full        it keeps its inputs only, and its whole forward pass runs again: up to a third more
+                arithmetic, and no more than one block's activations at a time
+
+Blocks are the entries of the outermost ModuleLists and Sequentials; a single layer of torch.nn has
+nothing to gain and is left out. A block's `forward` is replaced on the instance: no name in the
+state dict changes, and hooks (a new key for dropout, FSDP2's gather) stay outside of what runs
+twice. The second run must compute what the first did: torch puts generators and autocast back;
+buffers that the first run changed (BatchNorm's statistics, a moving average) are put back here, and
+move once.
+Source: Chen et al. 2016 (1604.06174); selective: Korthikanti et al. 2022 (2205.05198). The engine
+is torch.utils.checkpoint; its own selective mode is not used, for the reasons given at `_Keep`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.parallel._torch import TorchDispatchMode, counting_writes, in_backward, pytree
+from shoal.parallel.program import Program, blocks
+
+POLICIES = ("none", "selective", "full")
+
+
+def apply(program: Program, policy: str) -> Program:
+    """Make every block of the program's module recompute; to be applied before parameters split.
+
+    policy   none, selective or full
+    Errors   ConfigError for another policy. While a step runs, PlanError for a block that cannot
+             run twice: it changes its input in place, or its second run does not match the first
+    """
+    if policy not in POLICIES:
+        raise ConfigError(one_of("memory.recompute", policy, POLICIES))
+    if policy == "none":
+        return program
+    found = {id(b): (n, b) for n, b in blocks(program.module) if not _is_single_layer(b)}
+    if not found:
+        program.notices.append(
+            f"memory.recompute = {policy}: nothing to recompute: the model has no ModuleList or "
+            f"Sequential whose entries are blocks of several layers"
+        )
+        return program
+    run = _Told(policy, program.notices)
+    wrapped = [_Recomputed(name, block, run) for name, block in found.values()]
+
+    def undo() -> None:
+        for block in wrapped:
+            block.take_away()
+
+    return replace(
+        program,
+        around=(*program.around, run.micro_batch),
+        on_close=(*program.on_close, undo),
+    )
+
+
+def _is_single_layer(block: nn.Module) -> bool:
+    """One layer of torch's own keeps little but its input: dropping that saves nothing."""
+    return type(block).__module__.startswith("torch.nn.") and not any(block.children())
+
+
+@dataclass
+class _Told:
+    """What errors and notices say: the policy, and which block runs again now."""
+
+    policy: str
+    notices: list[str]
+    block: str = ""
+    nested: bool = False
+
+    @contextmanager
+    def micro_batch(self, step: int, index: int) -> Iterator[None]:
+        """Around a forward and backward pass: torch's report of a mismatch becomes one line."""
+        try:
+            yield
+        except CheckpointError as failure:
+            raise PlanError(
+                f"memory.recompute = {self.policy}: {self.block} saved other tensors in its second "
+                f"run than in its first: it depends on something beside its inputs, its buffers "
+                f"and torch's generators (a cache that it fills, Python's random); "
+                f"nearest: memory.recompute=none"
+            ) from failure
+
+    def in_place(self, block: str) -> PlanError:
+        return PlanError(
+            f"memory.recompute = {self.policy}: {block} changes its input in place, so it cannot "
+            f"run again from that input; write x = x + y for x += y, or memory.recompute=none"
+        )
+
+    def already(self, block: str) -> None:
+        """The user's own checkpointing runs a block again, and ours runs it a third time."""
+        if not self.nested:
+            self.nested = True
+            self.notices.append(
+                f"memory.recompute = {self.policy}: the model recomputes {block} itself, so it "
+                f"runs three times; switch off one of the two"
+            )
+
+
+class _Recomputed:
+    """Stands in for a block's `forward`.
+
+    It is an object with the bound method inside, and no closure, so that a deep copy of the model
+    computes with its own weights.
+    """
+
+    def __init__(self, name: str, block: nn.Module, told: _Told) -> None:
+        self.name, self.block, self.told = name, block, told
+        self.replaced = block.__dict__.get("forward")
+        self.forward: Callable[..., Any] = block.forward
+        self.buffers = _Buffers(name, block, told)
+        self.unneeded: set[tuple[Any, int]] = set()
+        update_wrapper(self, self.forward)  # whoever reads its signature sees the block's own
+        setattr(block, "forward", self)  # noqa: B010
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward pass; without gradients there is nothing to run again."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if in_backward():
+            self.told.already(self.name)
+        # All tensors become arguments of `checkpoint`: of those alone it notices later changes.
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call = _Call(self, structure)
+        outputs = checkpoint(call, *leaves, use_reentrant=False, context_fn=self._modes)
+        if versions != [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+            raise self.told.in_place(self.name)
+        return outputs
+
+    def _modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What the first and the second run stand in."""
+        if self.told.policy == "full":
+            return nullcontext(), nullcontext()
+        kept = _Kept(self.unneeded)
+        return _Keep(kept), _Give(kept)
+
+    def take_away(self) -> None:
+        """Leave the block as it was."""
+        if self.block.__dict__.get("forward") is not self:
+            return
+        del self.block.__dict__["forward"]
+        if self.replaced is not None:
+            setattr(self.block, "forward", self.replaced)  # noqa: B010
+
+
+class _Call:
+    """One call of a block: runs once in the forward pass and again in the backward pass."""
+
+    def __init__(self, recomputed: _Recomputed, structure: Any) -> None:
+        self.recomputed, self.structure = recomputed, structure
+        self.before: dict[int, torch.Tensor | None] | None = None
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        block = self.recomputed
+        if self.before is None:
+            look = block.buffers.look()
+            outputs = block.forward(*args, **kwargs)
+            self.before = block.buffers.changed_since(look)
+            return outputs
+        block.told.block = block.name
+        with block.buffers.put_back(self.before):
+            return block.forward(*args, **kwargs)
+
+
+@dataclass
+class _Look:
+    """Buffers before a run: which tensors, how often written, and copies of those that change."""
+
+    modes: tuple[bool, ...]
+    known: list[tuple[torch.Tensor | None, int]]
+    copies: dict[int, torch.Tensor | None]
+
+
+class _Buffers:
+    """The buffers of a block that its forward pass changes.
+
+    Which ones is learnt in the first run in every combination of training modes, which copies them
+    all; later runs copy those alone, since a block may hold large tables that never change.
+    """
+
+    def __init__(self, name: str, block: nn.Module, told: _Told) -> None:
+        self.name, self.told = name, told
+        self.homes = [
+            (path, module, key) for path, module in block.named_modules() for key in module._buffers
+        ]
+        self.changing: dict[tuple[bool, ...], set[int]] = {}
+
+    def look(self) -> _Look:
+        """Remember the buffers as they are now."""
+        modes = tuple(module.training for _, module, _ in self.homes)
+        known = [(b, -1 if b is None else b._version) for b in self._values()]
+        places = self.changing.get(modes, range(len(known)))
+        copies = {p: None if (b := known[p][0]) is None else b.detach().clone() for p in places}
+        return _Look(modes, known, copies)
+
+    def changed_since(self, look: _Look) -> dict[int, torch.Tensor | None]:
+        """The values before the run of those that it changed.
+
+        Errors: PlanError for one that never changed before, whose old value is therefore lost.
+        """
+        now = self._values()
+        changed = {p for p, value in enumerate(now) if _differs(value, *look.known[p])}
+        if look.modes not in self.changing:
+            # F.batch_norm writes statistics past the count of writes: compare values, and take
+            # a layer's buffers together, since a statistic of zeros may stay what it was.
+            changed |= {p for p, v in look.copies.items() if v is not None and _unequal(v, now[p])}
+            moved = {id(self.homes[place][1]) for place in changed}
+            everything = enumerate(self.homes)
+            self.changing[look.modes] = {p for p, (_, m, _) in everything if id(m) in moved}
+        for place in changed - self.changing[look.modes]:
+            path, _, key = self.homes[place]
+            name = ".".join(part for part in (self.name, path, key) if part)
+            raise PlanError(
+                f"memory.recompute = {self.told.policy}: {name} changes in some forward passes "
+                f"only, so its value before this one was not kept; nearest: memory.recompute=none"
+            )
+        return {place: look.copies[place] for place in self.changing[look.modes]}
+
+    @contextmanager
+    def put_back(self, before: dict[int, torch.Tensor | None]) -> Iterator[None]:
+        """The second run sees, and changes, copies of the values that the first one saw."""
+        kept = {place: self.homes[place][1]._buffers[self.homes[place][2]] for place in before}
+        try:
+            for place, value in before.items():
+                self._set(place, None if value is None else value.clone())
+            yield
+        finally:
+            for place, tensor in kept.items():
+                self._set(place, tensor)
+
+    def _values(self) -> list[torch.Tensor | None]:
+        return [module._buffers[key] for _, module, key in self.homes]
+
+    def _set(self, place: int, value: torch.Tensor | None) -> None:
+        _, module, key = self.homes[place]
+        module._buffers[key] = value
+
+
+def _differs(now: torch.Tensor | None, then: torch.Tensor | None, version: int) -> bool:
+    return now is not then or (now is not None and now._version != version)
+
+
+def _unequal(copy: torch.Tensor, now: torch.Tensor | None) -> bool:
+    return now is None or not torch.equal(copy, now)
+
+
+_aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operations whose outputs `selective` keeps, where `is_worth_keeping` agrees."""
+
+
+def is_worth_keeping(operation: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether `selective` keeps this output.
+
+    Not where a batched product makes more than it reads: attention scores, seq² numbers from
+    seq × head_dim, would be most of the memory and are cheap to make. Not where fused attention
+    drops out: it draws from the generator, and what is drawn after it would change if it did not.
+    """
+    if operation in (_aten.bmm.default, _aten.baddbmm.default):
+        return bool(out.numel() <= max(factor.numel() for factor in args[-2:]))
+    names = [argument.name for argument in operation._schema.arguments]
+    return not dict(zip(names, args, strict=False)).get("dropout_p", 0.0)
+
+
+class _Kept:
+    """Outputs of one call's products in the order of their making; None where they are made again.
+
+    unneeded   places whose outputs the block's second runs did not use so far (the last product's
+               is an output of the block, mostly): the block keeps them no longer
+    """
+
+    def __init__(self, unneeded: set[tuple[Any, int]]) -> None:
+        self.unneeded = unneeded
+        self.outputs: dict[Any, list[Any]] = {}
+
+    def add(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Keep an output, or note that there was one."""
+        entries = self.outputs.setdefault(operation, [])
+        entry = None
+        worth = is_worth_keeping(operation, args, out)
+        if worth and (operation, len(entries)) not in self.unneeded:
+            leaves, structure = pytree.tree_flatten(out)
+            entry = ([_alias(leaf) for leaf in leaves], structure)
+        entries.append(entry)
+
+    def take(self, operation: Any, place: int) -> Any:
+        """The output at a place, once; None if it was not kept or was changed since."""
+        entries = self.outputs.get(operation, [])
+        if place >= len(entries) or entries[place] is None:
+            return None
+        leaves, structure = entries[place]
+        entries[place] = None
+        if any(_version(leaf) != version for leaf, version in leaves):
+            self.unneeded.add((operation, place))
+            return None
+        return pytree.tree_unflatten([leaf for leaf, _ in leaves], structure)
+
+    def end(self) -> None:
+        """The second run is over: learn what it did not need."""
+        for operation, entries in self.outputs.items():
+            self.unneeded.update((operation, k) for k, e in enumerate(entries) if e is not None)
+        self.outputs = {}
+
+
+class _Keep(TorchDispatchMode):
+    """During the first run: keep the outputs of products.
+
+    torch's create_selective_checkpoint_contexts does the same for every operation, and fails where
+    the second run makes one more of any (autocast casts a weight anew that the first run had in its
+    cache, as in a block that is called twice) and where an output is changed in place after it was
+    kept (ReLU(inplace=True) after a convolution). Here such an output is just made again.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self.kept.add(func, args, out)
+        return out
+
+
+class _Give(TorchDispatchMode):
+    """During the second run: give what was kept."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self.places: Counter[Any] = Counter()
+
+    def __enter__(self) -> _Give:
+        self.places.clear()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self.kept.end()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in PRODUCTS:
+            place = self.places[func]
+            self.places[func] += 1
+            kept = self.kept.take(func, place)
+            if kept is not None:
+                return kept
+        return func(*args, **(kwargs or {}))
+
+
+def _alias(leaf: Any) -> tuple[Any, int]:
+    """A second name of a tensor that shares its count of in-place writes, and that count."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf, 0
+    # Below autograd `detach` starts a new count, unless the layer that keeps counts is let in.
+    with counting_writes():
+        return leaf.detach(), leaf._version
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0

@@ -1,0 +1,53 @@
+"""The loss scale of fp16: a power of two that keeps small gradients above fp16's smallest number.
+
+    backward    of loss × scale; the update divides by it again, in a coefficient it applies anyway
+    overflow    some rank's gradients are not finite: all ranks skip the step and halve the scale
+    growth      ×2 after 2000 clean steps in a row
+
+Ranks agree because the flag travels in the step's own all-reduce. A loss that is itself not finite
+is no matter of scale: that is a skipped step like any other.
+
+Source: Micikevicius et al. 2018; constants as in torch.amp.GradScaler
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+START, GROWTH_EVERY, LARGEST = 2.0**16, 2000, 2.0**24
+
+
+class LossScale:
+    """One run's scale.
+
+    value   what the loss is multiplied by · fixed  it never changes
+    clean   steps in a row without overflow
+    """
+
+    def __init__(self, fixed: float = 0.0) -> None:
+        self.fixed = fixed > 0
+        self.value = fixed if self.fixed else START
+        self.clean = 0
+
+    def overflowed(self) -> bool:
+        """After a skipped step; gives whether a smaller scale may still cure it."""
+        self.clean = 0
+        if self.fixed or self.value <= 1.0:
+            return False
+        self.value /= 2
+        return True
+
+    def held(self) -> None:
+        """After a step without overflow."""
+        self.clean += 1
+        if not self.fixed and self.clean >= GROWTH_EVERY:
+            self.value, self.clean = min(LARGEST, self.value * 2), 0
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint's record."""
+        return {"value": self.value, "clean": self.clean}
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Go on where a record was made; a fixed scale stays as it is given now."""
+        if not self.fixed:
+            self.value, self.clean = float(record["value"]), int(record["clean"])

@@ -1,0 +1,55 @@
+"""How near is equal: design §6's definition for float64, and one for the formats that train.
+
+float64   loss, gradient norm and every gradient within 1e-12 of the whole gradient's norm at every
+          step of an SGD trajectory, and at step 1 of any other; weights within 1e-12 of the whole
+          weights' norm after SGD, 1e-10 after five free steps of any other optimizer (Adam divides
+          rounding noise by itself where the true gradient is 0)
+fp32      the two sides add the same float32 gradients in another order: each addition errs by at
+bf16      most 2⁻²⁴ of the sum, so step 1 agrees to 2⁻¹⁹ (32 additions on top of each other; errors
+fp16      are random, so far more fit). Products are rounded to bf16 or fp16, but equally on both
+          sides while the weights are equal, and sums stay float32: a sum kept in bf16 errs by 2⁻⁹
+          and is caught. From step 2 on weights differ in their last bits, which flips roundings of
+          the format itself; by then only what is wrong by far can be told: 8 × its epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SUM_EPSILON = 2.0**-19
+LATER_EPSILON = {"fp32": 8 * 2.0**-18, "bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest differences that still are equal, as shares of the whole gradient or weight norm.
+
+    first    loss, gradient norm and gradients of step 1 · later  of the steps after it (infinite:
+             they are reported, not judged) · weights, buffers  at the end
+    """
+
+    first: float
+    later: float
+    weights: float
+    buffers: float
+
+    def of_step(self, step: int) -> float:
+        """The bound on gradients at a step, counted from 1."""
+        return self.first if step == 1 else self.later
+
+
+def bounds_for(precision: str, optimizer: str) -> Bounds:
+    """What equal means for a trajectory.
+
+    optimizer   "sgd" for plain SGD with momentum, any other name for everything else
+
+    >>> bounds_for("fp64", "sgd").weights, bounds_for("fp64", "adamw").weights
+    (1e-12, 1e-10)
+    """
+    if precision == "fp64":
+        if optimizer == "sgd":
+            return Bounds(1e-12, 1e-12, 1e-12, 1e-12)
+        return Bounds(1e-12, math.inf, 1e-10, 1e-10)
+    later = LATER_EPSILON[precision]
+    return Bounds(SUM_EPSILON, later if optimizer == "sgd" else math.inf, later, later)

@@ -1,0 +1,116 @@
+"""What a run is made of, as far as a proof needs it: model, loss, data, layout, portions of a step.
+
+The proof trains on the first samples of the user's own data, so few that an epoch soon ends: its
+short last step, whose last micro-batch is short too and in which some ranks have nothing to do, is
+where layouts err.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from shoal.base.batches import default_micro_batch
+from shoal.config.sections import LayoutSection, TrainSection
+from shoal.data.fetch import draws_nothing
+from shoal.data.loader import is_indexed
+from shoal.trainer.contract import Loss
+from shoal.trainer.proof.side import Side, Trial
+from shoal.trainer.run import StepResult
+
+
+@dataclass(frozen=True)
+class Material:
+    """One run's ingredients.
+
+    build               gives the module, with the same weights at every call under one seed
+    data, collate       the training dataset, or an iterable; how samples join
+    layout              as `shoal.parallelize` takes it
+    batch, micro_batch  samples per step over all ranks, per forward pass
+    full_steps          full steps in the epoch that the proof sees, before the short one
+    policies            what else `shoal.parallelize` is told on the layout's side only: defer_sync,
+                        recompute, offload; never compress, which changes numbers on purpose
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    data: Any
+    collate: Any
+    layout: str | Mapping[str, Any]
+    batch: int
+    micro_batch: int
+    call: str = "single"
+    seed: int = 0
+    full_steps: int = 2
+    policies: Mapping[str, Any] = field(default_factory=dict)
+
+    def small(self, degree: int) -> Material:
+        """The same with two small micro-batches per rank and step; `degree` data-parallel ranks."""
+        micro_batch = min(self.micro_batch, 2)
+        return replace(self, micro_batch=micro_batch, batch=2 * degree * micro_batch, full_steps=1)
+
+    def trial(self) -> Trial:
+        """Trains on the first samples of the data, epoch after epoch."""
+        few = head(self.data, self.batch, self.micro_batch, self.full_steps)
+
+        def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+            run = side.parallelize(
+                self.build,
+                self.loss,
+                batch=self.batch,
+                micro_batch=self.micro_batch,
+                call=self.call,
+            )
+            loader = run.loader(few, collate=self.collate)
+            while True:
+                for batch in loader:
+                    yield "", run.step(batch)
+
+        return train
+
+
+def asked_layout(section: LayoutSection) -> dict[str, Any]:
+    """The [layout] section as `shoal.parallelize` takes it."""
+    given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
+    if section.zero >= 0:
+        given["zero"] = section.zero
+    return {**given, "threads": section.threads} if section.threads else given
+
+
+def portions(section: TrainSection) -> tuple[int, int]:
+    """(batch, micro_batch) of a run whose configuration is settled."""
+    return section.batch, section.micro_batch or default_micro_batch(section.batch)
+
+
+def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
+    """The first samples of a dataset or iterable: some full steps and a short one.
+
+    The short step has one full micro-batch and a half one (of two samples at least, since layers
+    such as BatchNorm cannot train on one). Datasets that are shorter stay as they are.
+    """
+    half = max(2, micro_batch // 2) if micro_batch > 2 else 0
+    samples = full_steps * batch + micro_batch + half
+    if not is_indexed(data):
+        return list(islice(iter(data), samples))
+    return data if len(data) <= samples else Head(data, samples)
+
+
+class Head:
+    """The first samples of a map-style dataset."""
+
+    def __init__(self, dataset: Any, samples: int) -> None:
+        self.dataset = dataset
+        self.samples = samples
+        self.draws_nothing = draws_nothing(dataset)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        """The dataset's own sample."""
+        return self.dataset[index]

@@ -1,0 +1,198 @@
+"""One row of `shoal compare`, as one process sees it: a few real steps under one layout.
+
+The row's run is the main job's run (same model, data, order, micro-batches, optimizer, schedule)
+without validation, checkpoints and files. Steps: a few that warm up and are dropped, those that are
+timed, and four under a profiler for the memory that comes and goes, never timed. Many rows
+share a process, one after another: each leaves nothing behind but its figures, except `single`,
+whose weights stay in a file with which the other rows compare theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal.base.errors import UserError
+from shoal.config.sections import Config
+from shoal.data.sources import Source
+from shoal.data.step import StepBatch
+from shoal.fabric import World
+from shoal.optim.build import build_optimizer
+from shoal.parallel.whole import gather_weights
+from shoal.profile.states import peak_extra_bytes, state_bytes
+from shoal.trainer.loop import build_model, import_loss
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
+
+WARMUP_STEPS = 2
+REFERENCE = "single.safetensors"
+"""Weights of `single` after the compared steps, in the folder of the comparison."""
+
+Row = dict[str, Any]
+
+
+def open_row(config: Config, source: Source, world: World, layout: str | Mapping[str, int]) -> Run:
+    """A run of the main job under `layout`, which writes nothing.
+
+    Errors: PlanError, ConfigError when this layout cannot carry this model; the same on all ranks.
+    """
+    return parallelize(
+        lambda: build_model(config.model, source, config.data.sequence),
+        lambda parameters: build_optimizer(config.optimizer, parameters),
+        import_loss(config.model),
+        layout,
+        batch=config.train.batch,
+        micro_batch=config.train.micro_batch,
+        precision=config.precision.compute,
+        clip=config.optimizer.clip,
+        seed=config.train.seed,
+        call=config.model.call,
+        schedule=config.optimizer,
+        total_steps=config.train.steps,
+        skip_limit=config.train.skip_limit,
+        world=world,
+    )
+
+
+def measure_row(
+    config: Config,
+    source: Source,
+    world: World,
+    layout: str | Mapping[str, int],
+    *,
+    steps: int,
+    compared: int,
+    folder: Path,
+) -> Row:
+    """Train a fresh model under `layout` for a few steps; call it on every rank.
+
+    steps     timed optimizer steps · compared  the first steps, after which weights are compared
+    folder    where REFERENCE lies
+    Gives     the row's figures, equal on every rank; JSON values. {"reason": …} alone where the
+              layout cannot carry this model; else:
+              text precision parameters   what ran
+              per_s         targets (tokens) or samples per second of the median step, all ranks
+              step_s        of each timed step · losses  of every step from the first
+              sent_bytes    by kind, in one step, of the busiest rank
+              memory        per rank: weights, gradients, optimizer, rest, in bytes (rest: or None)
+              weight_difference  from `single`; None where that is not known
+    Errors    whatever a step raises; the world is then of no use for further rows
+    """
+    try:
+        run = open_row(config, source, world, layout)
+    except UserError as failure:
+        return {"reason": str(failure)}
+    try:
+        return _figures(run, source, (steps, compared), config.data.workers, folder)
+    finally:
+        _take_apart(run)
+        del run
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, folder: Path) -> Row:
+    batches = _endless(run.loader(source.train, workers=workers, collate=source.collate))
+    rows: list[Row] = []
+    run.recorder.events.listeners.append(rows.append)
+    steps, compared = counts
+    difference = None
+    run.recorder.restart_clock()
+    for step in range(1, WARMUP_STEPS + steps + 1):
+        run.step(next(batches))
+        if step == min(compared, WARMUP_STEPS + steps):  # between two steps, in no one's time
+            difference = _compare_weights(run, folder / REFERENCE)
+            run.recorder.restart_clock()
+    told = [row for row in rows if row["event"] == "step"]
+    timed = told[WARMUP_STEPS:]
+    states = state_bytes(run)
+    rest_bytes = _rest_bytes(run, batches)
+    memory = run.world.gather_json({**asdict(states), "rest": rest_bytes})
+    sent = run.world.gather_json(timed[-1]["comm_bytes_by_kind"])
+    figures = {
+        "text": run.plan.layout.text(),
+        "precision": run.plan.precision,
+        "parameters": run.plan.parameters,
+        "per_s": statistics.median(_rate(row, source.kind) for row in timed),
+        "step_s": [row["step_s"] for row in timed],
+        "losses": [_finite(row["loss"]) for row in told],
+        "sent_bytes": max(sent, key=lambda kinds: sum(kinds.values())),
+        "memory": memory,
+        "weight_difference": difference,
+    }
+    everyone: Row = run.world.broadcast_json(figures)
+    return everyone
+
+
+def _rest_bytes(run: Run, batches: Iterator[StepBatch]) -> int | None:
+    """What a step holds beyond the states; None under `dp` on a CPU: its threads are not seen."""
+    if run.plan.layout.threads > 1 and run.world.device.type == "cpu":
+        return None
+    return peak_extra_bytes(lambda: run.step(next(batches)), run.world.device)
+
+
+def _take_apart(run: Run) -> None:
+    """Take the row's hooks off and its tensors away; the world stays, unlike after `run.close`."""
+    for undo in run.program.on_close:
+        undo()
+    run.recorder.events.listeners.clear()
+    run.optimizer.state.clear()
+    for parameter in run.model.parameters():
+        parameter.grad = None
+
+
+def _endless(loader: Iterable[StepBatch]) -> Iterator[StepBatch]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def _rate(row: Row, kind: str) -> float:
+    """Per second: targets where samples are tokens, else samples."""
+    begin, end = row["samples"]
+    count = row["tokens"] if kind == "tokens" else end - begin
+    return float(count / row["step_s"])
+
+
+def _compare_weights(run: Run, reference: Path) -> float | None:
+    """Distance of this run's weights from those of `single`, by the norm of the latter.
+
+    `single` writes them; a number on rank 0 of the others, None where nothing is known.
+    """
+    weights = gather_weights(run.program)
+    if run.plan.layout.strategy == "single":
+        save_file(weights, reference)
+        return 0.0
+    if not run.world.is_first or not reference.exists():
+        return None
+    return relative_difference(weights, load_file(reference))
+
+
+def relative_difference(
+    here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]
+) -> float | None:
+    """Norm of all differences by the norm of all of `there`, in float64; None if not finite.
+
+    >>> one, two = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 5.0])}
+    >>> relative_difference(two, one)
+    0.2
+    """
+    apart = whole = 0.0
+    for name, tensor in there.items():
+        theirs = tensor.double()
+        apart += float((here[name].double() - theirs).square().sum())
+        whole += float(theirs.square().sum())
+    return _finite(math.sqrt(apart / whole) if whole else math.sqrt(apart))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,81 @@
+"""A comparison of layouts as a picture: speed on the left, memory per rank on the right.
+
+Drawn by matplotlib, which comes with the extra `report`; without it there is no picture, one line
+says how to get it, and everything else works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.view.compare import KINDS, fullest_rank, parts_text
+
+Record = dict[str, Any]
+GET_IT = "pip install 'shoal[report]'"
+COLOURS = {
+    "weights": "#4477aa",
+    "gradients": "#66ccee",
+    "optimizer": "#228833",
+    "rest": "#bbbbbb",
+}
+"""Paul Tol's bright palette: told apart by colour-blind eyes too."""
+
+
+def drawable() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_drawable(where: str) -> None:
+    """Refuse a picture that could not be drawn. Errors: ConfigError that says how to get it."""
+    if not drawable():
+        raise ConfigError(f"{where}: a PNG is drawn by matplotlib, which is not here; {GET_IT}")
+
+
+def draw(record: Record, path: Path) -> bool:
+    """Draw `record` (as in compare.json) to `path` as PNG; False where there is nothing to draw.
+
+    Errors: ConfigError if the file cannot be written.
+    """
+    rows = [row for row in record["rows"] if row["per_s"]]
+    if not rows or not drawable():
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.6 + 0.42 * len(rows)), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    names = [f"{row['layout']} × {parts_text(row)}" for row in rows]
+    places = range(len(rows))
+    tones = ["#ccbb44" if row["oversubscribed"] else "#4477aa" for row in rows]
+    bars = speed.barh(places, [row["per_s"] for row in rows], color=tones)
+    speed.bar_label(bars, [f"{row['per_s']:,.0f}" for row in rows], padding=3)
+    speed.set_yticks(places, names)
+    speed.invert_yaxis()
+    speed.margins(x=0.15)
+    starred = any(row["oversubscribed"] for row in rows)
+    more = " (yellow: more processes than cores, no proof of speed)" if starred else ""
+    speed.set_title(f"{record['unit']}/s{more}", fontsize=10)
+    left = [0.0] * len(rows)
+    for kind in (*KINDS, "rest"):
+        part = [fullest_rank(row).get(kind, 0) / 2**20 for row in rows]
+        memory.barh(places, part, left=left, color=COLOURS[kind], label=kind)
+        left = [start + more_mib for start, more_mib in zip(left, part, strict=True)]
+    memory.set_title("MiB on the fullest rank", fontsize=10)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower right", ncols=4)
+    for axes in (speed, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    machine = record["machine"]
+    figure.suptitle(
+        f"shoal compare: {record['model']}, {machine['cores']} cores, torch "
+        f"{machine.get('torch', '')}",
+        fontsize=11,
+    )
+    try:
+        FigureCanvasAgg(figure).print_png(path)
+    except OSError as failure:
+        raise ConfigError(f"--png = {path}: cannot be written: {failure.strerror}") from failure
+    return True

@@ -1,0 +1,73 @@
+"""Says which row of a comparison is being measured, while the user waits for the table."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+Record = dict[str, Any]
+
+
+class Waiting:
+    """Says what is being measured: in place on a terminal, a `key=value` line per row elsewhere.
+
+    path    rows.jsonl, which the workers write · asked  (layout, parts) of every row
+    skip    lines of it that are old news · quiet  nothing but the line in place
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        asked: list[tuple[str, int]],
+        stream: TextIO,
+        *,
+        quiet: bool = False,
+        skip: int = 0,
+    ) -> None:
+        self.path, self.asked, self.stream = path, asked, stream
+        self.quiet, self.told = quiet, skip
+        self.text, self.began_s = "starting processes", time.monotonic()
+        self.unit = "samples"
+        self.on_terminal = stream.isatty()
+
+    def tick(self) -> None:
+        """Read what is new and show it; cheap."""
+        for record in self._new():
+            self.unit = record.get("unit", self.unit)
+            if "began" in record:
+                layout, parts = self.asked[record["began"]]
+                self.text = (
+                    f"measuring {layout} × {parts} (row {record['began'] + 1} of {len(self.asked)})"
+                )
+                self.began_s = time.monotonic()
+            elif "row" in record and not self.on_terminal and not self.quiet:
+                self.stream.write(self._key_values(record) + "\n")
+                self.stream.flush()
+        if self.on_terminal:
+            waited_s = math.floor(time.monotonic() - self.began_s)
+            self.stream.write(f"\r{self.text} · {waited_s} s\x1b[K")
+            self.stream.flush()
+
+    def finish(self) -> None:
+        """Show the rest and clear the line."""
+        self.tick()
+        if self.on_terminal:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+
+    def _new(self) -> list[Record]:
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().splitlines()[self.told :]
+        self.told += len(lines)
+        return [json.loads(line) for line in lines]
+
+    def _key_values(self, record: Record) -> str:
+        layout, parts = self.asked[record["row"]]
+        words = f"layout={layout} processes={parts}"
+        if not record.get("per_s"):
+            return f"{words} reason={json.dumps(record['reason'], ensure_ascii=False)}"
+        return f"{words} {self.unit}_per_s={record['per_s']:.0f}"

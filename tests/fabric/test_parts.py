@@ -1,0 +1,140 @@
+"""Reduce-scatter and all-gather of unequal parts, on real gloo; every rank is a thread here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
+
+WAIT = timedelta(seconds=30)
+CUTS = [
+    (0, 4, 8, 12),  # equal
+    (0, 1, 8, 12),  # unequal
+    (0, 0, 12, 12),  # two ranks own nothing
+    (0, 5, 5, 9),
+]
+Action = Callable[[int, dist.ProcessGroup], Any]
+
+
+@pytest.fixture(scope="module")
+def together():
+    """`together(action)`: action(rank, group) on three ranks at once, answers by rank."""
+    ranks = 3
+    store = dist.HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+
+        def join(rank: int) -> dist.ProcessGroup:
+            group = dist.ProcessGroup(store, rank, ranks)
+            gloo = dist.ProcessGroupGloo(store, rank, ranks, WAIT)
+            # As `init_process_group` does; that one allows one rank per process.
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            return group
+
+        groups = [one.result() for one in [pool.submit(join, rank) for rank in range(ranks)]]
+
+        def run(action: Action) -> list[Any]:
+            works = [pool.submit(action, rank, group) for rank, group in enumerate(groups)]
+            return [work.result(WAIT.total_seconds()) for work in works]
+
+        yield run
+        groups.clear()
+
+
+def values(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(elements, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_each_rank_gets_the_sum_of_its_part(together, cuts: Sequence[int]) -> None:
+    def action(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = values(rank, cuts[-1])
+        pending = scatter_sum(tensor, cuts, rank, group)
+        return pending.result(), tensor
+
+    answers = together(action)
+    expected = torch.stack([values(rank, cuts[-1]) for rank in range(3)]).sum(0)
+    for rank, (part, source) in enumerate(answers):
+        assert torch.equal(part, expected[cuts[rank] : cuts[rank + 1]])
+        assert torch.equal(source, values(rank, cuts[-1])), "the source was changed"
+
+
+def test_the_sum_may_overwrite_its_source(together) -> None:
+    """As zero1 does: the part of the sum lands where this rank's gradients were."""
+    cuts = CUTS[1]
+
+    def action(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        tensor = values(rank, 12)
+        scatter_sum(tensor, cuts, rank, group).result(out=tensor[cuts[rank] : cuts[rank + 1]])
+        return tensor
+
+    expected = torch.stack([values(rank, 12) for rank in range(3)]).sum(0)
+    for rank, tensor in enumerate(together(action)):
+        own = slice(cuts[rank], cuts[rank + 1])
+        assert torch.equal(tensor[own], expected[own])
+        tensor[own] = values(rank, 12)[own]
+        assert torch.equal(tensor, values(rank, 12)), "something else was written"
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_parts_come_together_on_every_rank(together, cuts: Sequence[int]) -> None:
+    whole = values(7, cuts[-1])
+
+    def action(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+        tensor = torch.full((cuts[-1],), torch.nan)
+        tensor[cuts[rank] : cuts[rank + 1]] = whole[cuts[rank] : cuts[rank + 1]]
+        work = gather_parts(tensor, cuts, rank, group)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    assert all(torch.equal(tensor, whole) for tensor in together(action))
+
+
+def test_sums_under_way_may_be_several(together) -> None:
+    """Their results are asked for in any order on a rank."""
+
+    def action(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        cuts = CUTS[0]
+        pending = [scatter_sum(values(rank + k, 12), cuts, rank, group) for k in (0, 10, 20)]
+        return [one.result() for one in reversed(pending)]
+
+    for rank, parts in enumerate(together(action)):
+        for k, part in zip((20, 10, 0), parts, strict=True):
+            expected = torch.stack([values(r + k, 12) for r in range(3)]).sum(0)
+            assert torch.equal(part, expected[4 * rank : 4 * rank + 4])
+
+
+def test_bits_do_not_depend_on_who_is_first(together) -> None:
+    """Added in the order of the ranks: the same part, whichever rank owns it."""
+    tensors = [values(rank, 4) * 10.0**rank for rank in range(3)]
+
+    def owned_by(owner: int) -> torch.Tensor:
+        cuts = [0 if rank <= owner else 4 for rank in range(4)]
+
+        def action(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+            return scatter_sum(tensors[rank], cuts, rank, group).result()
+
+        return together(action)[owner]
+
+    parts = [owned_by(owner) for owner in range(3)]
+    assert torch.equal(parts[0], parts[1])
+    assert torch.equal(parts[0], parts[2])
+
+
+def test_a_result_holds_no_work_and_no_source() -> None:
+    """A work that is kept keeps its process group alive beyond `destroy`."""
+    tensor = torch.arange(4.0)
+    pending = PendingSum(None, tensor.clone().unsqueeze(0), tensor)
+    out = torch.zeros(4)
+    assert pending.result(out=out) is out
+    assert torch.equal(out, tensor)
+    assert pending.work is None
+    assert pending.source is None

@@ -1,0 +1,344 @@
+"""Codes of gradients in one process: what they hold, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.base.errors import BugError, ConfigError, PlanError
+from shoal.base.layout import Layout
+from shoal.base.plan import Bucket, Plan
+from shoal.base.policies import CompressPolicy, check_compress
+from shoal.config.load import load
+from shoal.fabric import World
+from shoal.fabric.codecs import (
+    BLOCK,
+    CHUNK,
+    int8_bytes,
+    largest,
+    pack_int8,
+    pack_places,
+    unpack_int8,
+    unpack_places,
+)
+from shoal.fabric.coded_sums import Int8Sum, LargestSum, Residual, ScatteredInt8Sum, Sender
+from shoal.fabric.low_rank import LowRankSum, Matrix
+from shoal.fabric.place import Place
+from shoal.parallel import compress
+from shoal.parallel.program import Program
+
+ALONE = World(Place(), torch.device("cpu"), None)
+ELEMENTS = 3000
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def unpacked(packed: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """All rows decoded."""
+    out = torch.full((len(packed), elements), math.nan, dtype=dtype)
+    for row, told in zip(packed, out, strict=True):
+        unpack_int8(row, elements, dtype, told)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("elements", [1, 7, BLOCK, BLOCK + 1, 2500, CHUNK + BLOCK + 1])
+def test_int8_errs_by_half_a_scale(elements: int, dtype: torch.dtype) -> None:
+    rows = drawn(3, elements, dtype=dtype)
+    left = rows.clone()
+    packed = pack_int8(left)
+    assert packed.shape == (3, int8_bytes(elements, dtype.itemsize))
+    decoded = unpacked(packed, elements, dtype)
+    assert torch.equal(left, rows - decoded)
+    for start in range(0, elements, BLOCK):
+        block, told = rows[:, start : start + BLOCK], decoded[:, start : start + BLOCK]
+        half = block.abs().amax(1, keepdim=True) / 127 / 2
+        assert bool(((block - told).abs() <= half * 1.0001).all())
+
+
+def test_a_block_has_its_own_scale() -> None:
+    """Tiny numbers beside huge ones survive if they lie in another block."""
+    rows = torch.cat([torch.full((1, BLOCK), 1e6), torch.full((1, BLOCK), 1e-6)], 1)
+    decoded = unpacked(pack_int8(rows.clone()), 2 * BLOCK, torch.float32)
+    assert torch.allclose(decoded, rows)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1.9e-43, 1e-40, 1e-38, 3e38])
+def test_int8_at_the_ends_of_its_range(size: float) -> None:
+    rows = drawn(1, 100).sign() * size
+    decoded = unpacked(pack_int8(rows.clone()), 100, torch.float32)
+    assert bool(decoded.isfinite().all())
+    assert bool(((rows - decoded).abs() <= rows.abs()).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_does_not_vanish(bad: float) -> None:
+    rows = drawn(1, 2 * BLOCK)
+    rows[0, 5] = bad
+    decoded = unpacked(pack_int8(rows.clone()), 2 * BLOCK, torch.float32)
+    assert bool(decoded[0, :BLOCK].isnan().any())
+    assert bool(decoded[0, BLOCK:].isfinite().all())
+    chosen = largest(rows[0], 1)
+    assert chosen.tolist() == [5]
+    values, _ = unpack_places(pack_places(rows[0], chosen), torch.float32)
+    assert not bool(values.isfinite().any())
+
+
+def test_no_elements_are_no_bytes() -> None:
+    packed = pack_int8(torch.empty(2, 0))
+    assert packed.shape == (2, 0)
+    assert unpacked(packed, 0, torch.float32).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_places_come_back_exactly(dtype: torch.dtype) -> None:
+    numbers = drawn(501, dtype=dtype)
+    chosen = largest(numbers, 7)
+    packed = pack_places(numbers, chosen)
+    assert packed.numel() == 7 * (dtype.itemsize + 4)
+    values, at = unpack_places(packed, dtype)
+    assert torch.equal(at, chosen)
+    assert torch.equal(values, numbers[chosen])
+    assert float(values.abs().min()) >= float(numbers.abs().sort().values[-7])
+
+
+MATRICES = [Matrix(10, 1210, 30, 40, (40, 1)), Matrix(1210, 2410, 30, 40, (1, 30)),
+            Matrix(2410, 2420, 2, 5, (5, 1))]  # fmt: skip
+
+
+def senders() -> dict[str, Sender]:
+    f32 = torch.float32
+    return {
+        "int8": Int8Sum(ELEMENTS, f32, ALONE),
+        "scattered": ScatteredInt8Sum((0, ELEMENTS), f32, ALONE),
+        "topk": LargestSum(ELEMENTS, f32, ALONE, 0.05),
+        "powersgd": LowRankSum(ELEMENTS, f32, ALONE, MATRICES, 3),
+    }
+
+
+def through(sender: Sender, flat: torch.Tensor) -> torch.Tensor:
+    """One sum of one rank."""
+    flight = sender.send(flat)
+    flight.turn()
+    out = torch.full_like(flat, math.nan)
+    flight.result(out)
+    return out
+
+
+@pytest.mark.parametrize("name", ["int8", "scattered", "topk", "powersgd"])
+def test_what_is_decoded_and_what_is_kept_make_the_whole(name: str) -> None:
+    sender = senders()[name]
+    told, true = torch.zeros(ELEMENTS, dtype=torch.float64), torch.zeros(ELEMENTS)
+    for step in range(8):
+        flat = drawn(ELEMENTS, seed=step)
+        sender.begin()
+        told += through(sender, flat)
+        true = true + flat
+        sender.commit()
+    kept = sender.left.standing
+    assert float(kept.norm()) > 0
+    assert float((told + kept - true).norm() / true.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["int8", "scattered", "topk", "powersgd"])
+def test_narrow_gradients_are_coded_from_fp32(name: str) -> None:
+    """A module that is itself bf16: what a step leaves out is kept in fp32."""
+    sender, wide = senders()[name], senders()[name]
+    flat = drawn(ELEMENTS).bfloat16()
+    told = through(sender, flat)
+    assert told.dtype == torch.bfloat16
+    assert torch.equal(told, through(wide, flat.float()).bfloat16())
+    assert torch.equal(sender.left.coming, wide.left.coming)
+
+
+@pytest.mark.parametrize("name", ["int8", "scattered", "topk", "powersgd"])
+def test_without_a_commit_nothing_is_kept(name: str) -> None:
+    """A broken step, and then the same as if it had not been: all that the next one starts from."""
+    met, never = senders()[name], senders()[name]
+    for sender in (met, never):
+        sender.begin()
+        through(sender, drawn(ELEMENTS, seed=1))
+        sender.commit()
+    met.begin()
+    broken = drawn(ELEMENTS, seed=2)
+    broken[::3] = math.nan
+    assert not bool(through(met, broken).isfinite().all())
+    for seed in (3, 4):
+        results = []
+        for sender in (met, never):
+            sender.begin()
+            results.append(through(sender, drawn(ELEMENTS, seed=seed)))
+            sender.commit()
+        assert torch.equal(*results)
+
+
+def test_a_step_that_sends_twice_keeps_both() -> None:
+    """zero2 sends once per micro-batch; the second code must see what the first left out."""
+    left = Residual(4, torch.float32, torch.device("cpu"))
+    left.begin()
+    left.add(torch.full((4,), 1.0)).sub_(0.75)
+    left.add(torch.full((4,), 1.0)).sub_(1.0)
+    left.commit()
+    assert left.standing.tolist() == [0.25] * 4
+    left.begin()
+    left.add(torch.full((4,), 5.0))
+    left.begin()  # that step was skipped
+    assert left.add(torch.zeros(4)).tolist() == [0.25] * 4
+
+
+def test_low_rank_finds_a_matrix_of_low_rank() -> None:
+    """A sum of rank 3 is exact at rank 3 from the first step; vectors always are."""
+    sender = LowRankSum(ELEMENTS, torch.float32, ALONE, MATRICES, 3)
+    flat = drawn(ELEMENTS)
+    for matrix in MATRICES[:2]:
+        matrix.of(flat).copy_(drawn(30, 3, seed=4) @ drawn(3, 40, seed=5))
+    assert torch.allclose(through(sender, flat), flat, atol=1e-4)
+    rest = torch.cat([flat[:10], flat[2410:]])
+    assert torch.equal(torch.cat([*(through(sender, flat)[s] for s in (slice(10), slice(2410, None)))]), rest)  # fmt: skip
+
+
+def test_low_rank_starts_where_it_ended() -> None:
+    """Power iteration: the same matrix again comes nearer to its best approximation."""
+    matrix = Matrix(0, 1200, 30, 40, (40, 1))
+    sender = LowRankSum(1200, torch.float32, ALONE, [matrix], 2)
+    flat = drawn(1200, seed=8)
+    u, s, v = torch.linalg.svd(matrix.of(flat), full_matrices=False)
+    best = float((matrix.of(flat) - u[:, :2] * s[:2] @ v[:2]).norm())
+    far = []
+    for _ in range(30):
+        sender.begin()
+        sender.left.standing.zero_()
+        far.append(float((through(sender, flat) - flat).norm()))
+        sender.commit()
+    assert far[0] > 1.05 * best
+    assert far[-1] < 1.01 * best
+
+
+def test_low_rank_of_zeros_recovers() -> None:
+    """A frozen or unused layer gives zeros; the next start must not be stuck at zero."""
+    sender = LowRankSum(1200, torch.float32, ALONE, [Matrix(0, 1200, 30, 40, (40, 1))], 2)
+    sender.begin()
+    assert float(through(sender, torch.zeros(1200)).norm()) == 0
+    sender.commit()
+    sender.begin()
+    told = through(sender, drawn(1200))
+    assert bool(told.isfinite().all())
+    assert float(told.norm()) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int4", "layout.compress = int4: not one of none, int8, powersgd, topk; nearest: int8"),
+        ("int8:3", "layout.compress = int8:3: int8 takes no number; nearest: layout.compress=int8"),
+        ("powersgd:0", "layout.compress = powersgd:0: a rank of at least 1 is wanted; nearest: "
+         "layout.compress=powersgd:1"),
+        ("powersgd:x", "a rank of at least 1 is wanted"),
+        ("topk:0", "layout.compress = topk:0: a share above 0 and up to 1 is wanted; nearest: "
+         "layout.compress=topk:0.01"),
+        ("topk:2", "a share above 0 and up to 1"),
+        ("topk:nan", "a share above 0 and up to 1"),
+        ("topk:", "a share above 0 and up to 1"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_none(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CompressPolicy.parse(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy", "formats", "said"),
+    [
+        ("int8", "fsdp", {}, "layout.compress = int8: fsdp gathers weights and sums gradients unit "
+         "by unit inside fully_shard, which cannot encode; nearest: layout.strategy=zero2, or "
+         "layout.compress=none"),
+        ("topk", "hsdp", {}, "nearest: layout.strategy=ddp, or layout.compress=none"),
+        ("powersgd", "zero1", {}, "layout.compress = powersgd: zero1 cuts gradients where no "
+         "matrix ends and gives each rank its part only, which int8 alone can encode; nearest: "
+         "layout.compress=int8, or layout.strategy=ddp"),
+        ("int8", "ddp", {"precision": "fp16"}, "nearest: precision.compute=bf16"),
+        ("int8", "ddp", {"reduce": "bf16"}, "nearest: precision.reduce=auto"),
+    ],
+)  # fmt: skip
+def test_what_a_layout_cannot_carry(text, strategy, formats, said) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_compress(text, strategy, **formats)
+    assert str(caught.value).endswith(said)
+    check_compress("none", strategy, **formats)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["layout.compress=int4"], ConfigError),
+        (["layout.compress=int8", "layout.strategy=zero3"], PlanError),
+        (["layout.compress=topk:0.1", "layout.strategy=zero1"], PlanError),
+        (["layout.compress=int8", "layout.dp_shard=2"], PlanError),
+        (["layout.compress=powersgd", "layout.dp_shard=2", "layout.zero=2"], PlanError),
+        (["layout.compress=int8", "precision.compute=fp16"], PlanError),
+    ],
+)
+def test_the_key_is_looked_at_before_any_process(given: list[str], error: type) -> None:
+    with pytest.raises(error, match="layout.compress"):
+        load(None, given)
+    assert load(None, ["layout.compress=topk:0.1"]).config.layout.compress == "topk:0.1"
+    load(None, ["layout.compress=int8", "layout.dp_shard=2", "layout.zero=1"])
+
+
+def test_one_process_says_that_nothing_travels(tmp_path: Path) -> None:
+    run = shoal.parallelize(
+        nn.Linear(3, 2),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        compress="int8",
+        world=ALONE,
+        folder=tmp_path,
+    )
+    assert run.plan.compress == "int8"
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    texts = [event.get("text", "") for event in events]
+    said = "layout.compress = int8: one process sends no gradients, so none is compressed"
+    assert said in texts
+    run.close()
+
+
+class Buckets:
+    """A reducer, as far as compression looks at it."""
+
+    world: object = None
+
+
+def program_of(compress: str, reducer: object) -> Program:
+    """A program of two processes, of which this one never sends."""
+    buckets = (Bucket(("w",), 3, "float32", 4),)
+    plan = Plan(Layout(dp_replicate=2), "", 4, 2, 1, "fp32", 3, buckets, compress=compress)
+    world = World(Place(rank=0, size=2), torch.device("cpu"), None)
+    parameters = {"w": nn.Parameter(torch.zeros(3))}
+    return Program(nn.Linear(1, 1), world, plan, parameters, {}, reducer=reducer)
+
+
+def test_it_goes_between_reducer_and_world_and_says_so() -> None:
+    program = program_of("int8", Buckets())
+    done = compress.apply(program)
+    assert done.reducer.world.rank == program.world.rank
+    assert done.reducer.world.traffic is program.world.traffic
+    assert (len(done.on_begin), len(done.on_update)) == (1, 1)
+    assert done.notices == [
+        "layout.compress = int8: what one step leaves out is added in the next and is not saved, so "
+        "a resumed run is close to the uninterrupted one, not equal"
+    ]
+    untouched = program_of("none", Buckets())
+    assert compress.apply(untouched) is untouched
+
+
+def test_a_reducer_without_buckets_is_our_own_mistake() -> None:
+    with pytest.raises(BugError, match="without buckets"):
+        compress.apply(program_of("int8", object()))

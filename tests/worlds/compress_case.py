@@ -1,0 +1,315 @@
+"""Compressed gradients in a real world: what arrives, what is kept, what is sent."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytes_case import Stack, count_sent, lo_sent_bytes, squares
+from shoal.base.errors import ShoalError
+from shoal.fabric import World, parts
+from shoal.fabric.coded_sums import ScatteredInt8Sum
+from shoal.fabric.traffic import wire_bytes
+from shoal.planner.buckets import plan_buckets
+from shoal.trainer import parallelize as module
+from shoal.trainer.run import Run
+
+BUCKET_BYTES = 9_000  # several buckets
+
+
+class Bare(nn.Module):
+    """Its gradient is its input: the loss is the inner product of the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.matrix = nn.Parameter(torch.randn(40, 60))
+        self.turned = nn.Parameter(torch.randn(50, 30).T.clone(memory_format=torch.preserve_format))
+        self.kernel = nn.Parameter(torch.randn(16, 8, 3, 3))
+        self.vector = nn.Parameter(torch.randn(37))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.small = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((p * batch[name][0]).sum() for name, p in self.named_parameters())
+
+
+def gradient(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """A batch of one sample. Ranks differ; a part of it is the same in every step."""
+    told = {}
+    for name, p in Bare().named_parameters():
+        steady = torch.Generator().manual_seed(len(name))
+        drawn = torch.Generator().manual_seed(1000 * step + 10 * rank + len(name))
+        told[name] = torch.randn(1, *p.shape, generator=steady) * (rank + 1)
+        told[name] += torch.randn(1, *p.shape, generator=drawn)
+    return told
+
+
+def start(world: World, compress: str, layout: str, precision: str = "fp32", **other: Any) -> Run:
+    """A run of the bare model with several buckets."""
+    small = functools.partial(plan_buckets, bucket_bytes=BUCKET_BYTES)
+    with mock.patch.object(module, "plan_buckets", small):
+        return module.parallelize(
+            Bare(),
+            functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+            lambda outputs, batch: (outputs, 1),
+            layout=layout,
+            precision=precision,
+            compress=compress,
+            world=world,
+            **other,
+        )
+
+
+def leave(run: Run) -> None:
+    """Close a run, but not the world that other checks go on with."""
+    for undo in run.program.on_close:
+        undo()
+
+
+def digest(run: Run) -> str:
+    """Of all weights, bit by bit."""
+    whole = b"".join(p.detach().contiguous().numpy().tobytes() for p in run.model.parameters())
+    return hashlib.sha256(whole).hexdigest()
+
+
+def left(run: Run) -> list[torch.Tensor]:
+    """What this rank keeps, per bucket: of its own gradients, and of sums that it is owner of."""
+    kept = []
+    for sender, bucket in zip(run.program.reducer.world.senders, run.plan.buckets, strict=True):
+        whole = sender.left.standing.clone()
+        if hasattr(sender, "left_of_sum"):
+            first = sender.part * run.world.rank
+            whole[first : first + sender.part] += sender.left_of_sum.standing
+        kept.append(whole[: bucket.elements])
+    return kept
+
+
+def telescope(
+    world: World,
+    compress: str,
+    layout: str,
+    steps: int = 12,
+    micro_batches: int = 1,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    """Decoded sums of all steps + what is kept at the end, against the true sums."""
+    batch_size = micro_batches * world.size
+    runs = {
+        name: start(world, name, layout, precision, micro_batch=1, batch=batch_size)
+        for name in ("none", compress)
+    }
+    totals: dict[str, list[torch.Tensor]] = {}
+    for step in range(steps):
+        samples = [gradient(step * micro_batches + k, world.rank) for k in range(micro_batches)]
+        batch = {name: torch.cat([one[name] for one in samples]) for name in samples[0]}
+        for name, run in runs.items():
+            run.forward_backward(batch)
+            now = [one.double().clone() for one in run.program.reducer.sums()]
+            run.update()
+            before = totals.get(name, [torch.zeros_like(one) for one in now])
+            totals[name] = [a + b for a, b in zip(before, now, strict=True)]
+    kept = left(runs[compress])
+    for one in kept:
+        world.sum(one)
+    reducer = runs[compress].program.reducer
+    own = []
+    for one, bucket in zip(kept, runs[compress].plan.buckets, strict=True):
+        cuts = bucket.cuts[world.rank : world.rank + 2] or (0, bucket.elements)
+        own.append(one[slice(*cuts)].double())
+    made = [a + b for a, b in zip(totals[compress], own, strict=True)]
+    told = {
+        "apart": far(made, totals["none"]),
+        "without": far(totals[compress], totals["none"]),
+        "buckets": len(reducer.sums()),
+        "digest": digest(runs[compress]),
+    }
+    for run in runs.values():
+        leave(run)
+    return told
+
+
+def far(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """Distance as a share of the others' norm."""
+    one, other = torch.cat(ones), torch.cat(others)
+    return float((one - other).norm() / other.norm())
+
+
+def uneven(world: World) -> dict[str, Any]:
+    """Owners of nothing, and of parts that are no multiple of anything."""
+    cuts = (0, 0, 501, 501, 1304)
+    sender = ScatteredInt8Sum(cuts, torch.float32, world)
+    addends = [
+        torch.randn(1304, generator=torch.Generator().manual_seed(r)) for r in range(world.size)
+    ]
+    low, high = cuts[world.rank : world.rank + 2]
+    arriving = torch.empty(high - low)
+    flight = sender.send(addends[world.rank])
+    flight.turn()
+    flight.result(arriving)
+    true = sum(addends)[low:high]
+    bound = sum(float(one.abs().max()) for one in addends) / 254
+    return {"own": high - low, "far": max([0.0, *(arriving - true).abs().tolist()]), "bound": bound}
+
+
+@contextmanager
+def wire(world: World) -> Iterator[list[tuple[str, float]]]:
+    """Bytes that this rank puts into collectives, seen where torch takes them."""
+    sent: list[tuple[str, float]] = []
+    ranks, rank = world.size, world.rank
+    reduce, exchange, gather = dist.all_reduce, dist.all_to_all_single, parts.all_gather_single
+
+    def all_reduce(tensor, *given, **named):
+        sent.append(("all_reduce", 2 * (ranks - 1) / ranks * tensor.nbytes))
+        return reduce(tensor, *given, **named)
+
+    def all_to_all(out, tensor, out_sizes, sizes, *given, **named):
+        sent.append(("all_to_all", tensor.nbytes - sizes[rank] * tensor.element_size()))
+        return exchange(out, tensor, out_sizes, sizes, *given, **named)
+
+    def all_gather(out, tensor, *given, **named):
+        sent.append(("all_gather", (ranks - 1) * tensor.nbytes))
+        return gather(out, tensor, *given, **named)
+
+    with (
+        mock.patch.object(dist, "all_reduce", all_reduce),
+        mock.patch.object(dist, "all_to_all_single", all_to_all),
+        mock.patch.object(parts, "all_gather_single", all_gather),
+    ):
+        yield sent
+
+
+def sent(world: World, compress: str, layout: str) -> dict[str, Any]:
+    """Bytes of one reduction: as counted, and as given to torch."""
+    run = start(world, compress, layout)
+    run.step(gradient(0, world.rank))
+    world.traffic.take()
+    with wire(world) as given:
+        run.forward_backward(gradient(1, world.rank))
+    counted = sum(world.traffic.take()[0].values())
+    run.update()
+    leave(run)
+    return {"counted": counted, "given": given, "buckets": [b.elements for b in run.plan.buckets]}
+
+
+def skip(world: World, compress: str, layout: str) -> dict[str, Any]:
+    """A run in which one rank's gradient breaks in one step, and one that never met that step."""
+    digests, kept, skipped = [], [], []
+    for broken in (True, False):
+        run = start(world, compress, layout)
+        for step in range(4):
+            if step == 2 and broken:
+                bad = gradient(99, world.rank)
+                if world.rank == 1:
+                    bad["matrix"][0, 3, 3] = float("nan")
+                    bad["vector"][0, 1] = float("inf")
+                before = [one.clone() for one in left(run)]
+                result = run.step(bad)
+                skipped.append(result.skipped)
+                kept.append(all(map(torch.equal, before, left(run))))
+            run.step(gradient(step, world.rank))
+        digests.append(digest(run))
+        finite = all(bool(one.isfinite().all()) for one in left(run))
+        leave(run)
+    return {"digests": digests, "kept": kept, "skipped": skipped, "finite": finite}
+
+
+class Counting:
+    """Sequences in which each token follows from the one before, but for one in ten."""
+
+    draws_nothing = True
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, 31, (1024, 13), generator=generator)
+        surprise = torch.rand(1024, 13, generator=generator) < 0.1
+        for place in range(1, 13):
+            follows = (3 * self.tokens[:, place - 1] + 7) % 31
+            chosen = torch.where(surprise[:, place], self.tokens[:, place], follows)
+            self.tokens[:, place] = chosen
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tokens[index, :-1], self.tokens[index, 1:]
+
+
+def train(
+    world: World, compress: str, layout: str, steps: int, forget: bool = False
+) -> dict[str, Any]:
+    """A small Llama; the mean loss of the last ten steps, and the digest of its weights.
+
+    forget   what codes left out is thrown away: no error feedback
+    """
+    from shoal.models.catalog import build
+
+    torch.manual_seed(7)
+    arguments = {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "dropout": 0.0}
+    run = module.parallelize(
+        build("llama", arguments, vocabulary=31, sequence=12),
+        functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9),
+        layout=layout,
+        batch=32,
+        micro_batch=16,
+        clip=1.0,
+        compress=compress,
+        precision="fp32",
+        world=world,
+    )
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch in run.loader(Counting()):
+            losses.append(run.step(batch).loss)
+            for sender in run.program.reducer.world.senders if forget else ():
+                sender.left.standing.zero_()
+            if len(losses) == steps:
+                break
+    told = {"first": losses[0], "loss": sum(losses[-10:]) / 10, "digest": digest(run)}
+    leave(run)
+    return told
+
+
+def refused(world: World, compress: str, layout: str, **other: Any) -> str:
+    """What is said of a way that a layout cannot carry."""
+    try:
+        leave(start(world, compress, layout, **other))
+    except ShoalError as failure:
+        return str(failure)
+    return ""
+
+
+def measure(world: World, compress: str, layout: str) -> dict[str, Any]:
+    """What the kernel counted in one step of 36 MiB of gradients, all ranks together."""
+    torch.manual_seed(0)
+    run = module.parallelize(
+        Stack(),
+        lambda p: torch.optim.SGD(p, lr=1e-3),
+        squares,
+        layout=layout,
+        batch=2 * world.size,
+        micro_batch=2,
+        precision="fp32",
+        compress=compress,
+        world=world,
+    )
+    x = torch.randn(2, 1024)
+    run.step((x, x))
+    calls = count_sent(world)
+    world.barrier()
+    before = lo_sent_bytes()
+    world.barrier()  # nobody starts before everybody has read
+    run.step((x, x))
+    world.barrier()
+    kernel = lo_sent_bytes() - before
+    del world.traffic.count
+    leave(run)
+    return {"kernel": kernel, "counted": sum(wire_bytes(*call) for call in calls)}

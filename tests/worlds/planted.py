@@ -1,0 +1,330 @@
+"""Bugs that distributed training is known for, planted in a world of processes for the battery.
+
+Each is a context in which the layout's side computes wrongly, as other projects did; the twin is
+one process, where nothing is planted. What a bug patches is the one place of ours that does it
+right, so the battery is asked about that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import trajectory
+from shoal.fabric import World
+from shoal.parallel import batch_norm
+from shoal.parallel.buckets import BucketReducer
+from shoal.parallel.zero import FlatWeights
+from shoal.trainer import parallelize as parallelizing
+from shoal.trainer import run as running
+from shoal.trainer import step as stepping
+
+
+def prove(
+    world: World, bug: str, case: str, precision: str = "fp64", steps: int = 5, layout: str = "ddp"
+) -> dict[str, Any]:
+    """The report on a layout with a planted bug; SGD alone, as every step of it is judged."""
+    torch.set_num_threads(1)
+    battery = trajectory.battery(case, precision, steps, "sgd")
+    with BUGS[bug](world):
+        return battery.prove(world, layout)
+
+
+@contextmanager
+def nothing(world: World) -> Iterator[None]:
+    """No bug: the same battery must then be content."""
+    yield
+
+
+def on_update(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`update` with its tally changed by `change(program, tally)`, on several processes only."""
+    right = stepping.update
+
+    def update(program: Any, optimizer: Any, tally: Any, **settings: Any) -> Any:
+        if program.world.size > 1:
+            tally = change(program, tally)
+        return right(program, optimizer, tally, **settings)
+
+    return update
+
+
+@contextmanager
+def mean_of_means(world: World) -> Iterator[None]:
+    """Every rank divides by its own count of targets; then the mean over ranks."""
+    own = {"count": 0.0}
+    counted, begun, send = stepping.sum_and_count, BucketReducer.begin, BucketReducer._send
+
+    def count(*arguments: Any) -> Any:
+        total, targets = counted(*arguments)
+        own["count"] += float(targets)
+        return total, targets
+
+    def begin(self: BucketReducer, *rest: Any) -> None:
+        own["count"] = 0.0
+        begun(self, *rest)
+
+    def divided(self: BucketReducer) -> None:
+        if own["count"]:
+            self.flats[len(self.pending)] /= own["count"]
+        send(self)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(stepping, "sum_and_count", count))
+        stack.enter_context(patch.object(BucketReducer, "begin", begin))
+        stack.enter_context(patch.object(BucketReducer, "_send", divided))
+        by_ranks = on_update(lambda program, tally: replace(tally, count=float(world.size)))
+        stack.enter_context(patch.object(running, "update", by_ranks))
+        yield
+
+
+@contextmanager
+def factor_lost(world: World) -> Iterator[None]:
+    """Gradients are averaged over ranks, as DDP does, and divided by the global count too."""
+    averaged = on_update(lambda program, tally: replace(tally, count=tally.count * world.size))
+    with patch.object(running, "update", averaged):
+        yield
+
+
+@contextmanager
+def short_window(world: World) -> Iterator[None]:
+    """The last, short window of an epoch is divided by the micro-batches of a full one."""
+    full = {"micro_batches": 0}
+
+    def stretch(program: Any, tally: Any) -> Any:
+        ran = sum(tally.micro_batches)
+        full["micro_batches"] = max(full["micro_batches"], ran)
+        return replace(tally, count=tally.count * full["micro_batches"] / ran)
+
+    with patch.object(running, "update", on_update(stretch)):
+        yield
+
+
+@contextmanager
+def sync_each(world: World) -> Iterator[None]:
+    """Gradients are summed over ranks after every micro-batch, not only after the last."""
+    now: dict[str, Any] = {"reducer": None, "ran": 0}
+    begun, called, ended = BucketReducer.begin, stepping.call_model, BucketReducer.finish
+
+    def finish(self: BucketReducer) -> None:
+        ended(self)
+        now["reducer"] = None
+
+    def begin(self: BucketReducer, *rest: Any) -> None:
+        begun(self, *rest)
+        now["reducer"], now["ran"] = (self if self.world.size > 1 else None), 0
+
+    def call(*arguments: Any) -> Any:
+        if now["ran"] and now["reducer"] is not None:
+            for flat in now["reducer"].flats:
+                world.sum(flat)
+        now["ran"] += 1
+        return called(*arguments)
+
+    with (
+        patch.object(BucketReducer, "begin", begin),
+        patch.object(BucketReducer, "finish", finish),
+        patch.object(stepping, "call_model", call),
+    ):
+        yield
+
+
+def finished(change: Callable[[BucketReducer], None]) -> Any:
+    """`BucketReducer.finish` with something done to the sums afterwards."""
+    finish = BucketReducer.finish
+
+    def wrongly(self: BucketReducer) -> None:
+        finish(self)
+        change(self)
+
+    return patch.object(BucketReducer, "finish", wrongly)
+
+
+@contextmanager
+def tie_twice(world: World) -> Iterator[None]:
+    """The tied embedding is summed under both of its names."""
+
+    def double(reducer: BucketReducer) -> None:
+        for name, view in reducer.views.items():
+            if name in ("tokens.weight", "embedding.weight"):
+                view.mul_(2)
+
+    with finished(double):
+        yield
+
+
+@contextmanager
+def local_norm(world: World) -> Iterator[None]:
+    """Every rank takes the norm of the part that it would own, and clips by that."""
+
+    def local(program: Any, tally: Any) -> Any:
+        parts = [s.flatten()[world.rank :: world.size] for s in program.reducer.sums()]
+        return replace(tally, norm=float(stepping.sum_of_squares(parts)) ** 0.5)
+
+    with patch.object(running, "update", on_update(local)):
+        yield
+
+
+@contextmanager
+def norm_of_a_half(world: World) -> Iterator[None]:
+    """All ranks take the norm of the same part: nobody drifts, everybody clips too little."""
+
+    def half(program: Any, tally: Any) -> Any:
+        parts = [s.flatten()[: s.numel() // 2] for s in program.reducer.sums()]
+        return replace(tally, norm=float(stepping.sum_of_squares(parts)) ** 0.5)
+
+    with patch.object(running, "update", on_update(half)):
+        yield
+
+
+@contextmanager
+def frozen_updated(world: World) -> Iterator[None]:
+    """Weight decay reaches a parameter that is frozen."""
+    right = stepping.update
+
+    def update(program: Any, *rest: Any, **settings: Any) -> Any:
+        done = right(program, *rest, **settings)
+        if program.world.size > 1:
+            for parameter in program.frozen.values():
+                parameter.data.mul_(0.999)
+        return done
+
+    with patch.object(running, "update", update):
+        yield
+
+
+@contextmanager
+def optimizer_first(world: World) -> Iterator[None]:
+    """The optimizer was built over the weights before they were sharded: it steps over copies.
+
+    The guard that finds this at the first step is put aside: the battery must find it too.
+    """
+    right = parallelizing.hand_over
+
+    def hand_over(optimizer: Any, originals: Any, program: Any) -> None:
+        right(optimizer, originals, program)
+        if program.world.size > 1:
+            copies = [p.detach().clone().requires_grad_() for p in program.parameters.values()]
+            optimizer.step = torch.optim.SGD(copies, lr=0.1).step
+
+    with (
+        patch.object(parallelizing, "hand_over", hand_over),
+        patch.object(stepping.MovementCheck, "moved", lambda self: None),
+    ):
+        yield
+
+
+@contextmanager
+def bf16_sums(world: World) -> Iterator[None]:
+    """Gradients are accumulated in bf16."""
+    now: dict[str, Any] = {"reducer": None}
+    begun, called = BucketReducer.begin, stepping.call_model
+
+    def begin(self: BucketReducer, *rest: Any) -> None:
+        begun(self, *rest)
+        now["reducer"] = self if self.world.size > 1 else None
+
+    def call(*arguments: Any) -> Any:
+        for flat in now["reducer"].flats if now["reducer"] is not None else ():
+            flat.copy_(flat.bfloat16())
+        return called(*arguments)
+
+    with (
+        patch.object(BucketReducer, "begin", begin),
+        patch.object(stepping, "call_model", call),
+    ):
+        yield
+
+
+@contextmanager
+def batch_norm_drift(world: World) -> Iterator[None]:
+    """Every rank moves its running statistics by its own micro-batches."""
+    right = batch_norm._Rule.commit
+
+    def commit(self: Any, counts: list[int]) -> None:
+        shared, self.world = self.world, Alone(self.world)
+        try:
+            right(self, counts)
+        finally:
+            self.world = shared
+
+    with patch.object(batch_norm._Rule, "commit", commit):
+        yield
+
+
+class Alone:
+    """A world whose gather brings only what was given."""
+
+    def __init__(self, world: World) -> None:
+        self.device = world.device
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One row: this rank's."""
+        return tensor.unsqueeze(0)
+
+
+@contextmanager
+def one_rank_skips(world: World) -> Iterator[None]:
+    """The last rank believes that step 2 overflowed, and decides for itself to skip it."""
+    steps = {"taken": 0}
+
+    def doubt(program: Any, tally: Any) -> Any:
+        steps["taken"] += 1
+        alone = steps["taken"] == 2 and world.rank == world.size - 1
+        return replace(tally, broken=[world.rank]) if alone else tally
+
+    with (
+        patch.object(running, "update", on_update(doubt)),
+        patch.object(running.Skips, "skipped", lambda *rest: None),  # where all ranks would meet
+    ):
+        yield
+
+
+@contextmanager
+def dropped_from_bucket(world: World) -> Iterator[None]:
+    """The last parameter of the last bucket never travels: every rank keeps its own gradient."""
+    own: dict[str, torch.Tensor] = {}
+    send = BucketReducer._send
+
+    def keep(self: BucketReducer) -> None:
+        if len(self.pending) == len(self.flats) - 1:
+            name = self.plan[-1].names[-1]
+            own[name] = self.views[name].clone()
+        send(self)
+
+    def restore(reducer: BucketReducer) -> None:
+        for name, gradient in own.items():
+            reducer.views[name].copy_(gradient)
+
+    with patch.object(BucketReducer, "_send", keep), finished(restore):
+        yield
+
+
+@contextmanager
+def stale_shard(world: World) -> Iterator[None]:
+    """The weights that other ranks stepped are never fetched."""
+    with patch.object(FlatWeights, "publish", lambda self: None):
+        yield
+
+
+BUGS = {
+    "nothing": nothing,
+    "mean of means": mean_of_means,
+    "factor lost": factor_lost,
+    "short window": short_window,
+    "sync each": sync_each,
+    "tie twice": tie_twice,
+    "local norm": local_norm,
+    "norm of a half": norm_of_a_half,
+    "frozen updated": frozen_updated,
+    "optimizer first": optimizer_first,
+    "bf16 sums": bf16_sums,
+    "batch norm drift": batch_norm_drift,
+    "one rank skips": one_rank_skips,
+    "dropped from bucket": dropped_from_bucket,
+    "stale shard": stale_shard,
+}

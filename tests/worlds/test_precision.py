@@ -1,0 +1,74 @@
+"""bf16 and fp16 over fp32 masters: the same training in every layout, and overflows for all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import precision_case
+from shoal.trainer.loss_scale import GROWTH_EVERY, LossScale
+
+LAYOUTS = ("ddp", "zero1", "zero2", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """One process per format, each trained once."""
+    return {p: precision_case.train(precision_case.alone(), "single", p) for p in ("bf16", "fp16")}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_agree_with_one_process(worlds, reference, layout: str, precision: str) -> None:
+    told = worlds(2).call("precision_case:train", layout=layout, precision=precision)
+    expected = reference[precision]
+    for answer in told:
+        assert answer["agree"], "ranks ended with different weights"
+        assert answer["stepped"] == answer["kept"] == ["torch.float32"]
+        for ours, theirs in zip(answer["losses"], expected["losses"], strict=True):
+            # rounding of the narrow format, a relative 2^-9 (bf16), reaches the mean loss averaged
+            assert math.isclose(ours, theirs, rel_tol=1e-3)
+        assert math.isclose(answer["evaluated"], expected["evaluated"], rel_tol=1e-3)
+    if precision == "bf16" and layout != "fsdp":
+        assert told[0]["module"] == ["torch.bfloat16", "torch.float32"]
+
+
+def test_reduce_in_bf16(worlds, reference) -> None:
+    for layout in LAYOUTS:
+        told = worlds(2).call(
+            "precision_case:train", layout=layout, precision="bf16", reduce="bf16"
+        )
+        exact = worlds(2).call("precision_case:train", layout=layout, precision="bf16")
+        assert told[0]["agree"]
+        assert told[0]["losses"] != exact[0]["losses"], "nothing travelled in bf16"
+        assert math.isclose(told[0]["losses"][-1], exact[0]["losses"][-1], rel_tol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
+def test_overflow_on_one_rank_is_everybodys(worlds, tmp_path, layout: str) -> None:
+    answers = worlds(2).call("precision_case:overflow", layout=layout, folder=str(tmp_path))
+    for answer in answers:
+        skipped = [row[0] for row in answer["rows"]]
+        assert skipped == [False, False, True, False, False]
+        scales = [row[1] for row in answer["rows"]]
+        assert scales == [256.0, 256.0, 128.0, 128.0, 128.0]
+        assert all(math.isfinite(row[2]) for row in answer["rows"])
+        assert answer["restored"] == 128.0
+    assert answers[0]["weights"] == answers[1]["weights"]
+    assert [(e["step"], e["ranks"], e["scale"]) for e in answers[0]["events"]] == [(3, [1], 128.0)]
+
+
+def test_the_scale_grows_and_a_fixed_one_stays() -> None:
+    scale = LossScale()
+    for _ in range(GROWTH_EVERY):
+        scale.held()
+    assert scale.value == 2.0**17
+    assert scale.overflowed()
+    assert (scale.value, scale.clean) == (2.0**16, 0)
+    while scale.value > 1:
+        scale.overflowed()
+    assert not scale.overflowed(), "a scale of 1 cures nothing"
+    fixed = LossScale(128.0)
+    assert not fixed.overflowed()
+    assert fixed.value == 128.0

@@ -1,0 +1,232 @@
+"""Guards of zero1, zero2, fsdp and dp: what cannot be right is one line, all else is exact."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+import zero_guards
+from guards import INPUTS, TARGETS, message, sgd, squares
+from shoal.fabric import start_world
+from shoal.parallel.fsdp import units
+
+WAIT_S = 30.0
+
+
+def everywhere(worlds, check: str, size: int = 2, **arguments: Any) -> Any:
+    """The answer of a check that must be the same on all ranks."""
+    answers = worlds(size).call(f"zero_guards:{check}", **arguments)
+    assert all(a == answers[0] for a in answers), answers
+    return answers[0]
+
+
+def test_fsdp_refuses_what_it_cannot_cut(worlds) -> None:
+    scalar, mixed, muon = everywhere(worlds, "refusals")
+    assert scalar == (
+        "PlanError: layout.strategy = fsdp: scale is a scalar, which has no rows to cut; nearest: "
+        "give it shape [1], or layout.strategy=zero2"
+    )
+    assert mixed == (
+        "PlanError: layout.strategy = fsdp: gathers parameters of one format, the model has "
+        "float32, float64; nearest: layout.strategy=zero2"
+    )
+    assert muon.startswith(
+        "PlanError: layout.strategy = fsdp: cuts every parameter by rows, and MuonWithAdamW: a "
+        "step on some rows of a parameter differs"
+    )
+    assert muon.endswith("; nearest: layout.strategy=zero2")
+
+
+def test_the_nearest_layout_takes_it(worlds) -> None:
+    assert everywhere(worlds, "trains_beside") == "nothing was raised"
+
+
+def test_fsdp_needs_a_sample_for_every_rank_in_the_first_step(worlds) -> None:
+    assert everywhere(worlds, "first_step_without_samples", layout="fsdp") == (
+        "ConfigError: layout fsdp: the first step has no sample for some ranks, which must run the "
+        "model with the others; nearest: a smaller micro_batch, or layout zero2"
+    )
+    # The others need nobody to pass through the model.
+    told = everywhere(worlds, "first_step_without_samples", layout="zero2")
+    assert told == "nothing was raised"
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2"])
+def test_gradients_are_in_the_parts_only(worlds, layout: str) -> None:
+    """What lies outside of a rank's part is no sum; whoever reads `.grad` must not take it."""
+    answers = worlds(2).call("zero_guards:gradients_after_a_step", layout=layout)
+    for told in answers:
+        assert all(told["none"])
+        assert told["apart"] < 1e-6
+    assert sum(told["parts"] for told in answers) == answers[0]["elements"]
+    assert all(told["parts"] for told in answers)
+
+
+def test_blocks_that_share_a_weight_are_no_units() -> None:
+    shared = zero_guards.Shared()
+    assert units(shared) == [shared.blocks[1]]
+    plain = zero_guards.Stack()
+    assert units(plain) == list(plain.blocks)
+    bare = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert units(bare) == []
+
+
+def test_a_weight_in_two_blocks_trains_as_in_one_process(worlds) -> None:
+    assert everywhere(worlds, "shared_over_blocks") < 1e-12
+
+
+def test_outputs_may_be_written_to(worlds) -> None:
+    """An in-place operation on a view loses the hook with which backward gathers the weights."""
+    assert everywhere(worlds, "written_in_place") < 1e-12
+
+
+def test_more_ranks_than_rows(worlds) -> None:
+    assert everywhere(worlds, "few_rows", 4) < 1e-12
+
+
+@pytest.mark.parametrize("defer_sync", [False, True])
+@pytest.mark.parametrize("layout", ["zero2", "fsdp", "hsdp"])
+def test_the_last_step_of_an_epoch_may_leave_ranks_without_samples(
+    worlds, layout: str, defer_sync: bool
+) -> None:
+    answers = worlds(4).call("zero_guards:short_steps", layout=layout, defer_sync=defer_sync)
+    assert [a["own"] for a in answers] == [[2, 1, 2, 1], *[[2, 0, 2, 0]] * 3]
+    alone = zero_guards.short_steps(start_world({}), "single")
+    for told in answers:
+        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        for name, weight in alone["weights"].items():
+            assert told["weights"][name] == pytest.approx(weight, rel=1e-11, abs=1e-13), name
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "zero2"])
+def test_evaluation_with_unequal_numbers_of_micro_batches(worlds, layout: str) -> None:
+    """17 samples by two are nine micro-batches: three on rank 0, two on the others."""
+    told = everywhere(worlds, "evaluation", 4, layout=layout, samples=17)
+    alone = zero_guards.evaluation(start_world({}), "single", 17)
+    assert told["targets"] == alone["targets"] == 34
+    for name, value in alone.items():
+        assert math.isclose(told[name], value, rel_tol=1e-12), name
+
+
+def test_evaluation_of_less_than_a_sample_per_rank_is_refused(worlds) -> None:
+    assert everywhere(worlds, "evaluation", 4, layout="fsdp", samples=3) == (
+        "ConfigError: run.evaluate: fewer micro-batches than ranks, and layout fsdp runs the model "
+        "on all ranks at once; nearest: more validation samples, or a smaller micro_batch"
+    )
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "zero1"])
+def test_what_is_frozen_stays(worlds, layout: str) -> None:
+    told = everywhere(worlds, "frozen_stays", layout=layout)
+    assert told["still"] == ["blocks.1.inner.weight", "blocks.1.inner.bias", "head.bias"]
+    assert told["later"].startswith(
+        "PlanError: head.bias was frozen when shoal.parallelize was called and trains now"
+    )
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "fsdp"])
+def test_weights_in_channels_last_are_cut_by_their_elements(worlds, layout: str) -> None:
+    """Slices are counted row by row, whatever the order in memory was."""
+    assert max(everywhere(worlds, "channels_last", layout=layout)) < 1e-5
+
+
+def dp_run(model: nn.Module, threads: int) -> Any:
+    return shoal.parallelize(
+        model, sgd, squares, layout={"threads": threads}, batch=16, micro_batch=2,
+        precision="fp64", world=start_world({}),
+    )  # fmt: skip
+
+
+def test_replicas_of_dp_run_at_once_and_compute_what_one_process_does() -> None:
+    together = threading.Barrier(3)
+    seen: list[set[int]] = []
+
+    def meet(module: nn.Module, inputs: Any) -> None:
+        seen[-1].add(threading.get_ident())
+        if len(seen) > 1:  # the first step runs in turn, to look at the generators
+            together.wait(WAIT_S)
+
+    model, twin = zero_guards.Stack(), zero_guards.Stack()
+    model.blocks[0].register_forward_pre_hook(meet)
+    batch = (INPUTS[:18].double(), TARGETS[:18].double())
+    run, alone = dp_run(model, 3), shoal.parallelize(
+        twin, sgd, squares, layout="single", batch=16, micro_batch=2, precision="fp64",
+        world=start_world({}),
+    )  # fmt: skip
+    for _ in range(3):
+        seen.append(set())
+        ours, theirs = run.step(batch), alone.step(batch)
+        assert math.isclose(ours.loss, theirs.loss, rel_tol=1e-12)
+        assert math.isclose(ours.grad_norm, theirs.grad_norm, rel_tol=1e-12)
+    assert seen[0] == {threading.get_ident()}
+    assert all(len(threads) == 3 for threads in seen[1:])
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
+
+
+class Noisy(zero_guards.Stack):
+    """Dropout inside of a block, between blocks and head, or in the loss alone."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        if where == "block":
+            self.blocks[1] = nn.Sequential(self.blocks[1], nn.Dropout(0.3))
+        if where == "head":
+            self.head = nn.Sequential(nn.Dropout(0.3), self.head)
+
+
+@pytest.mark.parametrize("where", ["block", "head", "loss"])
+def test_replicas_that_draw_take_turns(where: str) -> None:
+    """Threads share one generator: in turn, masks are those of one process."""
+
+    def noisy_squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return squares(outputs + noise(outputs), targets)
+
+    batch = (INPUTS.double(), TARGETS.double())
+    told = []
+    for layout in ({"threads": 2}, "single"):
+        run = shoal.parallelize(
+            Noisy(where), sgd, noisy_squares if where == "loss" else squares, layout=layout,
+            batch=16, micro_batch=2, precision="fp64", world=start_world({}),
+        )  # fmt: skip
+        told.append([run.step(batch).grad_norm for _ in range(3)])
+    assert told[0] == pytest.approx(told[1], rel=1e-12)
+
+
+class DrawsLater(nn.Module):
+    """Noise that somebody switches on during training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + noise(x) if NOISY else x)
+
+
+NOISY: list[bool] = []
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return 0.01 * torch.randn_like(x)
+
+
+def test_dp_refuses_random_numbers_that_come_late() -> None:
+    batch = (INPUTS.double(), TARGETS.double())
+    run = dp_run(DrawsLater(), 2)
+    run.step(batch)
+    NOISY.append(True)
+    told = message(lambda: run.step(batch))
+    assert told == (
+        "PlanError: layout.strategy = dp: the model drew random numbers for the first time after "
+        "its first step; threads share one generator; nearest: layout.strategy=ddp"
+    )
+    early = dp_run(DrawsLater(), 2)  # from the first step on: in turn, and allowed
+    assert message(lambda: [early.step(batch) for _ in range(2)]) == "nothing was raised"
+    NOISY.clear()
