@@ -34,6 +34,7 @@ unit: $(STAMP)
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
 	$(BIN)/python tests/proof/equality.py
+	$(BIN)/python tests/proof/formats.py
 
 test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment
 	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda -p no:cacheprovider --override-ini addopts= -q

@@ -13,7 +13,7 @@ from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.config.sections import DataSection, ModelSection
 from shoal.data.fetch import Failure, load_error, sample_kind
 from shoal.data.sources import open_source
-from shoal.trainer.loop import build_model, import_object
+from shoal.trainer.job import build_model, import_object
 
 FLOATS = [(torch.zeros(1, 8, 8), 3)] * 4
 IDS = [(torch.arange(8), torch.arange(8))] * 4

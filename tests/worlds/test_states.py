@@ -67,6 +67,7 @@ def test_nothing_else_is_alive(measured: Measured, precision: str, layout: str, 
         assert counted["tensors"] == pytest.approx(counted["total"], rel=0.02)
         if counted["heap"] >= 0:
             assert counted["heap"] <= 1.05 * counted["total"] + LITTLE_BYTES
+        assert counted["left"] == 0, "something holds tensors of a run that is over"
 
 
 def test_the_table_is_the_papers() -> None:

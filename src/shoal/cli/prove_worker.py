@@ -19,7 +19,7 @@ def main() -> int:
     from shoal.config.load import load
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
-    from shoal.trainer.loop import build_model, import_loss
+    from shoal.trainer.job import build_model, import_loss
     from shoal.trainer.proof import Battery, Material
     from shoal.trainer.proof.material import asked_layout, portions
     from shoal.trainer.proof.quick import quick_battery

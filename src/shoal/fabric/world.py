@@ -248,6 +248,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "an existing process group",
         )
+        atexit.register(_let_go)
         return World(place, _device_of_existing(place), dist.group.WORLD)
     place = find_place(os.environ if environ is None else environ)
     device = _device_of(place)
@@ -309,6 +310,15 @@ def _leave_at_exit() -> None:
 
 def _destroy_group() -> None:
     """Destroy the group for good: whoever still refers to it keeps gloo's threads alive."""
+    _let_go()
+    dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """Drop every reference to a group, also of worlds that only the collector would find.
+
+    A script that destroys its own group leaves gloo's threads to the last reference; if that goes
+    while the interpreter is torn down, the process aborts.
+    """
     for world in _worlds:
         world.group = world.store = None
-    dist.destroy_process_group()

@@ -22,21 +22,14 @@ from shoal.base.errors import ConfigError
 from shoal.base.files import write_whole
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
-from shoal.config.paths import load_function
-from shoal.config.resolve import check_reads
-from shoal.config.sections import Config, ModelSection
+from shoal.config.sections import Config
 from shoal.data.cache import cache_folder
-from shoal.data.fetch import sample_kind
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
-from shoal.models.catalog import build
-from shoal.models.loss import token_loss
-from shoal.optim.build import build_optimizer
 from shoal.profile.flops import backward_flops
 from shoal.profile.matmul import matmul_flops_per_s
 from shoal.trainer.contract import (
-    Loss,
     batch_length,
     call_model,
     cut_batch,
@@ -44,7 +37,7 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
-from shoal.trainer.parallelize import parallelize
+from shoal.trainer.job import build_model, import_loss, import_object, open_run
 from shoal.trainer.proof.material import Material, asked_layout, portions
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
@@ -76,37 +69,9 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    layout = config.layout
     proven = _prove(config, source, world, folder)
-    built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
-
-    def make_model() -> nn.Module:
-        built.append(build_model(config.model, source, config.data.sequence))
-        return built[0]
-
-    run = parallelize(
-        make_model,
-        lambda parameters: build_optimizer(config.optimizer, parameters, built[0]),
-        import_loss(config.model),
-        asked_layout(layout),
-        batch=config.train.batch,
-        micro_batch=config.train.micro_batch,
-        precision=config.precision.compute,
-        reduce=config.precision.reduce,
-        loss_scale=config.precision.loss_scale,
-        clip=config.optimizer.clip,
-        defer_sync=config.train.defer_sync,
-        compress=config.layout.compress,
-        recompute=config.memory.recompute,
-        offload=config.memory.offload,
-        seed=config.train.seed,
-        call=config.model.call,
-        schedule=config.optimizer,
-        skip_limit=config.train.skip_limit,
-        folder=folder,
-        keep=config.checkpoint.keep,
-        world=world,
-    )
+    more = {"folder": folder, "keep": config.checkpoint.keep}
+    run = open_run(config, source, world, asked_layout(config.layout), **more)
     if proven and world.is_first:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
@@ -142,32 +107,6 @@ def _prove(config: Config, source: Source, world: World, folder: Path) -> str:
         },
     )
     return prove_before(material, world, folder)
-
-
-def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
-    """The module that `[model]` names, or what the user's builder gives."""
-    if section.build:
-        return import_object("model.build", section.build)(**section.arguments)
-    on_tokens = source.kind == "tokens"
-    if not on_tokens:
-        data = source.description.partition(": ")[0]
-        check_reads(section.name, data, lambda: sample_kind(source.train))
-    return build(
-        section.name,
-        section.arguments,
-        vocabulary=source.vocabulary if on_tokens else None,
-        sequence=sequence if on_tokens else None,
-    )
-
-
-def import_loss(section: ModelSection) -> Loss:
-    """The user's loss function, or cross-entropy on integer targets."""
-    return import_object("model.loss", section.loss) if section.loss else token_loss
-
-
-def import_object(key: str, path: str) -> Any:
-    """What `pkg.mod:name` names. Errors: ConfigError with the key, the path and the reason."""
-    return load_function(path, key)
 
 
 def _length(config: Config, run: Run, source: Source) -> int:

@@ -25,11 +25,9 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
 from shoal.fabric import World
-from shoal.optim.build import build_optimizer
 from shoal.parallel.whole import gather_weights
 from shoal.profile.states import peak_extra_bytes, state_bytes
-from shoal.trainer.loop import build_model, import_loss
-from shoal.trainer.parallelize import parallelize
+from shoal.trainer.job import open_run
 from shoal.trainer.run import Run
 
 WARMUP_STEPS = 2
@@ -44,22 +42,7 @@ def open_row(config: Config, source: Source, world: World, layout: str | Mapping
 
     Errors: PlanError, ConfigError when this layout cannot carry this model; the same on all ranks.
     """
-    return parallelize(
-        lambda: build_model(config.model, source, config.data.sequence),
-        lambda parameters: build_optimizer(config.optimizer, parameters),
-        import_loss(config.model),
-        layout,
-        batch=config.train.batch,
-        micro_batch=config.train.micro_batch,
-        precision=config.precision.compute,
-        clip=config.optimizer.clip,
-        seed=config.train.seed,
-        call=config.model.call,
-        schedule=config.optimizer,
-        total_steps=config.train.steps,
-        skip_limit=config.train.skip_limit,
-        world=world,
-    )
+    return open_run(config, source, world, layout, total_steps=config.train.steps)
 
 
 def measure_row(

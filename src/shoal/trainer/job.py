@@ -1,0 +1,92 @@
+"""From a settled configuration to a run: the model, the loss, and what `parallelize` is told.
+
+The main job, `shoal compare` and `shoal prove` build the same run from the same sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.config.paths import load_function
+from shoal.config.resolve import check_reads
+from shoal.config.sections import Config, ModelSection
+from shoal.data.fetch import sample_kind
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.models.catalog import build
+from shoal.models.loss import token_loss
+from shoal.optim.build import build_optimizer
+from shoal.trainer.contract import Loss
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
+
+
+def open_run(
+    config: Config,
+    source: Source,
+    world: World,
+    layout: str | Mapping[str, Any],
+    **more: Any,
+) -> Run:
+    """The run that a configuration describes, under `layout`.
+
+    more     further arguments of `parallelize`: where it writes, how long it is
+    Errors   PlanError, ConfigError when this layout cannot carry this model; the same on all ranks
+    """
+    built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
+
+    def make_model() -> nn.Module:
+        built.append(build_model(config.model, source, config.data.sequence))
+        return built[0]
+
+    return parallelize(
+        make_model,
+        lambda parameters: build_optimizer(config.optimizer, parameters, built[0]),
+        import_loss(config.model),
+        layout,
+        batch=config.train.batch,
+        micro_batch=config.train.micro_batch,
+        precision=config.precision.compute,
+        reduce=config.precision.reduce,
+        loss_scale=config.precision.loss_scale,
+        clip=config.optimizer.clip,
+        defer_sync=config.train.defer_sync,
+        compress=config.layout.compress,
+        recompute=config.memory.recompute,
+        offload=config.memory.offload,
+        seed=config.train.seed,
+        call=config.model.call,
+        schedule=config.optimizer,
+        skip_limit=config.train.skip_limit,
+        world=world,
+        **more,
+    )
+
+
+def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
+    """The module that `[model]` names, or what the user's builder gives."""
+    if section.build:
+        return import_object("model.build", section.build)(**section.arguments)
+    on_tokens = source.kind == "tokens"
+    if not on_tokens:
+        data = source.description.partition(": ")[0]
+        check_reads(section.name, data, lambda: sample_kind(source.train))
+    return build(
+        section.name,
+        section.arguments,
+        vocabulary=source.vocabulary if on_tokens else None,
+        sequence=sequence if on_tokens else None,
+    )
+
+
+def import_loss(section: ModelSection) -> Loss:
+    """The user's loss function, or cross-entropy on integer targets."""
+    return import_object("model.loss", section.loss) if section.loss else token_loss
+
+
+def import_object(key: str, path: str) -> Any:
+    """What `pkg.mod:name` names. Errors: ConfigError with the key, the path and the reason."""
+    return load_function(path, key)
