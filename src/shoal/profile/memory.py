@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+from pathlib import Path
 
 import torch
+
+PROCESS = Path("/proc/self")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak of this process: allocated bytes on a GPU, resident bytes on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in (PROCESS / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    """Measure the peak from here on; only Linux can do that for resident bytes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        (PROCESS / "clear_refs").write_text("5")
 
 
 def gpu_utilisation(device: torch.device) -> float | None:

@@ -8,6 +8,7 @@ failure. What it has to say goes into the run folder as events and metrics; othe
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
 from shoal.profile.flops import backward_flops
 from shoal.profile.matmul import matmul_flops_per_s
+from shoal.profile.memory import forget_peak
 from shoal.trainer.contract import (
     batch_length,
     call_model,
@@ -106,7 +108,10 @@ def _prove(config: Config, source: Source, world: World, folder: Path) -> str:
             "offload": config.memory.offload,
         },
     )
-    return prove_before(material, world, folder)
+    line = prove_before(material, world, folder)
+    gc.collect()
+    forget_peak(world.device)  # the proof's memory is not the run's
+    return line
 
 
 def _length(config: Config, run: Run, source: Source) -> int:
