@@ -13,6 +13,7 @@ from shoal.fabric import World
 from shoal.models.catalog import build
 from shoal.profile.states import state_bytes
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
 
 SEQUENCE, VOCABULARY, ROWS = 16, 256, 2
 BIG_BYTES = 16 * 1024  # activations and numbers of the step are smaller
@@ -115,8 +116,13 @@ def measure(world: World, layout: str, precision: str) -> dict[str, Any]:
         "heap": allocated_bytes() - heap_before if heap_before >= 0 else -1,
     }
     run.update()
-    for undo in run.program.on_close:
-        undo()
+    _end(run)
     del run
     answer["left"] = settled_bytes(tensors_before) - tensors_before
     return answer
+
+
+def _end(run: Run) -> None:
+    """As `run.close`, but the world stays for others."""
+    for undo in run.program.on_close:
+        undo()

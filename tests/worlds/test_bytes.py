@@ -121,7 +121,7 @@ def test_metrics_say_what_the_kernel_counted(counted: dict[Case, Any], case: Cas
 @pytest.mark.parametrize("layout", ["ddp", "zero1"])
 def test_accumulation_sends_no_more(counted: dict[Case, Any], ranks: int, layout: str) -> None:
     once, thrice = (counted[ranks, layout, n, False]["kernel_bytes"] for n in (1, 3))
-    assert thrice == pytest.approx(once, rel=0.01)
+    assert thrice == pytest.approx(once, rel=0.02)
 
 
 def test_small_parameters_travel_padded() -> None:
