@@ -59,7 +59,9 @@ def _whole_traceback(failure: BaseException) -> str:
         kept = [frame for frame in link.stack if not _is_plumbing(frame)]
         link.stack = traceback.StackSummary.from_list(kept)
         link = link.__cause__ or link.__context__
-    return "".join(found.format()).rstrip()
+    lines = "".join(found.format()).rstrip().splitlines()
+    # Marks under the code are a third of the lines, and say what the line says.
+    return "\n".join(line for line in lines if line.strip("^~ "))
 
 
 def _end_of(text: str) -> str:

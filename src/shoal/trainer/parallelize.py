@@ -162,6 +162,7 @@ def parallelize(
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:
         run.lease = own(recorder.folder, world)
+        run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
 

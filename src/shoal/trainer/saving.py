@@ -27,7 +27,7 @@ NOTHING, DONE, FAILED = 0, 1, 2
 
 
 class Saving:
-    """The checkpoints of one run; the second process group is made at the first `start`.
+    """The checkpoints of one run; the second process group is made by `prepare`, or `start`.
 
     notice   shows one line to the user, from rank 0
     """
@@ -37,6 +37,15 @@ class Saving:
         self._emit = emit
         self._notice = notice
         self._saver: BackgroundSaver | None = None
+
+    def prepare(self) -> BackgroundSaver:
+        """Make the second process group now, while all ranks are here; every rank calls it.
+
+        At the first save it would be too late: a rank that died then would be waited for in vain.
+        """
+        if self._saver is None:
+            self._saver = BackgroundSaver(twin(self.world), self._emit)
+        return self._saver
 
     def start(
         self,
@@ -52,9 +61,7 @@ class Saving:
 
         Arguments as of `checkpoint.write.save`. Errors: ClusterError as in `settle`.
         """
-        if self._saver is None:
-            self._saver = BackgroundSaver(twin(self.world), self._emit)
-        self._tell(self._saver.start(root, step, pieces, record, keep=keep, aliases=aliases))
+        self._tell(self.prepare().start(root, step, pieces, record, keep=keep, aliases=aliases))
 
     def save(
         self,
