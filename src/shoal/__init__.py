@@ -21,7 +21,7 @@ _HOMES = {
     "PlanError": "shoal.base.errors",
     "Run": "shoal.trainer.run",
     "ShoalError": "shoal.base.errors",
-    "StepResult": "shoal.trainer.run",
+    "StepResult": "shoal.trainer.result",
     "TrainingError": "shoal.base.errors",
     "World": "shoal.fabric",
     "linear_cross_entropy": "shoal.models.loss",
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from shoal.models.loss import linear_cross_entropy as linear_cross_entropy
     from shoal.trainer.contract import mean_of_samples as mean_of_samples
     from shoal.trainer.parallelize import parallelize as parallelize
+    from shoal.trainer.result import StepResult as StepResult
     from shoal.trainer.run import Run as Run
-    from shoal.trainer.run import StepResult as StepResult
 
 
 def __getattr__(name: str) -> Any:

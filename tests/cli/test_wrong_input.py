@@ -52,6 +52,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.batch=10 train.accumulate=3 launch.processes=2", "nearest legal: train.batch=12"),
         ("memory.recompute=some", "memory.recompute = some: not one of none, selective, full"),
         ("memory.offload=disk", "memory.offload = disk: not one of none, optimizer, parameters"),
+        ("optimizer.average=1.5", "a decay is below 1; nearest: optimizer.average=0.999"),
         ("train.prove=slow", "train.prove = slow: not one of quick, off"),
         ("precision.reduce=int8", "precision.reduce = int8: not one of auto, fp32, bf16"),
         ("precision.loss_scale=128", "only fp16 has a loss scale"),

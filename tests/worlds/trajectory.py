@@ -14,7 +14,7 @@ import cases
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.trainer.proof import Battery, Side, Trial
-from shoal.trainer.run import StepResult
+from shoal.trainer.result import StepResult
 
 CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp")

@@ -41,6 +41,8 @@ class OptimizerPolicy:
     """on matrices; never on vectors and scalars (norms, biases)"""
     clip: float = 1.0
     """largest global gradient norm; 0 leaves gradients as they are"""
+    average: float = 0.0
+    """decay of an average of the weights, with which runs then validate, e.g. 0.999; 0: none"""
     schedule: str = "cosine"
     """cosine, wsd, one-cycle, linear, constant"""
     warmup_steps: int = -1

@@ -203,38 +203,36 @@ def _type_text(kind: Any) -> str:
 
 def _check_values(config: Config) -> None:
     """Legal values that a type cannot say."""
-    if config.precision.compute not in PRECISIONS:
-        raise ConfigError(one_of("precision.compute", config.precision.compute, PRECISIONS))
-    if config.precision.reduce not in REDUCTIONS:
-        raise ConfigError(one_of("precision.reduce", config.precision.reduce, REDUCTIONS))
-    if config.precision.loss_scale and config.precision.compute != "fp16":
-        raise ConfigError(
-            f"precision.loss_scale = {config.precision.loss_scale}: only fp16 has a loss scale, "
-            f"precision.compute = {config.precision.compute}; nearest: precision.compute=fp16"
-        )
+    precision, optimizer = config.precision, config.optimizer
     for key, value, legal in (
+        ("precision.compute", precision.compute, PRECISIONS),
+        ("precision.reduce", precision.reduce, REDUCTIONS),
         ("memory.recompute", config.memory.recompute, RECOMPUTE),
         ("memory.offload", config.memory.offload, OFFLOAD),
         ("train.prove", config.train.prove, PROOFS),
+        ("optimizer.schedule", optimizer.schedule, SCHEDULES),
+        ("model.call", config.model.call, ("single", "kwargs")),
     ):
         if value not in legal:
             raise ConfigError(one_of(key, value, legal))
-    if config.precision.loss_scale < 0:
+    if precision.loss_scale and precision.compute != "fp16":
         raise ConfigError(
-            f"precision.loss_scale = {config.precision.loss_scale}: a scale is positive, or 0 to "
-            f"follow overflows; nearest: precision.loss_scale=65536"
+            f"precision.loss_scale = {precision.loss_scale}: only fp16 has a loss scale, "
+            f"precision.compute = {precision.compute}; nearest: precision.compute=fp16"
         )
-    precision, layout = config.precision, config.layout
+    if optimizer.average >= 1:
+        raise ConfigError(
+            f"optimizer.average = {optimizer.average}: a decay is below 1; nearest: "
+            f"optimizer.average=0.999"
+        )
+    layout = config.layout
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
-    if config.optimizer.schedule not in SCHEDULES:
-        raise ConfigError(one_of("optimizer.schedule", config.optimizer.schedule, SCHEDULES))
-    if config.model.call not in ("single", "kwargs"):
-        raise ConfigError(one_of("model.call", config.model.call, ("single", "kwargs")))
     at_least = {
         "train.steps": 0, "train.epochs": 0, "train.batch": 0, "train.micro_batch": 0,
         "train.accumulate": 0, "train.validate_every": 0, "train.skip_limit": 1, "train.seed": 0,
         "data.sequence": 1, "data.workers": 0, "optimizer.lr": 0, "optimizer.clip": 0,
-        "optimizer.weight_decay": 0, "optimizer.warmup_steps": -1, "checkpoint.every": 0,
+        "optimizer.weight_decay": 0, "optimizer.average": 0, "precision.loss_scale": 0,
+        "optimizer.warmup_steps": -1, "checkpoint.every": 0,
         "checkpoint.keep": 1, "launch.processes": 0, "launch.nodes": 1, "launch.restarts": 0,
     }  # fmt: skip
     for name, low in at_least.items():

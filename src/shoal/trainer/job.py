@@ -52,6 +52,7 @@ def open_run(
         precision=config.precision.compute,
         reduce=config.precision.reduce,
         loss_scale=config.precision.loss_scale,
+        average=config.optimizer.average,
         clip=config.optimizer.clip,
         defer_sync=config.train.defer_sync,
         compress=config.layout.compress,

@@ -60,6 +60,7 @@ def parallelize(
     precision: str = "auto",
     reduce: str = "auto",
     loss_scale: float = 0.0,
+    average: float = 0.0,
     clip: float = 0.0,
     seed: int = 0,
     call: str = "single",
@@ -91,6 +92,7 @@ def parallelize(
     precision    auto, fp64, fp32, bf16, fp16 · clip  largest gradient norm, 0 for none
     reduce       auto, fp32, bf16: the format in which gradients travel
     loss_scale   for fp16: a fixed scale; 0 follows overflows by itself
+    average      decay of an average of the weights, which `evaluate` then uses; 0 for none
     call         "single": model(inputs) · "kwargs": model(**inputs)
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
     defer_sync   zero2, fsdp: sum gradients once a step, not per micro-batch; costs a full gradient
@@ -158,6 +160,7 @@ def parallelize(
         total_steps=total_steps,
         cut_own_batches=micro_batch is not None,
         loss_scale=loss_scale,
+        average=average,
     )
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:

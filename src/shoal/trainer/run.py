@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
 from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.optim.average import WeightAverage
 from shoal.optim.schedule import lr_factor
 from shoal.optim.state import split_state
 from shoal.parallel.program import Program
@@ -32,6 +33,7 @@ from shoal.trainer.feed import Feed
 from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.own_folder import refuse_old_checkpoints
 from shoal.trainer.record import Recorder
+from shoal.trainer.result import StepResult
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.settings import RunSettings
 from shoal.trainer.share import busiest, own_micro_batches
@@ -43,32 +45,9 @@ from shoal.trainer.step import (
     Tally,
     Updated,
     forward_backward,
+    reducer_of,
     update,
 )
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did; the same on every rank.
-
-    step        number of this step, from 1 · loss  mean over the targets of all ranks
-    grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
-    targets     what the loss was divided by: the count of targets, or the sum of their weights
-    skipped     the weights did not move, for `reason`
-    item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    targets: float
-    skipped: bool
-    reason: str
-
-    def item(self) -> float:
-        """The loss, under the name that a tensor has for it."""
-        return self.loss
 
 
 class Run:
@@ -106,6 +85,8 @@ class Run:
         fp16 = program.plan.precision == "fp16"
         self.loss_scale = LossScale(settings.loss_scale) if fp16 else None
         self.saving = Saving(program.world, recorder.events.emit, recorder.notice)
+        stepped = {name: one.parameter for name, one in program.local.items()}
+        self.average = WeightAverage(settings.average, stepped) if settings.average else None
         self._skips = Skips(settings.skip_limit)
         self._movement = MovementCheck()
         self._state_checked = False
@@ -218,6 +199,8 @@ class Run:
         self._tell()
         if not done.skipped:
             self._check_first_update()
+            if self.average is not None:
+                self.average.update()
         self.step_count += 1
         self.feed.consumed(self._batch)
         result = StepResult(
@@ -250,7 +233,10 @@ class Run:
         Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks
         """
         batches = self.feed.validation(data, workers, collate)
-        values = evaluate(self.program, batches, self.loss, metrics or {}, call=self.settings.call)
+        with self._averaged():
+            values = evaluate(
+                self.program, batches, self.loss, metrics or {}, call=self.settings.call
+            )
         self.recorder.restart_clock()
         return values
 
@@ -298,6 +284,12 @@ class Run:
         self.world.close()
         if self.lease is not None:
             self.lease.release()
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """The averaged weights in the place of the weights, where there are any."""
+        if self.average is None or not self.average.updates:
+            return nullcontext()
+        return self.average.swapped(reducer_of(self.program).publish)
 
     def _folder(self, folder: str | Path | None) -> Path:
         chosen = Path(folder) if folder is not None else self.recorder.folder

@@ -26,3 +26,4 @@ class RunSettings:
     total_steps: int = 0
     cut_own_batches: bool = False
     loss_scale: float = 0.0
+    average: float = 0.0

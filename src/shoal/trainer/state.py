@@ -29,7 +29,7 @@ from shoal.parallel.whole import held
 if TYPE_CHECKING:
     from shoal.trainer.run import Run
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
 
 def save_run(run: Run, folder: Path, *, wait: bool) -> Path | None:
@@ -70,6 +70,10 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         if key in sliced and name in local and tensor.shape == local[name].parameter.shape:
             shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
         parts[OPTIMIZER + full] = (tensor.detach(), shard)
+    if run.average is not None:
+        for name, tensor in run.average.tensors().items():
+            shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
+            parts[AVERAGE + name] = (tensor, shard)
     plan = run.plan
     record = {
         "step": run.step_count,
@@ -82,6 +86,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         "optimizer": optimizer_record,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
+        **({"average_updates": run.average.updates} if run.average else {}),
         **run.extra_record,
     }
     return parts, record
@@ -116,7 +121,9 @@ def restore_run(run: Run, folder: Path) -> bool:
     local = run.program.local
 
     def wanted(manifest: Manifest) -> list[Shard]:
-        return _wanted(manifest, here, local)
+        shards = _wanted(manifest, here, local)
+        averaged = run.average is not None and "average_updates" in manifest.record
+        return shards + (_averages(manifest, local) if averaged else [])
 
     loaded = open_newest(folder / "checkpoints", wanted, run.world, run.recorder.events.emit)
     if loaded is None:
@@ -132,6 +139,9 @@ def restore_run(run: Run, folder: Path) -> bool:
         run.program.reducer.publish()
     state = {n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_state(n)}
     stepped = {name: piece.parameter for name, piece in local.items()}
+    if run.average is not None:
+        kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
+        run.average.load(kept, int(record.get("average_updates", 0)))
     differences = join_state(run.optimizer, stepped, state, record["optimizer"])
     if run.settings.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
@@ -167,6 +177,14 @@ def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local
         else:
             shards.append(Shard.whole(full, shape, stored.dtype))
     return [shard for shard in shards if shard.slices]
+
+
+def _averages(manifest: Manifest, local: Mapping[str, Local]) -> list[Shard]:
+    """This rank's part of the averaged weights."""
+    return [
+        replace(one.shard, name=AVERAGE + name, dtype=manifest.tensors[AVERAGE + name].dtype)
+        for name, one in local.items()
+    ]
 
 
 def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: Shard) -> bool:

@@ -20,7 +20,7 @@ from shoal.data.fetch import draws_nothing
 from shoal.data.loader import is_indexed
 from shoal.trainer.contract import Loss
 from shoal.trainer.proof.side import Side, Trial
-from shoal.trainer.run import StepResult
+from shoal.trainer.result import StepResult
 
 
 @dataclass(frozen=True)

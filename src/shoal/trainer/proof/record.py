@@ -19,7 +19,8 @@ from shoal.parallel.program import Program
 from shoal.parallel.same_weights import tensor_digest
 from shoal.parallel.whole import gather_gradients, gather_weights
 from shoal.trainer.proof.side import Side, Trial
-from shoal.trainer.run import Run, StepResult
+from shoal.trainer.result import StepResult
+from shoal.trainer.run import Run
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,7 +21,8 @@ from torch import nn
 from shoal.fabric import World
 from shoal.trainer.contract import Loss
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.run import Run, StepResult
+from shoal.trainer.result import StepResult
+from shoal.trainer.run import Run
 from shoal.trainer.settings import BuildOptimizer
 
 NOISE_SHARE, NOISE_FLOOR = 0.05, 0.01
