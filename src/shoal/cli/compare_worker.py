@@ -36,23 +36,32 @@ def main() -> int:
         if world.is_first:
             append_line(folder / "rows.jsonl", record)
 
+    threads = torch.get_num_threads()
     machine = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": world.device.type,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
     }
     tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
     for number in numbers:
         tell(began=number)
         layout, steps = request["rows"][number]["run"], request["steps"]
         compared = request["compared_steps"]
+        # dp's threads are the parts of one process: it gets the cores that as many processes have.
+        parts = request["rows"][number]["parts"] if is_dp(layout) else 1
+        torch.set_num_threads(threads * parts)
         figures = measure_row(
             config, source, world, layout, steps=steps, compared=compared, folder=folder
         )
         tell(row=number, **figures)
     world.close()
     return 0
+
+
+def is_dp(layout: object) -> bool:
+    """Whether a row's layout runs in threads of one process."""
+    return layout == "dp" or (isinstance(layout, dict) and "threads" in layout)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.base.errors import ConfigError
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, ModelSection
@@ -91,3 +92,20 @@ def import_loss(section: ModelSection) -> Loss:
 def import_object(key: str, path: str) -> Any:
     """What `pkg.mod:name` names. Errors: ConfigError with the key, the path and the reason."""
     return load_function(path, key)
+
+
+def steps_of(config: Config, source: Source, batch: int) -> int:
+    """Optimizer steps of the whole run: as given, or counted from epochs.
+
+    Errors: ConfigError for epochs of data without a length.
+    """
+    if config.train.steps:
+        return config.train.steps
+    try:
+        samples = len(source.train)
+    except TypeError:
+        raise ConfigError(
+            "train.epochs: the data has no length, so its epochs cannot be counted; nearest: "
+            "train.steps=1000"
+        ) from None
+    return config.train.epochs * -(-samples // batch)

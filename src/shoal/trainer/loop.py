@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ShoalError, TrainingError
 from shoal.base.files import write_whole
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
@@ -39,7 +39,7 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
-from shoal.trainer.job import build_model, import_loss, import_object, open_run
+from shoal.trainer.job import build_model, import_loss, import_object, open_run, steps_of
 from shoal.trainer.proof.material import Material, asked_layout, portions
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
@@ -60,6 +60,10 @@ def train(folder: Path, *, world: World | None = None) -> int:
     previous = _stop_on_signal(run)
     try:
         return _steps(run, source, config, total_steps)
+    except TrainingError:
+        with contextlib.suppress(ShoalError):  # all ranks are well: what is being written is kept
+            run.saving.settle()
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -81,7 +85,7 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     run.extra_record = {"configuration": (folder / "run.toml").read_text()}
     if not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
-    total_steps = _length(config, run, source)
+    total_steps = steps_of(config, source, run.plan.batch)
     run.settings.total_steps = total_steps
     _describe(run, source, config, total_steps, folder)
     return run, source, total_steps
@@ -112,19 +116,6 @@ def _prove(config: Config, source: Source, world: World, folder: Path) -> str:
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's
     return line
-
-
-def _length(config: Config, run: Run, source: Source) -> int:
-    if config.train.steps:
-        return config.train.steps
-    try:
-        samples = len(source.train)
-    except TypeError:
-        raise ConfigError(
-            "train.epochs: the data has no length, so its epochs cannot be counted; nearest: "
-            "train.steps=1000"
-        ) from None
-    return config.train.epochs * -(-samples // run.plan.batch)
 
 
 def _describe(run: Run, source: Source, config: Config, total_steps: int, folder: Path) -> None:

@@ -28,6 +28,7 @@ from shoal.base.policies import (
     OptimizerPolicy,
     check_compress,
 )
+from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
@@ -120,7 +121,7 @@ def parallelize(
     ):
         if value not in legal:
             raise ConfigError(one_of(name, value, legal))
-    module, said = bare(_build(model, seed))
+    module, said = bare(build_module(model, seed))
     compute = formats.resolve(precision, world.device)
     module = formats.convert(module, compute).to(world.device)
     parameters = trainable(module)
@@ -170,13 +171,14 @@ def parallelize(
     return run
 
 
-def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The module itself, or what a builder gives under this seed; nobody's generators move."""
     if isinstance(model, nn.Module):
         return model
-    kept = torch.get_rng_state()  # the builder's seed must not become the user's
-    torch.manual_seed(seed)
-    built = model()
-    torch.set_rng_state(kept)
+    with kept_draws():  # the builder's seed must not become the user's
+        seed_draws(seed, "model")  # for those that draw from numpy or random
+        torch.manual_seed(seed)
+        built = model()
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model: the builder gave {type(built).__name__}, an nn.Module is wanted")
     return built

@@ -27,7 +27,7 @@ from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.parallel.whole import gather_weights
 from shoal.profile.states import peak_extra_bytes, state_bytes
-from shoal.trainer.job import open_run
+from shoal.trainer.job import open_run, steps_of
 from shoal.trainer.run import Run
 
 WARMUP_STEPS = 2
@@ -42,7 +42,8 @@ def open_row(config: Config, source: Source, world: World, layout: str | Mapping
 
     Errors: PlanError, ConfigError when this layout cannot carry this model; the same on all ranks.
     """
-    return open_run(config, source, world, layout, total_steps=config.train.steps)
+    total_steps = steps_of(config, source, config.train.batch)
+    return open_run(config, source, world, layout, total_steps=total_steps)
 
 
 def measure_row(
@@ -73,14 +74,14 @@ def measure_row(
         run = open_row(config, source, world, layout)
     except UserError as failure:
         return {"reason": str(failure)}
-    try:
-        return _figures(run, source, (steps, compared), config.data.workers, folder)
-    finally:
-        _take_apart(run)
-        del run
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    # No `finally`: after a failure on one rank, taking a run apart would be one more collective.
+    figures = _figures(run, source, (steps, compared), config.data.workers, folder)
+    _take_apart(run)
+    del run
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return figures
 
 
 def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, folder: Path) -> Row:
@@ -100,7 +101,9 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
     states = state_bytes(run)
     rest_bytes = _rest_bytes(run, batches)
     memory = run.world.gather_json({**asdict(states), "rest": rest_bytes})
-    sent = run.world.gather_json(timed[-1]["comm_bytes_by_kind"])
+    # Of a full step: the short last one of an epoch may send less.
+    fullest = max((row["comm_bytes_by_kind"] for row in timed), key=lambda k: sum(k.values()))
+    sent = run.world.gather_json(fullest)
     figures = {
         "text": run.plan.layout.text(),
         "precision": run.plan.precision,

@@ -54,6 +54,8 @@ Report = dict[str, Any]
 """JSON: verdict (equal, different, not proven), reason, cause, layout, processes, precision,
 steps, seconds, versions, and per trajectory its bounds, rows and parameters."""
 
+NOTHING_MOVED = "no step of the one process moved anything: no valid target, or numbers not finite"
+
 
 @dataclass
 class Battery:
@@ -92,15 +94,19 @@ class Battery:
             # Others wait at the store meanwhile: what one process does may take long.
             why = world.broadcast_json(world.local_first(partial(self._try_twin, world, name)))
             if why["error"]:
-                raise ERRORS.get(why["error"], ConfigError)(why["reason"])
+                failure = ERRORS.get(why["error"], ConfigError)(why["reason"])
+                for note in why["notes"]:
+                    failure.add_note(note)
+                raise failure
             if why["reason"]:
                 return self._report("not proven", why["reason"], text, world, [], began_s)
             side = self._side(world, layout, name, policies)
             got = record(side, self.trial)
             text = next(iter(side.runs.values())).plan.layout.text()
             side.release()
-            compared = self._compare(world, name, got) if world.is_first else None
-            trajectories.append(world.broadcast_json(compared))
+            # The others wait at the store again: a cause may need the twin once more.
+            compare_here = partial(self._compare, world, name, got)
+            trajectories.append(world.broadcast_json(world.local_first(compare_here)))
         equal = all(t["equal"] for t in trajectories)
         verdict = "equal" if equal else "different"
         return self._report(verdict, "", text, world, trajectories, began_s)
@@ -163,28 +169,38 @@ class Battery:
             policies=policies or {},
         )
 
-    def _try_twin(self, world: World, name: str) -> dict[str, str]:
+    def _try_twin(self, world: World, name: str) -> dict[str, Any]:
         """Make the twin's record on rank 0; why it cannot be had, and the class of a user's error.
 
         Told as a message, since every rank must go on, or fail, in the same way.
         """
-        answer = {"reason": "", "error": ""}
+        answer: dict[str, Any] = {"reason": "", "error": "", "notes": []}
         if world.is_first:
             try:
-                self.twin(name, world.device, beside=world.local_size)
+                rows = self.twin(name, world.device, beside=world.local_size).rows
+                if not any(row.grad_norm and not row.skipped for row in rows):
+                    answer["reason"] = NOTHING_MOVED
             except ShoalError as failure:
-                answer = {"reason": str(failure), "error": type(failure).__name__}
+                notes = list(getattr(failure, "__notes__", ()))
+                told = {"reason": str(failure), "error": type(failure).__name__, "notes": notes}
+                answer.update(told)
             except Exception as failure:
                 answer["reason"] = reason(failure)
         return answer
 
-    def _compare(self, world: World, name: str, got: Record) -> Report:
+    def _compare(self, world: World, name: str, got: Record) -> Report | None:
+        if not world.is_first:
+            return None
         expected = self.twins[name]
         bounds = bounds_for(self.precision, name)
         comparison = compare(expected, got, bounds)
         clue = None
         if not comparison.equal:
-            clue = explain(expected, got, comparison, self._atoms(world, name, got, comparison))
+            try:
+                atoms = self._atoms(world, name, got, comparison)
+            except Exception:  # a difference that is proven must be told, with less of a cause
+                atoms = None
+            clue = explain(expected, got, comparison, atoms)
         return _trajectory(name, expected, got, comparison, bounds, clue)
 
     def _atoms(self, world: World, name: str, got: Record, comparison: Comparison) -> Atoms | None:

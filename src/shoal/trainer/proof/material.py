@@ -7,6 +7,7 @@ where layouts err.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -16,7 +17,7 @@ from torch import nn
 
 from shoal.base.batches import default_micro_batch
 from shoal.config.sections import LayoutSection, TrainSection
-from shoal.data.fetch import draws_nothing
+from shoal.data.fetch import draws_nothing, kept_draws
 from shoal.data.loader import is_indexed
 from shoal.trainer.contract import Loss
 from shoal.trainer.proof.side import Side, Trial
@@ -95,7 +96,13 @@ def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
     half = max(2, micro_batch // 2) if micro_batch > 2 else 0
     samples = full_steps * batch + micro_batch + half
     if not is_indexed(data):
-        return list(islice(iter(data), samples))
+        # What trains afterwards must find the data, and the generators, as they were.
+        state = copy.deepcopy(data.state_dict()) if hasattr(data, "state_dict") else None
+        with kept_draws():
+            few = list(islice(iter(data), samples))
+        if state is not None:
+            data.load_state_dict(state)
+        return few
     return data if len(data) <= samples else Head(data, samples)
 
 

@@ -1,8 +1,8 @@
 """Two small steps on the layout and in one process, before a training run on several processes.
 
     fresh start only    a restart, or a run that goes on from a checkpoint, was proven when it began
-    once                per model (its code, names, shapes), loss, layout, processes and versions;
-                        what came out is kept in the cache folder, a refusal is not
+    once                per model (its code, names, shapes), loss, layout, processes and versions,
+                        Shoal's own source among them; "equal" is kept in the cache folder
     in the workers      which have met already; nothing is started and nothing is written to the run
     refuses             on a proven difference only; what cannot be proven is said and let through
 
@@ -15,7 +15,8 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shoal.base.files import write_whole
 from shoal.checkpoint.catalog import find
 from shoal.data.cache import cache_folder, content_key
 from shoal.fabric import World
+from shoal.trainer.parallelize import build_module
 from shoal.trainer.proof.battery import OPTIMIZERS, SGD, Battery, Report
 from shoal.trainer.proof.material import Material
 
@@ -35,6 +37,7 @@ BUDGET_S = 30.0
 """For the one process; what needs longer is proven by `shoal prove`, not before each run."""
 
 STEPS = 2
+PLAIN = (bool, int, float, str)
 RESTARTS = ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -49,6 +52,8 @@ def prove_before(
     """
     if world.size == 1 or not fresh(world, folder, environ):
         return ""
+    if isinstance(material.data, Iterator):
+        return "proof: not proven: the data can be read once only; training goes on"
     known: Any = None
     key = ""
     if world.is_first:
@@ -59,7 +64,7 @@ def prove_before(
     report = quick_battery(material, world.size).prove(world, material.layout, material.policies)
     if report["verdict"] == "different":
         raise TrainingError(refusal(report))
-    if world.is_first:
+    if world.is_first and report["verdict"] == "equal":
         kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
         _write({**_read(), key: kept})
     return line(report)
@@ -106,14 +111,14 @@ def refusal(report: Report) -> str:
 
 def proof_key(material: Material, world: World) -> str:
     """A hash of all that a quick proof depends on; builds the model once to see its code."""
-    kept = torch.get_rng_state()
-    torch.manual_seed(material.seed)
-    module = material.build()
-    torch.set_rng_state(kept)
+    module = build_module(material.build, material.seed)
     layout = material.layout
     return content_key(
         model_parts(module),
         source_of(material.loss),
+        source_of(material.collate),
+        min(material.micro_batch, 2),
+        own_source(),
         layout if isinstance(layout, str) else dict(layout),
         dict(material.policies),
         world.size,
@@ -131,17 +136,32 @@ def model_parts(module: nn.Module) -> list[Any]:
     ]
     kinds = {type(part) for part in module.modules()}
     code = sorted(f"{k.__module__}.{k.__qualname__} {source_of(k)}" for k in kinds)
-    return [tensors, repr(module), code]
+    settings = [
+        {k: v for k, v in vars(part).items() if k != "training" and isinstance(v, PLAIN)}
+        for part in module.modules()
+    ]
+    return [tensors, repr(module), code, settings]
+
+
+def own_source() -> str:
+    """A hash of Shoal's own source: an edited layout is another layout."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def source_of(thing: Any) -> str:
-    """A hash of a class's or function's source; its name where there is none to be read."""
+    """A hash of the source around a class or function; its name where there is none to be read.
+
+    The whole module counts, since what a class calls usually lies beside it.
+    """
     module = getattr(thing, "__module__", "") or ""
     if module.partition(".")[0] == "torch":  # the version says it
         return module
     try:
-        text = inspect.getsource(thing)
-    except (OSError, TypeError):
+        text = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
         text = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -95,7 +95,7 @@ def record(side: Side, trial: Trial) -> Record:
         found.gradients.append({} if result.skipped else _kept(side, label, mine))
         if side.finished():
             break
-    digests: dict[str, str] = {}
+    digests: dict[str, list[str]] = {}
     for label, run in side.runs.items():
         found.weights.update(_kept(side, label, gather_weights(run.program)))
         digests.update(_labelled(label, replicated_digests(run.program)))
@@ -109,10 +109,14 @@ def record(side: Side, trial: Trial) -> Record:
     return found
 
 
-def replicated_digests(program: Program) -> dict[str, str]:
-    """SHA-256 of every tensor that each rank holds whole: they must be equal on all ranks."""
+def replicated_digests(program: Program) -> dict[str, list[str]]:
+    """[which part, SHA-256] of what this rank holds: equal parts must be equal on all ranks."""
     tensors = [*program.module.named_parameters(), *program.module.named_buffers()]
-    return {n: tensor_digest(t) for n, t in tensors if not hasattr(t, "to_local")}
+    found = {n: ["", tensor_digest(t)] for n, t in tensors if not hasattr(t, "to_local")}
+    for name, (tensor, shard) in program.parts.items():
+        if shard.slices:
+            found[name] = [str(shard.slices), tensor_digest(tensor)]
+    return found
 
 
 def _labelled(label: str, named: dict[str, Any]) -> dict[str, Any]:
@@ -136,10 +140,13 @@ def _describe(found: Record, label: str, run: Run) -> None:
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
 
 
-def _differing(world: World, digests: dict[str, str]) -> list[str]:
-    """Names whose digest is not the same on all ranks; one short message where all agree."""
+def _differing(world: World, digests: dict[str, list[str]]) -> list[str]:
+    """Names of which two ranks hold the same part with other bits; short where all agree."""
     total = hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
     if len(set(world.gather_json(total))) == 1:
         return []
-    everyone = world.gather_json(digests)
-    return [n for n in everyone[0] if len({other.get(n) for other in everyone}) > 1]
+    seen: dict[tuple[str, str], set[str]] = {}
+    for told in world.gather_json(digests):
+        for name, (part, digest) in told.items():
+            seen.setdefault((name, part), set()).add(digest)
+    return list(dict.fromkeys(name for (name, _), found in seen.items() if len(found) > 1))

@@ -78,6 +78,7 @@ class Side:
             precision=self.precision,
             clip=self.clip,
             seed=self.seed,
+            skip_limit=self.steps + 1,
             call=call,
             world=self.world,
             **self.policies,
