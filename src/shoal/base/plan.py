@@ -48,7 +48,7 @@ class Plan:
     recompute     activations that are computed twice: none, selective, full
     offload       what waits in the host's memory: none, optimizer, parameters, activations
     defer_sync    zero2, zero3: gradients are summed once a step, at the cost of one full copy
-    compress      what gradients are made of on their way: none, int8, powersgd, topk
+    compress      what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
     parameters    trainable elements · buckets  gradient buffers, in sending order
     """
 

@@ -49,7 +49,7 @@ class ScatterGradients:
     """Reduce-scatter of gradients, as `set_custom_reduce_scatter` wants it.
 
     replicas   ranks that `fully_shard` sums each part over afterwards (hsdp), to count that too
-    norms      of what this rank put in, since the last `take`
+    norms      of what this rank put in, since the reducer last began
     """
 
     def __init__(self, traffic: Traffic, replicas: int) -> None:

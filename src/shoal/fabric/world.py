@@ -48,7 +48,6 @@ class World:
     local_rank          its number on this machine; picks the GPU
     device              where its tensors live
     traffic             what it sent and how long it waited
-    leaving             called before the groups of this process are destroyed
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class World:
         self.owns_group = owns_group
         self.store = store
         self.traffic = Traffic()
-        self.leaving: list[Callable[[], Any]] = []
         self._turns = itertools.count()
         _worlds.add(self)
 
@@ -197,10 +195,10 @@ class World:
 
     def close(self) -> None:
         """Leave together: barrier, then destroy the group, else gloo may abort at exit (X1)."""
-        if self.group is not None and self.owns_group:
-            for world in list(_worlds):  # also of another run, whose save may be under way
-                for finish in world.leaving:
-                    finish()
+        heirs = [w for w in _worlds if w is not self and w.group is self.group is not None]
+        if self.owns_group and heirs:  # another run of this process goes on with the group
+            heirs[0].owns_group, heirs[0].store = True, self.store
+        elif self.group is not None and self.owns_group:
             dist.barrier(group=self.group)
             _destroy_group()
         self.group = self.store = None

@@ -59,6 +59,7 @@ class WeightAverage:
         """The averages by parameter name, each of its piece's shape: what a checkpoint keeps."""
         return dict(self._averages)
 
+    @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put saved averages back, in the pieces' shapes.
 
@@ -81,7 +82,8 @@ class WeightAverage:
 
         publish   shows changed pieces to all ranks (`reducer.publish`); called on entering and on
                   leaving, on every rank alike
-        Limits    holds one more copy of this rank's pieces meanwhile
+        Limits    after an exception whole weights stay averaged until the next `publish`; one more
+                  copy of this rank's pieces meanwhile
         """
         if self._swapped:
             raise BugError("the average stands in for the weights already")
@@ -91,10 +93,14 @@ class WeightAverage:
             self._put(self._averages)
             publish()
             yield
-        finally:
+        except BaseException:
+            # Perhaps on this rank alone: the others are not in `publish`, and would not meet it.
             self._put(kept)
             self._swapped = False
-            publish()
+            raise
+        self._put(kept)
+        self._swapped = False
+        publish()
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ from shoal.fabric import World
 from shoal.fabric.parts import PendingSum
 from shoal.parallel.program import Local, laid_out_like
 
-REDUCE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+REDUCE = {"fp32": "float32", "bf16": "bfloat16"}
 """Formats in which sums may travel."""
 
 Pending = dist.Work | PendingSum | None
@@ -151,6 +151,8 @@ class BucketReducer:
         for name, parameter in self.parameters.items():
             if parameter.grad is self.views[name]:
                 parameter.grad = None
+        for local in self.local.values():
+            local.parameter.grad = None
 
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank."""

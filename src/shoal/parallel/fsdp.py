@@ -232,7 +232,10 @@ class ShardedGradients:
                 local.parameter.grad = _local(gradient)
 
     def publish(self) -> None:
-        """The next pass gathers what was stepped."""
+        """The next pass gathers what was stepped; nothing that is gathered still may stay."""
+        for shard in self.module.modules():
+            if isinstance(shard, FSDPModule):
+                shard.reshard()
 
     def close(self) -> None:
         """Take the hooks away; the module stays sharded."""

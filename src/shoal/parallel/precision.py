@@ -90,7 +90,7 @@ def apply(program: Program) -> Program:
     autocast = _autocast(device.type, NARROW[compute])
     own = _OwnCalls(autocast, device.type)
     hooks = [
-        program.module.register_forward_pre_hook(own.enter),
+        program.module.register_forward_pre_hook(own.enter, prepend=True),
         program.module.register_forward_hook(own.leave, always_call=True),
     ]
     return replace(
@@ -116,7 +116,7 @@ class _OwnCalls:
         self.entered.append(context)
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        context = self.entered.pop()
+        context = self.entered.pop() if self.entered else None
         if context is not None:
             context.__exit__(None, None, None)
 
@@ -154,6 +154,9 @@ PRODUCTS = {
     F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm,
     F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d,
+    F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.conv_transpose1d,
+    torch.conv_transpose2d, torch.conv_transpose3d, torch.Tensor.__rmatmul__, torch.Tensor.addmm,
+    torch.Tensor.baddbmm, torch.addbmm, F.bilinear,
     F.scaled_dot_product_attention,
 }  # fmt: skip
 """What autocast makes narrow."""

@@ -234,9 +234,11 @@ class ScatterReducer:
         self.weights.publish()
 
     def close(self) -> None:
-        """Leave the parameters as plain PyTorch has them."""
+        """No hooks, no views of buffers."""
         for hook in self.hooks:
             hook.remove()
+        for local in self.local.values():
+            local.parameter.grad = None
 
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank."""

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
@@ -44,7 +43,7 @@ def evaluate(
             )
     functions = {"loss": loss, **metrics}
     totals = torch.zeros(2, len(functions), dtype=torch.float64, device=program.world.device)
-    with _evaluating(program.module):
+    with _evaluating(program):
         for batch, counted in _passes(program, batches):
             for prepare in program.prepare:
                 batch = prepare(batch)
@@ -56,8 +55,6 @@ def evaluate(
                     if counted:
                         totals[0, column] += total
                         totals[1, column] += count
-    for done in program.on_evaluated:
-        done()
     program.world.sum(totals)
     sums, counts = totals.tolist()
     values = {
@@ -91,12 +88,14 @@ def _passes(program: Program, batches: Iterable[Any]) -> Iterator[tuple[Any, boo
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(program: Program) -> Iterator[None]:
     """Evaluation mode inside, then every submodule's own mode again: some may be kept in it."""
-    training = [m for m in module.modules() if m.training]
-    module.eval()
+    training = [m for m in program.module.modules() if m.training]
+    program.module.eval()
     try:
         yield
     finally:
+        for done in program.on_evaluated:
+            done()
         for part in training:
             part.training = True

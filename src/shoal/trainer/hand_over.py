@@ -69,7 +69,12 @@ def hand_over(
     def cut(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return part_of(tensor, shards[id(parameter)])
 
-    pieces = {p: local[name].parameter if name in local else None for name, p in originals.items()}
+    pieces: dict[torch.Tensor, nn.Parameter | None] = {
+        p: local[name].parameter if name in local else None for name, p in originals.items()
+    }
+    for group in optimizer.param_groups:
+        # Never stepped; under fsdp they are not the module's any more.
+        pieces.update({p: None for p in group["params"] if not p.requires_grad})
     localize(optimizer, pieces, cut)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shoal.data.cache import cache_folder
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
+from shoal.parallel.program import dtype_of
 from shoal.profile.flops import backward_flops
 from shoal.profile.matmul import matmul_flops_per_s
 from shoal.profile.memory import forget_peak
@@ -129,7 +131,7 @@ def _describe(run: Run, source: Source, config: Config, total_steps: int, folder
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
     _write_plan(folder, {**plan, **details})
     run.recorder.flops_per_sample = known
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in run.model.parameters()})
+    formats = _formats(run)
     emit = run.recorder.events.emit
     if run.step_count == 0:
         emit("notice", text=f"data: {source.description}")
@@ -140,16 +142,32 @@ def _describe(run: Run, source: Source, config: Config, total_steps: int, folder
             f"{count_text(run.plan.parameters)} parameters; {run.plan.arithmetic()}; "
             f"{total_steps} steps",
         )
+        emit(
+            "notice",
+            text=f"formats: products {run.plan.precision}, weights read as {formats['read']} and "
+            f"stepped as {formats['stepped']}, gradients summed in {formats['summed']}",
+        )
     emit(
         "compute_started",
         step=run.step_count,
         parameters=run.plan.parameters,
-        parameter_dtypes=dtypes,
+        dtypes=formats,
         compute=run.plan.precision,
         threads=torch.get_num_threads(),
         device=str(run.world.device),
         matmul=flops_text(rate),
     )
+
+
+def _formats(run: Run) -> dict[str, str]:
+    """The number formats that are really in use, as text."""
+
+    def names(tensors: Iterable[torch.Tensor]) -> str:
+        return " and ".join(sorted({dtype_of(tensor) for tensor in tensors}))
+
+    stepped = names(one.parameter for one in run.program.local.values())
+    reduced = {"fp32": "float32", "bf16": "bfloat16"}.get(run.plan.reduce, stepped)
+    return {"read": names(run.model.parameters()), "stepped": stepped, "summed": reduced}
 
 
 def _write_plan(folder: Path, plan: dict[str, Any]) -> None:

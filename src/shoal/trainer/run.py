@@ -165,21 +165,22 @@ class Run:
         self._batch = batch
         cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
         micro_batches = own_micro_batches(batch, cut, self.world)
-        if micro_batches:
-            self._spare = micro_batches[-1][1]
+        spare = micro_batches[-1][1] if micro_batches else self._spare
         self._tally = forward_backward(
             self.program,
             micro_batches,
             self.loss,
             step=self.step_count,
-            rounds=busiest(self.program, batch, len(micro_batches), first=self.step_count == 0),
-            spare=self._spare,
+            rounds=busiest(self.program, batch, len(micro_batches), has_spare=spare is not None),
+            spare=spare,
             scale=self.loss_scale.value if self.loss_scale else 1.0,
             call=self.settings.call,
             stop=self._stop_wanted,
             save_failed=self.saving.report() == FAILED,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
         )
+        if not self._tally.broken:
+            self._spare = spare  # one whose numbers are well, for a step that leaves nothing
         self.stopping = self._tally.stop
         if self._tally.save_failed:
             self.saving.settle()  # on all ranks; says what went wrong
@@ -275,7 +276,8 @@ class Run:
     def close(self) -> None:
         """Leave the other processes in an orderly way; call it last.
 
-        The model and the optimizer are then as plain PyTorch has them: no hook of ours is left.
+        No hook of ours is left, and the model holds the weights as wide as they came. The optimizer
+        goes on holding what this rank stepped, and under fsdp the model stays sharded.
         """
         self._closed = True
         self.saving.close()

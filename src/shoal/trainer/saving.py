@@ -45,7 +45,6 @@ class Saving:
         """
         if self._saver is None:
             self._saver = BackgroundSaver(twin(self.world), self._emit)
-            self.world.leaving.append(self.settle)
         return self._saver
 
     def start(
@@ -111,7 +110,6 @@ class Saving:
         """Settle and leave the second process group; before the world is closed, on all ranks."""
         saver, self._saver = self._saver, None
         if saver is not None:
-            self.world.leaving.remove(self.settle)
             self._tell(saver.close())
 
     def _tell(self, outcome: Outcome | None) -> None:

@@ -23,10 +23,10 @@ def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any
     return [(place * world.size + world.rank, part) for place, part in enumerate(parts)]
 
 
-def busiest(program: Program, batch: Any, own: int, *, first: bool) -> int:
+def busiest(program: Program, batch: Any, own: int, *, has_spare: bool) -> int:
     """Micro-batches of the busiest rank; asked only where ranks must send equally often.
 
-    own      this rank's · first  no rank has seen a batch before this one
+    own      this rank's · has_spare  it has seen a batch with which it can join
     Errors   ConfigError on all ranks where one of them must join and never saw a batch
     """
     world, layout = program.world, program.plan.layout
@@ -36,7 +36,8 @@ def busiest(program: Program, batch: Any, own: int, *, first: bool) -> int:
         rounds, fewest = -(-batch.total // world.size), batch.total // world.size
     else:
         rounds, fewest = world.largest(own), -world.largest(-own)
-    if program.together and first and fewest == 0 < rounds:
+    joins = program.together and fewest == 0 < rounds  # the same on all ranks, so all vote
+    if joins and not world.all_true(own > 0 or has_spare):
         raise ConfigError(
             f"layout {layout.strategy}: the first step has no sample for some ranks, which must "
             f"run the model with the others; nearest: a smaller micro_batch, or layout zero2"

@@ -184,6 +184,7 @@ def _averages(manifest: Manifest, local: Mapping[str, Local]) -> list[Shard]:
     return [
         replace(one.shard, name=AVERAGE + name, dtype=manifest.tensors[AVERAGE + name].dtype)
         for name, one in local.items()
+        if AVERAGE + name in manifest.tensors
     ]
 
 

@@ -25,6 +25,7 @@ import torch.nn as nn
 
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.parallel.program import Program, Reducer
+from shoal.trainer._torch import pytree
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
 from shoal.trainer.movement import MovementCheck
 
@@ -136,6 +137,9 @@ class _Pass:
             with program.autocast():
                 outputs = call_model(module, inputs, self.call)
                 total, count = sum_and_count(self.loss(outputs, targets), targets)
+            if program.together and not total.requires_grad:
+                # Parameters are gathered for every backward pass of every rank.
+                total = total + _nothing_of(outputs)
             del outputs  # activations that only the outputs hold are free during backward
             if self.index == JOINING:
                 total, count = total * 0, count * 0
@@ -143,6 +147,12 @@ class _Pass:
                 (total if self.scale == 1.0 else total * self.scale).backward()
         with SUMS_LOCK:
             self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
+
+
+def _nothing_of(outputs: Any) -> torch.Tensor | float:
+    """Zero, by way of no element of the outputs: a backward pass whose gradients are zeros."""
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad), 0.0)
 
 
 SUMS_LOCK = threading.Lock()
