@@ -60,7 +60,7 @@ def test_the_run_folder_is_whole(first: tuple[CommandLine, str]) -> None:
     assert all(0 < r["mfu"] < 1 for r in lines(run / "metrics.jsonl")[2:])
     assert (run / "logs" / "rank-0.log").exists()
     started = first[0].events("compute_started")[0]
-    assert started["parameter_dtypes"] == ["float32"]
+    assert started["dtypes"]["stepped"] == "float32"
     assert started["compute"] == "fp32"
 
 

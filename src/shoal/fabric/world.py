@@ -70,6 +70,7 @@ class World:
         self.store = store
         self.traffic = Traffic()
         self._turns = itertools.count()
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         _worlds.add(self)
 
     @property
@@ -118,7 +119,12 @@ class World:
 
     def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """A mesh of all ranks with these axes, outermost first; degrees multiply to `size`."""
-        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        key = tuple(axes.items())
+        if key not in self._meshes:  # each makes process groups, which stay until the end
+            self._meshes[key] = init_device_mesh(
+                self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+            )
+        return self._meshes[key]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack one equal-shaped tensor of every rank: [...] → [size, ...]."""
