@@ -73,7 +73,8 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {
-            name: _version(name) for name in ("torch", "accelerate", "lightning", "numpy")
+            name: _version(name)
+            for name in ("torch", "accelerate", "lightning", "deepspeed", "numpy")
         },
     }
 

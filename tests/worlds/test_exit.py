@@ -67,11 +67,6 @@ def test_close_ends_every_gloo_thread() -> None:
     end_well(SCRIPT)
 
 
-def test_close_ends_every_gloo_thread_of_fsdp() -> None:
-    """The sharded module lives on, and must not keep the groups with which it gathered."""
-    end_well(SCRIPT.replace("batch=8)", "batch=8, layout='fsdp')"))
-
-
 def test_a_script_that_forgets_close_leaves_cleanly_too() -> None:
     forgets = SCRIPT.replace("run.close()", "import atexit; atexit.unregister").replace(
         "sys.exit(7 if any", "report = (7 if any"

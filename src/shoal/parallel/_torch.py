@@ -1,7 +1,6 @@
 """Private names of torch that this room uses; tested on 2.13."""
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -15,7 +14,6 @@ __all__ = [
     "TorchDispatchMode",
     "counting_writes",
     "in_backward",
-    "let_go_of_groups",
     "pytree",
 ]
 
@@ -30,12 +28,3 @@ def counting_writes() -> AbstractContextManager[None]:
     key = torch._C.DispatchKey.ADInplaceOrView
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(key, False)
     return guard
-
-
-def let_go_of_groups(sharded: Any) -> None:
-    """Take the process groups from a module of `fully_shard`, which would keep gloo's threads."""
-    for unit in sharded._get_fsdp_state()._fsdp_param_groups:
-        for info in (unit.mesh_info, unit.post_forward_mesh_info):
-            for kind in ("shard", "reduce_scatter", "replicate"):
-                if getattr(info, f"{kind}_process_group", None) is not None:
-                    setattr(info, f"{kind}_process_group", None)

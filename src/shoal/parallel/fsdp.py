@@ -41,7 +41,7 @@ from shoal.base.errors import PlanError
 from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
-from shoal.parallel._torch import let_go_of_groups, pytree
+from shoal.parallel._torch import pytree
 from shoal.parallel.buckets import REDUCE
 from shoal.parallel.program import Local, Program, blocks, frozen, trainable
 from shoal.profile.flops import meta_twin
@@ -238,14 +238,11 @@ class ShardedGradients:
                 shard.reshard()
 
     def close(self) -> None:
-        """Take the hooks away; the module stays sharded, and cannot gather any more."""
+        """Take the hooks away; the module stays sharded."""
         for hook in self.hooks.values():
             hook.remove()
         for local in self.local.values():
             local.parameter.grad = None
-        for shard in self.module.modules():
-            if isinstance(shard, FSDPModule):
-                let_go_of_groups(shard)
 
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank."""

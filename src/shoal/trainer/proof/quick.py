@@ -159,10 +159,11 @@ def source_of(thing: Any) -> str:
     module = getattr(thing, "__module__", "") or ""
     if module.partition(".")[0] == "torch":  # the version says it
         return module
+    name = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
     try:
-        text = inspect.getsource(sys.modules[module])
+        text = name + inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
-        text = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+        text = name
     return hashlib.sha256(text.encode()).hexdigest()
 
 
