@@ -7,6 +7,7 @@ import math
 import pytest
 
 import precision_case
+from cli_run import TOY_ARGUMENTS, CommandLine
 from shoal.trainer.loss_scale import GROWTH_EVERY, LossScale
 
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp")
@@ -72,3 +73,12 @@ def test_the_scale_grows_and_a_fixed_one_stays() -> None:
     fixed = LossScale(128.0)
     assert not fixed.overflowed()
     assert fixed.value == 128.0
+
+
+def test_fp16_from_the_command_line(tmp_path) -> None:
+    arguments = [a for a in TOY_ARGUMENTS if not a.startswith("precision.")]
+    run = CommandLine(tmp_path, *arguments, "precision.compute=fp16", "launch.processes=2")
+    code, output = run.finish()
+    assert code == 0, output
+    assert "this CPU has no fast fp16" in output
+    assert "products fp16, weights read as float32 and stepped as float32" in output

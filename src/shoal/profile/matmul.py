@@ -18,14 +18,21 @@ import torch
 from shoal.fabric import World
 
 ROUNDS = 6
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
-    """FLOP/s of all ranks together in `precision` (fp64, fp32, bf16); same value on every rank.
+    """FLOP/s of all ranks together in `precision` (fp64, fp32, bf16, fp16); same value on all ranks.
 
     cache    folder for the measured value; a run on the same machine reads it instead
     """
+    if precision == "fp16" and world.device.type == "cpu":
+        precision = "fp32"  # where fp16 is imitated, that is what multiplies
     found = world.broadcast_json(_read(cache, _key(world, precision)) if world.is_first else None)
     if found:
         return float(found)
