@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
-    """FLOP/s of all ranks together in `precision` (fp64, fp32, bf16, fp16); same value on all ranks.
+    """FLOP/s of all ranks together in `precision` (fp64 … fp16); same value on every rank.
 
     cache    folder for the measured value; a run on the same machine reads it instead
     """
