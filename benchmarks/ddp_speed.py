@@ -140,7 +140,9 @@ def _comparisons(case: dict[str, Any], peers: list[str], family: str) -> list[tu
         case.pop("defaults")
         rows = [(STAGES.get(peer, "shoal_fsdp"), peer) for peer in peers]
         return [("shoal_fsdp", "shoal_fsdp_twin"), *rows]
-    pairs = [("shoal", "shoal_twin"), *(("shoal", peer) for peer in peers)]
+    # A peer's model is compiled whole, ours by blocks: like is compared with like.
+    ours = {peer: "shoal_blocks" if peer.endswith("_compiled") else "shoal" for peer in peers}
+    pairs = [("shoal", "shoal_twin"), *((ours[peer], peer) for peer in peers)]
     if "ddp" in peers:
         pairs.append(("shoal_plain", "ddp"))
     if case.pop("defaults"):

@@ -5,7 +5,8 @@
     ddp                a good loop by hand: DDP(model), fused AdamW, clip_grad_norm_, no_sync
     accelerate fabric  the same loop through Accelerate and Lightning Fabric, both on DDP
     shoal_zero1 shoal_zero2 shoal_fsdp   Shoal's Llama in these layouts; peers: sharded_peers.py
-    *_compiled         the same with torch.compile on the model
+    *_compiled         a peer with torch.compile on the model
+    shoal_blocks       Shoal's Llama in ddp with train.compile = blocks
     *_default          what each one's own quick start shows: no fused optimizer, no clipping, fp32
 
 Every program gets the same initial weights and the same samples: this rank's share of a step,
@@ -60,7 +61,9 @@ class Program:
 class Shoal(Program):
     """`shoal.parallelize`, with Shoal's Llama or the plain one."""
 
-    def __init__(self, case: Case, world: World, model: nn.Module, layout: str = "ddp") -> None:
+    def __init__(
+        self, case: Case, world: World, model: nn.Module, layout: str, compile: str
+    ) -> None:
         self.losses = []
         self.run = shoal.parallelize(
             model,
@@ -70,6 +73,7 @@ class Shoal(Program):
             micro_batch=case.micro_batch,
             precision=case.precision,
             clip=CLIP,
+            compile=compile,
             world=world,
         )
 
@@ -199,8 +203,10 @@ def make(name: str, case: Case, world: World, weights: dict[str, Tensor] | None 
     if weights is not None:
         model.load_state_dict(weights)
     if own or plain:
-        layout = name.removeprefix("shoal").removesuffix("_twin").strip("_")
-        return Shoal(case, world, model, "ddp" if plain or not layout else layout)
+        words = [w for w in name.split("_")[1:] if w not in ("twin", "plain")]
+        blocks = "blocks" in words
+        layout = "".join(word for word in words if word != "blocks") or "ddp"
+        return Shoal(case, world, model, layout, "blocks" if blocks else "none")
     if name.endswith("_compiled"):
         model.compile()
         name = name.removesuffix("_compiled")

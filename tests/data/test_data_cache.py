@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
+from shoal.base.files import cache_folder
 from shoal.data import cache
-from shoal.data.cache import cache_folder, content_key, open_cached
+from shoal.data.cache import content_key, open_cached
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,7 @@ class Plan:
     precision     format of matrix products · reduce  format in which gradients are summed
     recompute     activations that are computed twice: none, selective, full
     offload       what waits in the host's memory: none, optimizer, parameters, activations
+    compile       what becomes fused kernels: none, blocks
     defer_sync    zero2, zero3: gradients are summed once a step, at the cost of one full copy
     compress      what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
     parameters    trainable elements · buckets  gradient buffers, in sending order
@@ -63,6 +64,7 @@ class Plan:
     reduce: str = ""
     recompute: str = "none"
     offload: str = "none"
+    compile: str = "none"
     defer_sync: bool = False
     compress: str = "none"
 

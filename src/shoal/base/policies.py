@@ -8,6 +8,7 @@ from shoal.base.errors import ConfigError, PlanError, one_of
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
 PROOFS = ("quick", "off")
+COMPILE = ("none", "blocks")
 REDUCTIONS = ("auto", "fp32", "bf16")
 COMPRESS = ("none", "int8", "powersgd", "topk")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")

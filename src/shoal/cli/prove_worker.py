@@ -19,32 +19,15 @@ def main() -> int:
     from shoal.config.load import load
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
-    from shoal.trainer.job import build_model, import_loss
-    from shoal.trainer.proof import Battery, Material
-    from shoal.trainer.proof.material import asked_layout, portions
+    from shoal.trainer.job import material_of
+    from shoal.trainer.proof import Battery
     from shoal.trainer.proof.quick import quick_battery
 
     folder = Path(sys.argv[1])
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    batch, micro_batch = portions(config.train)
-    material = Material(
-        lambda: build_model(config.model, source, config.data.sequence),
-        import_loss(config.model),
-        source.train,
-        source.collate,
-        asked_layout(config.layout),
-        batch,
-        micro_batch,
-        call=config.model.call,
-        seed=config.train.seed,
-        policies={
-            "defer_sync": config.train.defer_sync,
-            "recompute": config.memory.recompute,
-            "offload": config.memory.offload,
-        },
-    )
+    material = material_of(config, source)
     if "--quick" in sys.argv[2:]:
         battery = quick_battery(material, world.size)
     else:

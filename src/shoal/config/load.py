@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.base.errors import ConfigError, nearest, one_of
 from shoal.base.policies import (
+    COMPILE,
     OFFLOAD,
     PRECISIONS,
     PROOFS,
@@ -210,6 +211,7 @@ def _check_values(config: Config) -> None:
         ("memory.recompute", config.memory.recompute, RECOMPUTE),
         ("memory.offload", config.memory.offload, OFFLOAD),
         ("train.prove", config.train.prove, PROOFS),
+        ("train.compile", config.train.compile, COMPILE),
         ("optimizer.schedule", optimizer.schedule, SCHEDULES),
         ("model.call", config.model.call, ("single", "kwargs")),
     ):

@@ -72,6 +72,8 @@ class TrainSection:
     """steps between validations; 0: at the end only"""
     defer_sync: bool = False
     """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
+    compile: str = "none"
+    """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
     deterministic: bool = False
     """ask CUDA for deterministic kernels"""
     prove: str = "quick"

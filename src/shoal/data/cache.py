@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
+from shoal.base.files import cache_folder
 
 VERSION = 1
 """Part of every key; raised when the meaning of an entry changes."""
@@ -32,14 +32,6 @@ LOCK_WAIT_S = 600.0
 
 CHECKED_BYTES = 256 * 2**20
 """How much of each file is read to verify it (0.1 s); beyond that its size must do."""
-
-
-def cache_folder() -> Path:
-    """Where entries are kept; need not exist."""
-    own, shared = os.environ.get("SHOAL_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser()
-    return (Path(shared) if shared else Path.home() / ".cache") / "shoal"
 
 
 def content_key(*parts: object) -> str:

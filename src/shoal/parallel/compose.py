@@ -13,6 +13,7 @@ from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel import (
     batch_norm,
+    compiling,
     compress,
     ddp,
     dp,
@@ -46,6 +47,8 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
     program = batch_norm.apply(program)
     # After BatchNorm's rule: what is left over has no rule.
     program = loose_buffers.apply(program)
+    # Innermost: nothing that a layout adds to a block becomes part of its compiled code.
+    program = compiling.apply(program, plan.compile)
     # Inside of what gathers parameters, which then gathers for the second forward too.
     program = recompute.apply(program, plan.recompute)
     program = offload.apply(program, plan.offload)

@@ -175,6 +175,11 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield from blocks(child, path)
 
 
+def is_single_layer(block: nn.Module) -> bool:
+    """One layer of torch's own: it keeps little but its input and has nothing to fuse."""
+    return type(block).__module__.startswith("torch.nn.") and not any(block.children())
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by their first name; a tied parameter appears once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.parallel._torch import TorchDispatchMode, counting_writes, in_backward, pytree
-from shoal.parallel.program import Program, blocks
+from shoal.parallel.program import Program, blocks, is_single_layer
 
 POLICIES = ("none", "selective", "full")
 
@@ -47,7 +47,7 @@ def apply(program: Program, policy: str) -> Program:
         raise ConfigError(one_of("memory.recompute", policy, POLICIES))
     if policy == "none":
         return program
-    found = {id(b): (n, b) for n, b in blocks(program.module) if not _is_single_layer(b)}
+    found = {id(b): (n, b) for n, b in blocks(program.module) if not is_single_layer(b)}
     if not found:
         program.notices.append(
             f"memory.recompute = {policy}: nothing to recompute: the model has no ModuleList or "
@@ -66,11 +66,6 @@ def apply(program: Program, policy: str) -> Program:
         around=(*program.around, run.micro_batch),
         on_close=(*program.on_close, undo),
     )
-
-
-def _is_single_layer(block: nn.Module) -> bool:
-    """One layer of torch's own keeps little but its input: dropping that saves nothing."""
-    return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
 @dataclass

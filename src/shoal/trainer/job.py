@@ -22,6 +22,7 @@ from shoal.models.loss import token_loss
 from shoal.optim.build import build_optimizer
 from shoal.trainer.contract import Loss
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.proof.material import Material, asked_layout, portions
 from shoal.trainer.run import Run
 
 
@@ -59,12 +60,34 @@ def open_run(
         compress=config.layout.compress,
         recompute=config.memory.recompute,
         offload=config.memory.offload,
+        compile=config.train.compile,
         seed=config.train.seed,
         call=config.model.call,
         schedule=config.optimizer,
         skip_limit=config.train.skip_limit,
         world=world,
         **more,
+    )
+
+
+def material_of(config: Config, source: Source) -> Material:
+    """What a proof of this configuration's layout is made of."""
+    batch, micro_batch = portions(config.train)
+    return Material(
+        lambda: build_model(config.model, source, config.data.sequence),
+        import_loss(config.model),
+        source.train,
+        source.collate,
+        asked_layout(config.layout),
+        batch,
+        micro_batch,
+        call=config.model.call,
+        seed=config.train.seed,
+        policies={
+            "defer_sync": config.train.defer_sync,
+            "recompute": config.memory.recompute,
+            "offload": config.memory.offload,
+        },
     )
 
 

@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ShoalError, TrainingError
-from shoal.base.files import write_whole
+from shoal.base.files import cache_folder, write_whole
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
 from shoal.config.sections import Config
-from shoal.data.cache import cache_folder
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
@@ -41,8 +40,8 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
-from shoal.trainer.job import build_model, import_loss, import_object, open_run, steps_of
-from shoal.trainer.proof.material import Material, asked_layout, portions
+from shoal.trainer.job import import_object, material_of, open_run, steps_of
+from shoal.trainer.proof.material import asked_layout
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
@@ -97,23 +96,7 @@ def _prove(config: Config, source: Source, world: World, folder: Path) -> str:
     """The quick proof of the layout, if it is asked for; gives the line for the user."""
     if config.train.prove == "off" or world.size == 1:
         return ""
-    batch, micro_batch = portions(config.train)
-    material = Material(
-        lambda: build_model(config.model, source, config.data.sequence),
-        import_loss(config.model),
-        source.train,
-        source.collate,
-        asked_layout(config.layout),
-        batch,
-        micro_batch,
-        call=config.model.call,
-        seed=config.train.seed,
-        policies={
-            "defer_sync": config.train.defer_sync,
-            "recompute": config.memory.recompute,
-            "offload": config.memory.offload,
-        },
-    )
+    material = material_of(config, source)
     line = prove_before(material, world, folder)
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's

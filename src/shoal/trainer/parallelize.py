@@ -21,6 +21,7 @@ from shoal.base.errors import ConfigError, one_of
 from shoal.base.facts import MachineFacts
 from shoal.base.plan import Plan
 from shoal.base.policies import (
+    COMPILE,
     OFFLOAD,
     PRECISIONS,
     RECOMPUTE,
@@ -71,6 +72,7 @@ def parallelize(
     recompute: str = "none",
     offload: str = "none",
     compress: str = "none",
+    compile: str = "none",
     skip_limit: int = 5,
     folder: str | Path | None = None,
     keep: int = 2,
@@ -99,6 +101,7 @@ def parallelize(
     defer_sync   zero2, fsdp: sum gradients once a step, not per micro-batch; costs a full gradient
     compress     what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
     recompute    none, selective, full: activations of blocks computed twice
+    compile      none, blocks: fused kernels for every block by torch.compile
     offload      none, optimizer, parameters, activations: kept in the host's memory (GPUs)
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
@@ -118,6 +121,7 @@ def parallelize(
         ("reduce", reduce, REDUCTIONS),
         ("recompute", recompute, RECOMPUTE),
         ("offload", offload, OFFLOAD),
+        ("compile", compile, COMPILE),
     ):
         if value not in legal:
             raise ConfigError(one_of(name, value, legal))
@@ -140,6 +144,7 @@ def parallelize(
         compress=compress,
         recompute=recompute,
         offload=offload,
+        compile=compile,
     )
     plan, notices = cut_for(bound, plan, module, world.device)
     program = compose(module, plan, world, seed=seed)

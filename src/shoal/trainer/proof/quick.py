@@ -25,9 +25,9 @@ from torch import nn
 
 from shoal import __version__
 from shoal.base.errors import TrainingError
-from shoal.base.files import write_whole
+from shoal.base.files import cache_folder, write_whole
 from shoal.checkpoint.catalog import find
-from shoal.data.cache import cache_folder, content_key
+from shoal.data.cache import content_key
 from shoal.fabric import World
 from shoal.trainer.parallelize import build_module
 from shoal.trainer.proof.battery import OPTIMIZERS, SGD, Battery, Report

@@ -1,0 +1,116 @@
+"""Compile: every block's forward and backward become fused kernels, made by torch.compile.
+
+Element-wise work between matrix products (norms, activations, rotary turns, residual sums, casts)
+is read and written once instead of once per operation. Blocks are compiled one by one: equal ones
+share the code, what a layout hangs on a block (a new key for dropout, FSDP2's gather, recompute)
+stays outside of it as ordinary Python; where one block cannot be compiled, others still are.
+Random operations draw from torch's own generators (`fallback_random`), so that dropout is the same
+as without. The first pass of every new shape takes seconds to a minute.
+
+Sources  torch.compile, regional compilation (PyTorch recipes, 2024)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.policies import COMPILE
+from shoal.parallel._torch import pytree
+from shoal.parallel.program import Program, blocks, is_single_layer
+
+
+def apply(program: Program, policy: str) -> Program:
+    """Compile every block of the program's module; before parameters split and blocks recompute.
+
+    policy   none or blocks
+    Errors   ConfigError for another policy, PlanError where nothing here can compile. While a step
+             runs, PlanError for a block whose code the compiler refuses
+    """
+    if policy not in COMPILE:
+        raise ConfigError(one_of("train.compile", policy, COMPILE))
+    if policy == "none":
+        return program
+    if program.plan.recompute == "selective":
+        raise PlanError(
+            "train.compile = blocks: memory.recompute = selective looks at single operations, "
+            "which a compiled block no longer has; nearest: memory.recompute=full"
+        )
+    check_compiler(program.world.device)
+    found = {id(b): (n, b) for n, b in blocks(program.module) if not is_single_layer(b)}
+    if not found:
+        program.notices.append(
+            "train.compile = blocks: nothing to compile: the model has no ModuleList or Sequential "
+            "whose entries are blocks of several layers"
+        )
+        return program
+    compiled = [_Compiled(name, block) for name, block in found.values()]
+
+    def undo() -> None:
+        for block in compiled:
+            block.take_away()
+
+    return replace(program, on_close=(*program.on_close, undo))
+
+
+def check_compiler(device: torch.device) -> None:
+    """Errors: PlanError where torch.compile has nothing to compile with."""
+    if device.type != "cpu":
+        return
+    wanted = os.environ.get("CXX", "")
+    if not any(shutil.which(name) for name in (wanted, "g++", "clang++", "c++") if name):
+        raise PlanError(
+            "train.compile = blocks: on a CPU torch.compile needs a C++ compiler and this machine "
+            "has none (g++, clang++, or what CXX names); nearest: train.compile=none"
+        )
+
+
+class _Compiled:
+    """Stands in for a block's `forward`.
+
+    An object with the bound method inside, and no closure, so that a deep copy of the model
+    computes with its own weights; the copy compiles anew, which the compiler's cache makes short.
+    """
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        self.name, self.block = name, block
+        self.replaced = block.__dict__.get("forward")
+        self.forward: Callable[..., Any] = block.forward
+        self.fast: Callable[..., Any] | None = None
+        update_wrapper(self, self.forward)  # whoever reads its signature sees the block's own
+        setattr(block, "forward", self)  # noqa: B010
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward pass. Shapes without data (counting) need no code."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+            return self.forward(*args, **kwargs)
+        if self.fast is None:
+            self.fast = torch.compile(self.forward, options={"fallback_random": True})
+        try:
+            return self.fast(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as failure:
+            raise PlanError(
+                f"train.compile = blocks: {self.name}: torch.compile cannot make code for it: "
+                f"{str(failure).strip().splitlines()[0]}; nearest: train.compile=none"
+            ) from failure
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the compiled code, which belongs to this block."""
+        return {**self.__dict__, "fast": None}
+
+    def take_away(self) -> None:
+        """Leave the block as it was."""
+        if self.block.__dict__.get("forward") is not self:
+            return
+        del self.block.__dict__["forward"]
+        if self.replaced is not None:
+            setattr(self.block, "forward", self.replaced)  # noqa: B010

@@ -1,0 +1,115 @@
+"""Compiled blocks compute what plain ones do, dropout included, and refusals say what to do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.base.errors import PlanError
+from shoal.parallel import compiling
+
+
+class Block(nn.Module):
+    """A residual block with something random in it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.nn.functional.silu(self.inner(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Two equal blocks between two plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.layers = nn.ModuleList([Block(8), Block(8)])
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs - targets).square().sum(), outputs.numel()
+
+
+def steps(compile: str, recompute: str = "none") -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights of three steps."""
+    run = shoal.parallelize(
+        Model,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        squares,
+        layout="single",
+        batch=4,
+        micro_batch=2,
+        precision="fp64",
+        compile=compile,
+        recompute=recompute,
+    )
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        y = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+        losses.append(run.step((x, y)).loss)
+    weights = [p.detach().clone() for p in run.program.module.parameters()]
+    twin = copy.deepcopy(run.program.module)
+    assert twin.layers[0].inner is not run.program.module.layers[0].inner
+    with torch.no_grad():
+        twin.layers[0].inner.weight.fill_(0.0)
+        twin.eval()(x)
+    run.close()
+    assert "forward" not in run.program.module.layers[0].__dict__
+    return losses, weights
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], list[torch.Tensor]]:
+    return steps("none")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_compute_the_same(plain, recompute) -> None:
+    losses, weights = steps("blocks", recompute)
+    assert losses == pytest.approx(plain[0], rel=1e-12)
+    assert losses[0] != losses[1]
+    for one, other in zip(weights, plain[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_selective_recompute_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"selective looks at single .* memory\.recompute=full"):
+        steps("blocks", "selective")
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(PlanError, match=r"needs a C\+\+ compiler .* train\.compile=none"):
+        compiling.check_compiler(torch.device("cpu"))
+
+
+def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    run = shoal.parallelize(
+        lambda: nn.Linear(6, 3),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        squares,
+        layout="single",
+        compile="blocks",
+    )
+    assert "train.compile = blocks: nothing to compile" in caplog.text
+    assert run.plan.compile == "blocks"
+    run.close()
