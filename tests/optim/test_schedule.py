@@ -93,8 +93,8 @@ def test_beyond_the_end_nothing_rises(schedule: str) -> None:
     assert lr_factor(policy, TOTAL + 50, TOTAL) <= end
 
 
-def test_warmup_is_given_or_a_twentieth() -> None:
-    assert warmup_steps(OptimizerPolicy(), 200) == 10
+def test_warmup_is_given_or_a_tenth() -> None:
+    assert warmup_steps(OptimizerPolicy(), 200) == 20
     assert warmup_steps(OptimizerPolicy(), 5) == 1
     assert warmup_steps(OptimizerPolicy(warmup_steps=0), 200) == 0
     assert warmup_steps(OptimizerPolicy(warmup_steps=7), 5) == 7

@@ -70,6 +70,11 @@ def test_the_scale_grows_and_a_fixed_one_stays() -> None:
     while scale.value > 1:
         scale.overflowed()
     assert not scale.overflowed(), "a scale of 1 cures nothing"
+    summed = LossScale()
+    assert summed.overflowed(250.0)
+    assert summed.value == 2.0**7, "as a mean over 256 targets would have it"
+    assert summed.overflowed(250.0)
+    assert summed.value == 2.0**6
     fixed = LossScale(128.0)
     assert not fixed.overflowed()
     assert fixed.value == 128.0

@@ -32,7 +32,7 @@ class OptimizerPolicy:
 
     name: str = "adamw"
     """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
-    lr: float = 3e-3
+    lr: float = 2e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
     """for optimizers that have betas"""
@@ -47,7 +47,7 @@ class OptimizerPolicy:
     schedule: str = "cosine"
     """cosine, wsd, one-cycle, linear, constant"""
     warmup_steps: int = -1
-    """steps from 0 to lr; −1: a twentieth of the run"""
+    """steps from 0 to lr; −1: a tenth of the run"""
 
 
 RECOMPUTE = ("none", "selective", "full")

@@ -21,12 +21,12 @@ ONE_CYCLE_RISE, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 1e-4
 
 
 def warmup_steps(policy: OptimizerPolicy, total_steps: int) -> int:
-    """Steps of linear rise: as given, or a twentieth of the run.
+    """Steps of linear rise: as given, or a tenth of the run.
 
     >>> warmup_steps(OptimizerPolicy(), 200)
-    10
+    20
     """
-    return policy.warmup_steps if policy.warmup_steps >= 0 else max(1, total_steps // 20)
+    return policy.warmup_steps if policy.warmup_steps >= 0 else max(1, total_steps // 10)
 
 
 def lr_factor(policy: OptimizerPolicy, step: int, total_steps: int) -> float:

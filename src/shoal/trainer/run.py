@@ -304,7 +304,8 @@ class Run:
         if not done.skipped:
             scale.held()
             return False
-        if tally.loss_broken or done.reason == NO_TARGET or not scale.overflowed():
+        each = tally.count / max(1, sum(tally.micro_batches))
+        if tally.loss_broken or done.reason == NO_TARGET or not scale.overflowed(each):
             return False
         if self.world.is_first:
             self.recorder.events.emit(

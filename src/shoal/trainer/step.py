@@ -217,12 +217,30 @@ def _tally(
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Σ x² over all elements of all tensors, float64, without dims."""
+    """Σ x² over all elements of all tensors, float64, without dims.
+
+    On a CPU torch adds a tensor's squares up in few running sums of its own format: 3.5M fp32
+    elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient), other layouts
+    lose less, so they would clip differently. Rows of 4096 lose 5e-9, in no more time.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(list(tensors))
-    return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+    if tensors[0].is_cuda:
+        norms = torch._foreach_norm(list(tensors))
+        return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // NORM_ROW * NORM_ROW
+        if whole:
+            rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
+            total += rows.double().square().sum()
+        total += torch.linalg.vector_norm(flat[whole:]).double().square()
+    return total
 
+
+NORM_ROW = 4096
+"""Elements whose squares are summed in their own format."""
 
 NO_TARGET = "no valid target in the whole step"
 """Why a step is skipped whose targets are all ignored."""
