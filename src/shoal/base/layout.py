@@ -81,9 +81,21 @@ class Layout:
 
         >>> Layout(dp_shard=4, zero=3).strategy, Layout(dp_replicate=2, dp_shard=2, zero=3).strategy
         ('fsdp', 'hsdp')
+        >>> Layout(pp=4, dp_replicate=2, tp=8).strategy, Layout(dp_shard=4, zero=3, tp=2).strategy
+        ('3d', 'fsdp + tp')
         """
         if self.processes == 1:
             return "dp" if self.threads > 1 else "single"
+        names = [axis for axis in ("pp", "cp", "tp") if self.degrees[axis] > 1]
+        if not names:
+            return self._data_strategy
+        if self.data_degree > 1 and names == ["pp", "tp"]:
+            return "3d"
+        return " + ".join(([self._data_strategy] if self.data_degree > 1 else []) + names)
+
+    @property
+    def _data_strategy(self) -> str:
+        """The name of what the data-parallel axes do."""
         if self.dp_shard == 1:
             return "ddp"
         if self.zero < 3:
@@ -97,6 +109,8 @@ class Layout:
         ('ddp (dp_replicate = 2)', 'dp (threads = 2)')
         """
         shown = {**self.degrees, "threads": self.threads}
+        if self.strategy == "3d" and self.zero:
+            shown["zero"] = self.zero
         degrees = ", ".join(f"{k} = {v}" for k, v in shown.items() if v != 1)
         return f"{self.strategy} ({degrees})" if degrees else self.strategy
 
@@ -179,6 +193,27 @@ def check_degrees(degrees: dict[str, int], processes: int, zero: int | None = No
             f"layout: {named} = {layout.processes} processes, but launch.processes = {processes}; "
             f"nearest legal: layout.dp_replicate={processes}, or "
             f"launch.processes={layout.processes}"
+        )
+    return replace(layout, zero=_stage(layout, zero))
+
+
+def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
+    """A layout to be planned: any axis of the vocabulary; data-parallel degrees left out follow.
+
+    zero     what `dp_shard` splits; default: everything (3)
+    Errors   PlanError where the degrees do not divide the processes
+
+    >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
+    4
+    """
+    layout = Layout(**degrees)
+    if "dp_replicate" not in degrees and processes % layout.processes == 0:
+        layout = replace(layout, dp_replicate=processes // layout.processes)
+    if layout.processes != processes:
+        named = " × ".join(f"{k} {v}" for k, v in degrees.items())
+        raise PlanError(
+            f"layout: {named} = {layout.processes} devices, but there are {processes}; nearest "
+            f"legal: leave layout.dp_replicate out, or degrees whose product divides {processes}"
         )
     return replace(layout, zero=_stage(layout, zero))
 

@@ -32,7 +32,7 @@ class OptimizerPolicy:
 
     name: str = "adamw"
     """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
-    lr: float = 2e-3
+    lr: float = 1e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
     """for optimizers that have betas"""

@@ -173,6 +173,7 @@ def _own_folder(config: Config) -> Path:
 BLANK = {
     "reason": "", "text": None, "precision": None, "parameters": None, "per_s": None,
     "step_s": None, "losses": None, "sent_bytes": None, "memory": None, "weight_difference": None,
+    "predicted": None,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
-from shoal.cli import checkpoint, compare, prove, train
+from shoal.cli import checkpoint, compare, plan, prove, simulate, train
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -20,7 +20,9 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
+app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
+app.command("simulate")(simulate.simulate)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

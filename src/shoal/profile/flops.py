@@ -42,11 +42,18 @@ def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def meta_twin(module: nn.Module) -> nn.Module:
-    """A copy of the module whose tensors have no data, and whose hooks are gone."""
+def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
+    """A copy of the module whose tensors have no data, and whose hooks are gone.
+
+    device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
+    """
     twins: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        twin = torch.empty_like(tensor, device="meta")
+    loose = [v for part in module.modules() for v in vars(part).values()]
+    plain = [v for v in loose if isinstance(v, torch.Tensor)]  # kept without being registered
+    for tensor in [*module.parameters(), *module.buffers(), *plain]:
+        twin = torch.empty_strided(  # empty_like is made of Python for shapes: ten times slower
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         twins[id(tensor)] = twin

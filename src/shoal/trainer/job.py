@@ -70,15 +70,20 @@ def open_run(
     )
 
 
-def material_of(config: Config, source: Source) -> Material:
-    """What a proof of this configuration's layout is made of."""
+def material_of(
+    config: Config, source: Source, layout: Mapping[str, Any] | None = None
+) -> Material:
+    """What a proof of this configuration's layout is made of.
+
+    layout   what `auto` came to; default: as the configuration says
+    """
     batch, micro_batch = portions(config.train)
     return Material(
         lambda: build_model(config.model, source, config.data.sequence),
         import_loss(config.model),
         source.train,
         source.collate,
-        asked_layout(config.layout),
+        layout or asked_layout(config.layout),
         batch,
         micro_batch,
         call=config.model.call,

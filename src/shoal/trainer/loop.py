@@ -32,6 +32,7 @@ from shoal.parallel.program import dtype_of
 from shoal.profile.flops import backward_flops
 from shoal.profile.matmul import matmul_flops_per_s
 from shoal.profile.memory import forget_peak
+from shoal.trainer.choose import choose
 from shoal.trainer.contract import (
     batch_length,
     call_model,
@@ -40,8 +41,8 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
+from shoal.trainer.foresee import cluster_here, foresee, held_now_bytes
 from shoal.trainer.job import import_object, material_of, open_run, steps_of
-from shoal.trainer.proof.material import asked_layout
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
@@ -76,9 +77,11 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    proven = _prove(config, source, world, folder)
+    layout, why = choose(config, source, world, folder)
+    proven = _prove(config, source, world, folder, layout)
     more = {"folder": folder, "keep": config.checkpoint.keep}
-    run = open_run(config, source, world, asked_layout(config.layout), **more)
+    held_bytes = held_now_bytes()
+    run = open_run(config, source, world, layout, **more)
     if proven and world.is_first:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
@@ -88,23 +91,39 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.settings.total_steps = total_steps
-    _describe(run, source, config, total_steps, folder)
+    cluster = cluster_here(world.size, held_bytes)
+    foreseen = foresee(config, source, run.plan, cluster) if world.is_first else {}
+    told = {
+        "model": config.model.build or config.model.name,
+        "why": why or run.plan.why,
+        "chosen": bool(why),
+        "predicted": foreseen,
+    }
+    _describe(run, source, total_steps, folder, told)
     return run, source, total_steps
 
 
-def _prove(config: Config, source: Source, world: World, folder: Path) -> str:
+def _prove(
+    config: Config, source: Source, world: World, folder: Path, layout: dict[str, Any]
+) -> str:
     """The quick proof of the layout, if it is asked for; gives the line for the user."""
     if config.train.prove == "off" or world.size == 1:
         return ""
-    material = material_of(config, source)
+    material = material_of(config, source, layout)
     line = prove_before(material, world, folder)
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's
     return line
 
 
-def _describe(run: Run, source: Source, config: Config, total_steps: int, folder: Path) -> None:
-    """plan.json and the lines a user sees before the first step."""
+def _describe(
+    run: Run, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
+) -> None:
+    """plan.json and the lines a user sees before the first step.
+
+    told   what plan.json says beside the plan: why this layout, whether it was the planner's
+           choice, what is foreseen
+    """
     rate = matmul_flops_per_s(run.world, run.plan.precision, cache_folder())
     run.recorder.machine_flops_per_s = rate
     if not run.world.is_first:
@@ -112,18 +131,17 @@ def _describe(run: Run, source: Source, config: Config, total_steps: int, folder
     plan = json.loads(run.plan.to_json())
     known = _known_flops(folder)
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
-    _write_plan(folder, {**plan, **details})
+    _write_plan(folder, {**plan, **details, **told})
     run.recorder.flops_per_sample = known
     formats = _formats(run)
     emit = run.recorder.events.emit
     if run.step_count == 0:
         emit("notice", text=f"data: {source.description}")
-        emit("notice", text=run.plan.why)
+        emit("notice", text=told["why"])
         emit(
             "notice",
-            text=f"model: {config.model.build or config.model.name}, "
-            f"{count_text(run.plan.parameters)} parameters; {run.plan.arithmetic()}; "
-            f"{total_steps} steps",
+            text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
+            f"{run.plan.arithmetic()}; {total_steps} steps",
         )
         emit(
             "notice",
@@ -185,10 +203,9 @@ def _count_flops(run: Run, batch: StepBatch) -> None:
     flops = backward_flops(program.twin or run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
-        plan = json.loads(run.plan.to_json())
-        known = {"steps": run.settings.total_steps, "flops_per_sample": flops / batch_length(few)}
-        rate = {"machine_flops_per_s": run.recorder.machine_flops_per_s}
-        _write_plan(folder, {**plan, **rate, **known})
+        with contextlib.suppress(OSError, ValueError):  # the plan is for readers
+            plan = json.loads((folder / "plan.json").read_text())
+            _write_plan(folder, {**plan, "flops_per_sample": flops / batch_length(few)})
 
 
 def _stop_on_signal(run: Run) -> dict[int, Any]:

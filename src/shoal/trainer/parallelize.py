@@ -115,16 +115,9 @@ def parallelize(
     install()
     world = world or start_world()
     install().world = world
-    if precision not in PRECISIONS:
-        raise ConfigError(one_of("precision", precision, PRECISIONS))
-    for name, value, legal in (
-        ("reduce", reduce, REDUCTIONS),
-        ("recompute", recompute, RECOMPUTE),
-        ("offload", offload, OFFLOAD),
-        ("compile", compile, COMPILE),
-    ):
-        if value not in legal:
-            raise ConfigError(one_of(name, value, legal))
+    _check_words(
+        precision=precision, reduce=reduce, recompute=recompute, offload=offload, compile=compile
+    )
     module, said = bare(build_module(model, seed))
     compute = formats.resolve(precision, world.device)
     module = formats.convert(module, compute).to(world.device)
@@ -174,6 +167,23 @@ def parallelize(
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
+
+
+WORDS = {
+    "precision": PRECISIONS,
+    "reduce": REDUCTIONS,
+    "recompute": RECOMPUTE,
+    "offload": OFFLOAD,
+    "compile": COMPILE,
+}
+"""Arguments of `parallelize` that are one of a few words."""
+
+
+def _check_words(**given: str) -> None:
+    """Errors: ConfigError with the nearest right spelling."""
+    for name, value in given.items():
+        if value not in WORDS[name]:
+            raise ConfigError(one_of(name, value, WORDS[name]))
 
 
 def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

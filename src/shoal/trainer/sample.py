@@ -27,6 +27,7 @@ from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.parallel.whole import gather_weights
 from shoal.profile.states import peak_extra_bytes, state_bytes
+from shoal.trainer.foresee import cluster_here, foresee
 from shoal.trainer.job import open_run, steps_of
 from shoal.trainer.run import Run
 
@@ -76,6 +77,8 @@ def measure_row(
         return {"reason": str(failure)}
     # No `finally`: after a failure on one rank, taking a run apart would be one more collective.
     figures = _figures(run, source, (steps, compared), config.data.workers, folder)
+    if world.is_first:
+        figures["predicted"] = foresee(config, source, run.plan, cluster_here(world.size))
     _take_apart(run)
     del run
     gc.collect()

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.base.units import count_text
+from shoal.view.foreseen import foreseen_lines
 
 Record = dict[str, Any]
 Line = tuple[str, str]
@@ -58,6 +59,8 @@ def comparison_lines(record: Record, width: int) -> list[Line]:
     lines += [("", ""), *table_lines(record, width)]
     if any(row["per_s"] for row in record["rows"]):
         lines += [("", ""), (f"{record['unit']}/s", "bold"), *bar_lines(record["rows"], width)]
+    if foreseen := foreseen_lines(record["rows"]):
+        lines += [("", ""), *foreseen]
     lines.append(("", ""))
     for note in notes(record):
         lines += [(line, "") for line in _wrapped(note, width)]

@@ -29,6 +29,7 @@ def summary(folder: Path) -> str:
         ("step", _speed(steps)),
         ("memory", _memory(steps)),
         ("sent", _sent(steps)),
+        ("foreseen", _foreseen(run.plan(), steps)),
         ("waited", _waited(steps)),
         ("restarts", _restarts(events)),
         ("skipped", _skipped(events)),
@@ -120,6 +121,25 @@ def _sent(steps: list[Record]) -> str:
     parts = [f"{kind} {bytes_text(mean)}" for kind, mean in means.items() if kind and mean]
     detail = f" ({', '.join(parts)})" if parts else ""
     return f"{bytes_text(total)} per step and rank{detail}"
+
+
+def _foreseen(plan: Record, steps: list[Record]) -> str:
+    """What the planner said before the run, and how far it was from what was measured."""
+    said = plan.get("predicted")
+    if not isinstance(said, dict) or "reason" in said or not steps:
+        return ""
+    steady = steps[1:] or steps
+    measured = {
+        "step_s": statistics.median(_values(steady, "step_s") or [0.0]),
+        "peak_memory_bytes": max(_values(steps, "peak_memory_bytes") or [0.0]),
+        "sent_bytes": statistics.median(_values(steady, "comm_bytes") or [0.0]),
+    }
+    words = (("step_s", "step", seconds_text), ("peak_memory_bytes", "peak", bytes_text))
+    parts = []
+    for key, word, text in (*words, ("sent_bytes", "sent", bytes_text)):
+        if is_number(said.get(key)) and said[key] and measured[key]:
+            parts.append(f"{word} {text(said[key])} ({said[key] / measured[key] - 1:+.0%})")
+    return ", ".join(parts)
 
 
 def _waited(steps: list[Record]) -> str:

@@ -1,0 +1,120 @@
+"""Predicted beside measured on this machine: models × layouts × 1 and 2 processes.
+
+Runs `shoal compare` on every model and holds the planner's step time, memory and bytes against what
+came out; then asks whether the layout that `auto` takes was within 5 % of the fastest. Needs a
+machine with nothing else to do: times are medians of steps.
+
+    python benchmarks/planner/at_hand.py            about 10 minutes on 2 cores
+    python benchmarks/planner/at_hand.py --steps 5  rough
+
+Writes benchmarks/planner/results/at-hand.json with every step time.
+Gates: median error of step time ≤ 12 %, of memory ≤ 8 %, of bytes ≤ 2 %; `auto` within 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shoal.view.foreseen import misses
+
+HERE = Path(__file__).resolve().parent
+LAYOUTS = "single,ddp,zero1,zero2,fsdp"
+GATES = {"step": 0.12, "memory": 0.08, "sent": 0.02}
+DIGITS = ("data.source=digits",)
+MODELS: dict[str, tuple[str, ...]] = {
+    "llama, demo": (),
+    "llama, wide": ("model.dim=512", "model.layers=3", "data.sequence=256", "train.batch=8"),
+    "llama, deep": ("model.dim=128", "model.layers=12", "data.sequence=128"),
+    "llama, bf16": ("model.dim=384", "model.layers=4", "precision.compute=bf16"),
+    "mlp": ("model.name=mlp", "model.hidden=1024", "model.layers=4", "train.batch=512", *DIGITS),
+    "resnet": ("model.name=resnet", "model.channels=32", "train.batch=128", *DIGITS),
+    "encoder": ("model.build=user_models:patches", "train.batch=256", *DIGITS),
+    "wide layers": ("model.build=user_models:wide", "train.batch=256", *DIGITS),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--models", default="", help="comma-separated; default: all")
+    parser.add_argument("--out", default=str(HERE / "results" / "at-hand.json"))
+    options = parser.parse_args()
+    chosen = options.models.split(",") if options.models else list(MODELS)
+    found = {name: compare(MODELS[name], options.steps) for name in chosen}
+    Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+    return report(found)
+
+
+def compare(words: tuple[str, ...], steps: int) -> dict[str, Any]:
+    """One comparison's document."""
+    environ = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "shoal", "compare", "--json", "--layouts", LAYOUTS),
+                *("--processes", "1,2", "--steps", str(steps), *words),
+            ],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}: {done.stderr.strip()}")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def report(found: dict[str, dict[str, Any]]) -> int:
+    """Print every row and the medians; 0 if the gates hold."""
+    errors: dict[str, list[float]] = {name: [] for name in GATES}
+    print(f"{'model':<14}{'layout':<12}{'step':>9}{'error':>7}{'memory':>8}{'sent':>7}")
+    for model, record in found.items():
+        for row in record["rows"]:
+            pairs = misses(row)
+            if "step" not in pairs:
+                print(f"{model:<14}{row['layout']:<12}{row['reason'] or 'not foreseen'}")
+                continue
+            apart = {name: one / other - 1 for name, (one, other) in pairs.items()}
+            for name, error in apart.items():
+                errors[name].append(abs(error))
+            cells = "".join(
+                f"{apart[name]:>+8.1%}" if name in apart else f"{'':>8}" for name in GATES
+            )
+            name = f"{row['layout']} {row['parts']}"
+            print(f"{model:<14}{name:<12}{pairs['step'][1] * 1e3:7.1f}ms{cells}")
+        print(f"{'':<14}{taken(record)}")
+    holds = True
+    for name, gate in GATES.items():
+        middle = statistics.median(errors[name])
+        holds &= middle <= gate
+        print(f"{name}: median error {middle:.1%} of {len(errors[name])} (gate {gate:.0%})")
+    return 0 if holds else 1
+
+
+def taken(record: dict[str, Any]) -> str:
+    """How far the layout that the planner puts first is from the fastest measured one."""
+    rows = [row for row in record["rows"] if row["parts"] == 2 and row["step_s"]]
+    foreseen = [row for row in rows if "step_s" in (row["predicted"] or {})]
+    if not foreseen:
+        return "nothing foreseen"
+    medians = {row["layout"]: statistics.median(row["step_s"]) for row in rows}
+    first_s = min(row["predicted"]["step_s"] for row in foreseen)
+    near = [row for row in foreseen if row["predicted"]["step_s"] <= 1.02 * first_s]
+    order = LAYOUTS.split(",")
+    pick = min(near, key=lambda row: order.index(row["layout"]))["layout"]
+    behind = medians[pick] / min(medians.values()) - 1
+    return f"auto on 2: {pick}, {behind:+.1%} from the fastest ({min(medians, key=medians.get)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

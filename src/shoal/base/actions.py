@@ -1,0 +1,65 @@
+"""Pipeline actions: what each rank of a pipeline does in one step, in order, as data.
+
+The planner generates and checks these lists, the simulator times them, the trainer executes them,
+the report draws them: there is one list. Messages are not actions: a stage's forward needs the
+previous stage's output and its backward the next stage's gradient, which says who sends what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = {
+    "F": "forward",
+    "B": "whole backward",
+    "I": "backward for the input's gradient only",
+    "W": "backward for the weights' gradients only",
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of work: a kind of KINDS, for one micro-batch, on one stage of the model.
+
+    >>> Action("F", 0, 3).text()
+    'F3@0'
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def text(self) -> str:
+        """Kind, micro-batch and stage, as drawings show it."""
+        return f"{self.kind}{self.micro_batch}@{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline's whole step: the list of every rank, and which rank holds which stage.
+
+    ranks        actions of rank 0, 1, …, in the order in which it does them
+    stage_rank   rank that holds stage 0, 1, …; a rank may hold several (virtual stages, chunks)
+    micro_batches  per step
+    copies       how often the model is held: with two (dualpipe) the first half of the stages is
+                 one copy, which runs the first half of the micro-batches, and so on
+    pairs        per rank: positions of a forward that may run as one block with the backward after
+                 it, so that the messages of one hide behind the work of the other (dualpipe)
+    """
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    stage_rank: tuple[int, ...]
+    micro_batches: int
+    copies: int = 1
+    pairs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """Pieces of the model, all copies together."""
+        return len(self.stage_rank)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of one copy of the model: a chain from stage k·pieces to (k + 1)·pieces − 1."""
+        return len(self.stage_rank) // self.copies

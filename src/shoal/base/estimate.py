@@ -1,0 +1,167 @@
+"""A case (model × layout × machine) and what the planner foresees of it, in named parts.
+
+Everything is per sample or per unit of the model, so that layouts only divide and multiply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.base.cluster import Cluster
+from shoal.base.layout import Layout
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """One kind of unit of a model (the embedding, a block, the head); `count` equal ones in a row.
+
+    All bytes and FLOP are of ONE unit and ONE sample at the sequence and format of `ModelFacts`.
+
+    parameters            trainable elements (tied ones where they come first), of which
+      plain_parameters      tensor parallelism copies (norms, biases of rows, routers)
+      expert_parameters     expert parallelism splits
+    frozen_parameters     elements that are not trained
+    forward_flops         of matrix products; the backward is twice that
+    elementwise_bytes     read and written by everything that is no matrix product, forward
+    operations            kernels of one forward, for constants per launch
+    saved_split_bytes     kept for the backward, split by tensor parallelism
+    saved_plain_bytes     kept for the backward, split only by sequence parallelism
+    selective_bytes       of the two together, what selective recompute keeps (split, plain)
+    input_bytes           the input: what full recompute keeps and what a pipeline sends
+    working_bytes         what one backward of this unit holds beside what was saved
+    attention_flops       of forward_flops, the products of queries with keys and with values
+    routed_bytes          what experts' dispatch sends, one way
+    routed_saved_bytes    of saved_split_bytes, what the routed tokens keep
+    loss_bytes            what the loss holds at its peak (head only), split by loss-parallel
+    tied_to               name of the unit whose weights it shares; ""
+    """
+
+    name: str
+    count: int = 1
+    parameters: int = 0
+    plain_parameters: int = 0
+    expert_parameters: int = 0
+    frozen_parameters: int = 0
+    forward_flops: float = 0.0
+    elementwise_bytes: float = 0.0
+    operations: int = 0
+    saved_split_bytes: float = 0.0
+    saved_plain_bytes: float = 0.0
+    selective_bytes: tuple[float, float] = (0.0, 0.0)
+    input_bytes: float = 0.0
+    working_bytes: float = 0.0
+    loss_bytes: float = 0.0
+    attention_flops: float = 0.0
+    routed_bytes: float = 0.0
+    routed_saved_bytes: float = 0.0
+    tied_to: str = ""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model at one sequence length and number format, as units in the order of the forward.
+
+    sequence      positions per sample (0: not a sequence) · element_bytes  of activations
+    trainable     all trainable elements, tied ones once
+    source        "arithmetic", "traced", with what was assumed
+    """
+
+    name: str
+    units: tuple[UnitFacts, ...]
+    sequence: int
+    element_bytes: int
+    trainable: int
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    source: str = "arithmetic"
+
+    @property
+    def forward_flops(self) -> float:
+        """Matrix FLOP of one sample's forward."""
+        return sum(unit.count * unit.forward_flops for unit in self.units)
+
+    @property
+    def blocks(self) -> int:
+        """How many units are repeated: the depth that a pipeline cuts."""
+        return sum(unit.count for unit in self.units if unit.count > 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that could be run: everything that memory and time depend on.
+
+    batch         samples per step, all ranks · micro_batch  samples per forward pass
+    ep            ranks over which experts are split (borrowed from the data-parallel axes)
+    expert_tp     ranks over which one expert is split; 0: as tp
+    schedule      of the pipeline · chunks  stages per rank (interleaved, zbv, dualpipe: v)
+    compute       fp64 fp32 bf16 fp16 · reduce_bytes  of a gradient element sent; 0: as kept
+    sequence_parallel  with tp · loss  full, chunked, parallel · optimizer_bytes  state per element
+    framework     whose step is predicted: "shoal", or a peer whose published run is compared
+    compiled      fused element-wise work (torch.compile)
+    """
+
+    model: ModelFacts
+    layout: Layout
+    cluster: Cluster
+    batch: int
+    micro_batch: int
+    ep: int = 1
+    expert_tp: int = 0
+    schedule: str = "1f1b"
+    chunks: int = 1
+    compute: str = "bf16"
+    reduce_bytes: int = 0
+    recompute: str = "none"
+    offload: str = "none"
+    sequence_parallel: bool = True
+    loss: str = "chunked"
+    defer_sync: bool = False
+    average: bool = False
+    optimizer_bytes: int = 8
+    compiled: bool = False
+    framework: str = "shoal"
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per data rank and step, at least 1."""
+        return max(1, -(-self.batch // (self.micro_batch * self.layout.data_degree)))
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes on the fullest rank, and what fills it.
+
+    parts       name → bytes, largest first when shown: weights, gradients, optimizer, gathered,
+                buckets, activations, loss, working, allocator, context
+    when        the instant that wins: "loss", "backward", "update"
+    rank        which pipeline stage holds it
+    allocated_bytes  without the allocator's slack and context · low, high  interval of the peak
+    """
+
+    parts: dict[str, float]
+    peak_bytes: float
+    allocated_bytes: float
+    when: str
+    stage: int = 0
+    low_bytes: float = 0.0
+    high_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of one optimizer step, and what fills it.
+
+    parts     name → seconds that the step waits for it: matrix, elementwise, constants, recompute,
+              tensor, pipeline, bubble, gradients, parameters, optimizer, offload
+    hidden    name → seconds of communication that compute hides
+    bytes     name of a link → bytes that one rank sends over it in a step
+    """
+
+    parts: dict[str, float]
+    step_s: float
+    hidden: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)
+    low_s: float = 0.0
+    high_s: float = 0.0
+    model_flops: float = 0.0

@@ -1,0 +1,57 @@
+"""The shape of a transformer: the few numbers from which its size, work and memory follow.
+
+Decoders (GPT, Llama, Mixtral, DeepSeek), encoders (BERT) and ViT are one kind of thing here; what
+differs is said by a field, never by a name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """One stack of equal blocks between an embedding and a head.
+
+    hidden h, heads a, kv_heads, head_size (a·head_size may differ from h), ffn f
+    vocabulary   tokens (ViT: classes) · positions  learned position embeddings, 0 for rotary
+    patch        ViT: numbers per patch (3·16·16), embedded by a matrix instead of a table; else 0
+    gated        SwiGLU-like (three matrices) or plain (two) · norm  "rms" or "layer"
+    experts      routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
+                 are used, shared_ffn is the width of what every token uses beside them
+    dense_layers the first blocks of an expert model that have a plain ffn
+    latent       (q, kv, rope) ranks of multi-head latent attention; () for ordinary attention
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    head_size: int = 0
+    positions: int = 0
+    patch: int = 0
+    gated: bool = True
+    norm: str = "rms"
+    tied: bool = False
+    biases: bool = False
+    dropout: float = 0.0
+    window: int = 0
+    causal: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    latent: tuple[int, ...] = ()
+
+    @property
+    def head_width(self) -> int:
+        """Numbers per head.
+
+        >>> Transformer("t", 2, 64, 4, 2, 128, 100).head_width
+        16
+        """
+        return self.head_size or self.hidden // self.heads

@@ -1,0 +1,66 @@
+"""A timeline: what every rank does when, and what it holds, as data that can be drawn.
+
+The simulator makes it; the terminal, SVG and Chrome-trace views draw it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time on one lane of one rank.
+
+    kind    what colours it: forward, backward, input, weight, update, compute, all-reduce,
+            reduce-scatter, all-gather, broadcast, send, receive, wait, copy, checkpoint, failure
+    label   short text drawn inside · lane  "compute" or "link": they may overlap
+    """
+
+    rank: int
+    start_s: float
+    end_s: float
+    kind: str
+    label: str = ""
+    lane: str = "compute"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds from this moment on, by what they are."""
+
+    rank: int
+    time_s: float
+    held_bytes: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans and memory of all ranks. `unit` names the time axis: "s", or "steps" for puzzles.
+
+    facts   name → figure, printed under a drawing: makespan, bubble, peak
+    held_unit  what `memory` counts: "bytes", or a word (micro-batches, numbers)
+    """
+
+    title: str
+    ranks: int
+    spans: tuple[Span, ...]
+    memory: tuple[Held, ...] = ()
+    unit: str = "s"
+    facts: dict[str, str] = field(default_factory=dict)
+    held_unit: str = "bytes"
+
+    @property
+    def end_s(self) -> float:
+        """When the last span ends.
+
+        >>> Timeline("t", 1, (Span(0, 0.0, 2.0, "forward"),)).end_s
+        2.0
+        """
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def peak_bytes(self, rank: int) -> float:
+        """Most that a rank holds at once."""
+        return max((held.held_bytes for held in self.memory if held.rank == rank), default=0.0)

@@ -1,0 +1,68 @@
+"""`shoal plan --measure`: measures this machine with as many processes as a run would have.
+
+The facts go to the cache folder, where every later plan and run finds them (planner/measured.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import typer
+
+
+def measure_here(arguments: list[str]) -> None:
+    """Measure with the processes of this request; what was known is measured again.
+
+    Errors   ConfigError, PlanError for a request that is none
+    """
+    from shoal.base.events import EventLog
+    from shoal.config.load import load
+    from shoal.launch import supervise
+    from shoal.launch.machine import this_machine
+    from shoal.planner.guide import default_processes
+
+    paths = [Path(a) for a in arguments if "=" not in a]
+    config = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config
+    processes = config.launch.processes or default_processes(this_machine())
+    typer.echo(
+        f"measuring this machine with {processes} process{'es' if processes > 1 else ''}, "
+        f"under a minute",
+        err=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = supervise(
+            [sys.executable, "-m", "shoal.cli.measure"],
+            processes=processes,
+            folder=Path(folder),
+            restarts=0,
+            emit=EventLog(Path(folder) / "events.jsonl", rank=None).emit,
+            environ=dict(os.environ),
+        )
+    if outcome.exit_code:
+        sys.stderr.write(f"shoal: {outcome.message}\n")
+        raise typer.Exit(outcome.exit_code)
+
+
+def main() -> int:
+    """One of the measuring processes."""
+    from shoal.base.files import cache_folder
+    from shoal.fabric import start_world
+    from shoal.profile.machine import measure_machine
+
+    world = start_world()
+    measure_machine(world, cache_folder(), again=True)
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    from shoal.launch import run_worker
+
+    code = run_worker(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As in worker.py: the interpreter's teardown could abort in gloo's threads after a failure.
+    os._exit(code)

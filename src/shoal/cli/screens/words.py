@@ -1,0 +1,97 @@
+"""How the calculators' screens write figures: the fewest digits that say them, with their unit."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float) -> str:
+    """A plain number: three digits, thousands apart (by a blank that does not break lines).
+
+    >>> [number(v).replace("\\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
+    ['16 384', '0.0512', '3', '1.5e9', '123 457']
+    """
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return "∞"
+    if abs(value) >= 1e7 or abs(value) < 1e-3:
+        return f"{value:.3g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    if abs(value) >= 1000:
+        return f"{value:,.0f}".replace(",", "\xa0")
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share of the whole.
+
+    >>> percent(0.8534), percent(0.00042), percent(1.0)
+    ('85.3 %', '0.042 %', '100.0 %')
+    """
+    shown = 100 * share
+    return f"{shown:.1f} %" if abs(shown) >= 1 or shown == 0 else f"{shown:.2g} %"
+
+
+def times(factor: float) -> str:
+    """A speed-up.
+
+    >>> times(1.8181), times(12.4)
+    ('1.82×', '12.4×')
+    """
+    return f"{factor:.3g}×"
+
+
+def lasting(seconds: float) -> str:
+    """Seconds in the unit that a person would take, from microseconds to days.
+
+    >>> [lasting(s) for s in (2e-6, 0.0042, 7.25, 95, 1140, 11160, 4665600)]
+    ['2.0 us', '4.2 ms', '7.25 s', '95.0 s', '19.0 min', '3.10 h', '54.0 days']
+    """
+    if not math.isfinite(seconds):
+        return "never"
+    for least, size, unit in ((172800, 86400, "days"), (7200, 3600, "h"), (120, 60, "min")):
+        if seconds >= least:
+            return f"{seconds / size:.{2 if unit == 'h' else 1}f} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.{1 if seconds >= 10 else 2}f} s"
+    if seconds == 0:
+        return "0 s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def rate(bytes_per_s: float) -> str:
+    """A link's rate in bits per second, as links are sold.
+
+    >>> rate(125e6), rate(25e9), rate(float("inf"))
+    ('1.00 Gbit/s', '200 Gbit/s', '∞')
+    """
+    bits = bytes_per_s * 8
+    if not math.isfinite(bits):
+        return "∞"
+    for size, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits >= size:
+            shown = bits / size
+            return f"{shown:.{2 if shown < 10 else 1 if shown < 100 else 0}f} {unit}"
+    return f"{bits:.0f} bit/s"
+
+
+def steps_of(low: float, high: float, count: int) -> list[float]:
+    """`count` places from low to high with equal factors between them, ends included.
+
+    >>> steps_of(1, 100, 3)
+    [1.0, 10.0, 100.0]
+    """
+    factor = (high / low) ** (1 / (count - 1))
+    return [round(low * factor**place, 12) for place in range(count - 1)] + [float(high)]
+
+
+def doublings(low: int, high: int) -> list[int]:
+    """Powers of two from low to high, and high itself.
+
+    >>> doublings(1, 12)
+    [1, 2, 4, 8, 12]
+    """
+    counts = [low]
+    while counts[-1] * 2 < high:
+        counts.append(counts[-1] * 2)
+    return [*counts, high] if high > low else counts

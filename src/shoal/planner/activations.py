@@ -1,0 +1,110 @@
+"""What a rank keeps from forward to backward, and what one block's backward holds beside it.
+
+    kept      micro-batches in flight × Σ over the rank's units of what recompute leaves
+    working   of the heaviest block: gradients on their way, gathered inputs, and with recompute all
+              that it computes again
+    split     tensor parallelism divides what lies between its two products; the rest only with
+              sequence parallelism; context parallelism divides everything
+
+Source: Korthikanti et al. 2022 (2205.05198) §4; which bytes are of which kind: `transformer`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.base.estimate import Case, UnitFacts
+from shoal.planner.frameworks import Framework
+from shoal.planner.stage_cut import Stage, in_flight, is_block
+
+
+class Shares(NamedTuple):
+    """By what a rank multiplies bytes of one sample: split ones, plain ones, whole ones."""
+
+    split: float
+    plain: float
+    whole: float
+    tp: int
+
+
+class Activations(NamedTuple):
+    """Bytes of a stage: kept in all · of its head · of its heaviest block, whole · beside it."""
+
+    kept: float
+    head: float
+    block: float
+    again: float
+    working: float
+
+
+def shares(case: Case) -> Shares:
+    """How a case divides one sample's bytes over ranks, times its micro-batch."""
+    layout = case.layout
+    whole = case.micro_batch / layout.cp
+    split = whole / layout.tp
+    return Shares(split, split if case.sequence_parallel else whole, whole, layout.tp)
+
+
+def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
+    """All activation bytes of one pipeline rank."""
+    by = shares(case)
+    flying = 1.0
+    if case.layout.pp > 1:
+        flying = in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank, case.chunks)
+    kept = head = block = again = working = 0.0
+    for unit, count in stage.units:
+        one = saved = _saved(case, habits, unit, by)
+        if is_block(unit):
+            one = _kept(case, unit, by, saved)
+            block, again = max(block, saved), max(again, saved - one)
+            working = max(working, _working(case, unit, by))
+            if case.offload == "activations":
+                kept = max(kept, 2 * one)
+            else:  # copies of a block take turns
+                kept += flying * count / stage.copies * one
+        elif unit.loss_bytes:  # its backward follows at once
+            head = one
+        else:
+            kept += flying * count * one
+    return Activations(kept + head, head, block, again, working + _context(case, by))
+
+
+def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
+    """Kept of one block and micro-batch under the case's recompute."""
+    if case.recompute == "none":
+        return saved
+    if case.recompute == "full":
+        return unit.input_bytes * by.plain
+    split, plain = unit.selective_bytes
+    return split * by.split + plain * by.plain
+
+
+def _saved(case: Case, habits: Framework, unit: UnitFacts, by: Shares) -> float:
+    """Saved by one unit and micro-batch without recompute."""
+    total = unit.saved_split_bytes * by.split + unit.saved_plain_bytes * by.plain
+    if unit.routed_bytes and by.tp > 1 and (case.expert_tp or by.tp) > 1:
+        # experts split over tp see the tokens of all its ranks: their inputs are not split
+        total += unit.routed_bytes * (by.whole - by.split)
+    if unit.routed_saved_bytes and case.ep > 1:
+        total += (habits.imbalance - 1) * unit.routed_saved_bytes * by.split
+    if by.tp > 1 and case.sequence_parallel and not habits.gathers_again:
+        gathered = 2 if is_block(unit) else 1 if unit.loss_bytes else 0  # inputs of its products
+        model = case.model
+        one = model.hidden * model.element_bytes * model.sequence
+        total += gathered * one * (by.whole - by.plain)
+    return total
+
+
+def _working(case: Case, unit: UnitFacts, by: Shares) -> float:
+    held = unit.working_bytes * by.split
+    if by.tp > 1 and case.sequence_parallel:  # a gathered input and its gradient
+        held += 2 * unit.input_bytes * by.whole
+    return held
+
+
+def _context(case: Case, by: Shares) -> float:
+    """Keys and values of a neighbour on the ring, and their gradients."""
+    model = case.model
+    if case.layout.cp == 1 or not model.heads:
+        return 0.0
+    return 4 * model.units[-1].input_bytes * model.kv_heads / model.heads * by.split

@@ -1,0 +1,1 @@
+"""Textbook formulas of distributed training on plain numbers, one file per topic."""

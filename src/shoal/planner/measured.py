@@ -1,0 +1,230 @@
+"""This machine as it was measured: the stored JSON read without torch, or a rough default.
+
+`shoal.profile.machine` writes one file per machine, torch version and number of processes; a plan
+that runs on the same machine reads it. Where nothing is stored yet, the default below stands in and
+says "not measured" in its source.
+
+File      machines/KEY.json in the cache folder:
+          {"version", "kind": cpu|gpu, "device", "processes", "local", "memory_bytes",
+           "process_bytes", "matrix": {format: [[FLOP, FLOP/s], …]},
+           "stream": [[bytes, bytes/s], …], "operation_s", "operation_backward_s",
+           "disk_bytes_per_s", "host_bytes_per_s", "when": date,
+           "links": {inside|across: {"ranks", all_reduce|reduce_scatter|all_gather:
+                     {"latency_s", "bytes_per_s", "error"}}}}
+          All of it per rank, while all ranks do the same.
+Default   30 GFLOP/s fp32 per core (a server core with 8-wide products at half of its rate),
+          8 GB/s per core up to 4 cores; gloo over loopback 30 µs and 1.5 GB/s: orders of magnitude
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.base.cluster import Calibration, Cluster, Device, Link
+from shoal.base.errors import PlanError
+from shoal.base.facts import MachineFacts
+from shoal.planner.catalogue import LINKS, find_model, network
+
+VERSION = 1
+NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
+
+CORE_FLOPS_PER_S = {"fp64": 15e9, "fp32": 30e9, "bf16": 30e9, "fp16": 30e9}
+CORE_STREAM_BYTES_PER_S = 8e9
+STREAMING_CORES = 4
+GLOO = Link("gloo over loopback", 3e-5, 1.5e9, "not measured: typical")
+BETWEEN_MACHINES = network("eth", 1, 10.0, 1)
+PROCESS_BYTES = 0.4 * 2**30
+"""Interpreter and torch's libraries, resident."""
+
+
+def machine_path(cache: Path, processes: int, kind: str) -> Path:
+    """Where the facts of this machine with `processes` ranks stand.
+
+    kind     cpu or gpu: what the ranks compute on
+    """
+    try:
+        torch_version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch_version = "none"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    key = f"{platform.node()}-{cores}-cores-torch-{torch_version}-{processes}-{kind}"
+    return cache / "machines" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.json"
+
+
+def read_measured(cache: Path, processes: int, kind: str = "") -> Cluster | None:
+    """This machine as measured with `processes` ranks; None if it was not, or cannot be read.
+
+    cache    the cache folder · kind  cpu or gpu; default: whichever is there, GPUs first
+    """
+    for which in (kind,) if kind else ("gpu", "cpu"):
+        try:
+            document = json.loads(machine_path(cache, processes, which).read_text())
+            if document["version"] == VERSION:
+                return cluster_of(document)
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+            continue  # a cache: what cannot be read is measured again
+    return None
+
+
+def cluster_of(document: dict[str, Any]) -> Cluster:
+    """The cluster that a stored document describes.
+
+    Errors   KeyError, TypeError, ValueError for a document that is not one
+    """
+    device = _device(document)
+    local = int(document["local"])
+    links = document["links"]
+    near = links.get("inside") or links.get("across")
+    far = links.get("across")
+    inside = _link("within this machine", near) if near else GLOO
+    return Cluster(
+        device=device,
+        nodes=max(1, int(document["processes"]) // local),
+        per_node=local,
+        inside=inside,
+        across=_link("between machines", far) if far else BETWEEN_MACHINES,
+        calibration=Calibration(
+            efficiency=_other_collectives(near) if near else {},
+            constants_s={
+                "operation": float(document["operation_s"]),
+                "operation_backward": float(document["operation_backward_s"]),
+            },
+            source=device.source,
+        ),
+        host_bytes_per_s=float(document["host_bytes_per_s"]),
+        disk_bytes_per_s=float(document["disk_bytes_per_s"]),
+        name="this machine",
+    )
+
+
+def _device(document: dict[str, Any]) -> Device:
+    matrix = {kind: _points(found) for kind, found in document["matrix"].items()}
+    peaks = {kind: max(rate for _, rate in points) for kind, points in matrix.items()}
+    ladders = {
+        kind: tuple((flop, rate / peaks[kind]) for flop, rate in points)
+        for kind, points in matrix.items()
+    }
+    stream = _points(document["stream"])
+    return Device(
+        name=str(document["device"]),
+        memory_bytes=float(document["memory_bytes"]),
+        matrix_flops_per_s=peaks,
+        stream_bytes_per_s=stream[-1][1],
+        ladder=ladders.get("fp32", ()),
+        reserved_bytes=float(document["process_bytes"]),
+        launch_s=float(document["operation_s"]),
+        kind=str(document["kind"]),
+        source=f"measured here, {document['processes']} processes, {document['when']}",
+        ladders=ladders,
+        stream_ladder=tuple(stream),
+    )
+
+
+def _points(found: list[list[float]]) -> list[tuple[float, float]]:
+    points = sorted((float(size), float(rate)) for size, rate in found)
+    if not points or min(rate for _, rate in points) <= 0:
+        raise ValueError("a ladder without rates")
+    return points
+
+
+def _link(name: str, found: dict[str, Any]) -> Link:
+    """The all-reduce's latency and rate: what gradients use."""
+    one = found["all_reduce"]
+    return Link(
+        f"{name}, {found['ranks']} ranks",
+        float(one["latency_s"]),
+        float(one["bytes_per_s"]),
+        f"measured all-reduce, {100 * float(one['error']):.0f} % off the straight line",
+    )
+
+
+def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
+    """Seconds per second of the plain arithmetic, which knows only the link's (an all-reduce's).
+
+    parameters are gathered (a term of the step time); reduce_scatter is for who asks for it
+    """
+    reference = float(found["all_reduce"]["bytes_per_s"])
+    terms = {"parameters": "all_gather", "reduce_scatter": "reduce_scatter"}
+    return {
+        term: reference / float(found[kind]["bytes_per_s"])
+        for term, kind in terms.items()
+        if kind in found
+    }
+
+
+def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
+    """This machine with `processes` ranks before anything was measured: orders of magnitude.
+
+    machine   cores, memory, GPUs; with GPUs, the catalogue's row of the kind the driver names
+    Gives     a cluster whose device's source says "not measured"
+
+    >>> two = this_cluster(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
+    >>> two.devices, two.device.matrix_flops_per_s["fp32"], two.device.source
+    (2, 60000000000.0, 'not measured: typical server cores')
+    """
+    processes = max(1, processes)
+    if machine.gpus:
+        return _gpu_cluster(processes)
+    share = machine.cores / processes
+    stream = CORE_STREAM_BYTES_PER_S * min(machine.cores, STREAMING_CORES) / processes
+    device = Device(
+        name=f"{machine.cores} cores / {processes}" if processes > 1 else f"{machine.cores} cores",
+        memory_bytes=machine.memory_bytes / processes,
+        matrix_flops_per_s={kind: rate * share for kind, rate in CORE_FLOPS_PER_S.items()},
+        stream_bytes_per_s=stream,
+        ladder=((1e4, 0.05), (1e6, 0.3), (1e8, 0.8), (1e9, 1.0)),
+        reserved_bytes=PROCESS_BYTES,
+        launch_s=4e-6,
+        kind="cpu",
+        source="not measured: typical server cores",
+    )
+    return Cluster(
+        device=device,
+        nodes=1,
+        per_node=processes,
+        inside=GLOO,
+        across=BETWEEN_MACHINES,
+        host_bytes_per_s=8e9,
+        disk_bytes_per_s=3e8,
+        name="this machine",
+    )
+
+
+def _gpu_cluster(processes: int) -> Cluster:
+    named = _gpu_name()
+    try:
+        model = find_model(named or "A100-80GB")
+        source = f"not measured: as the catalogue says of {model.device.name}"
+    except PlanError:
+        model = find_model("A100-80GB")
+        source = f"not measured: {named} is not in the catalogue, taken for an A100-80GB"
+    kind, cards, gbit_per_s = model.network
+    return Cluster(
+        device=replace(model.device, source=source),
+        nodes=1,
+        per_node=processes,
+        inside=LINKS[model.inside],
+        across=network(kind, cards, gbit_per_s, processes),
+        host_bytes_per_s=model.host_bytes_per_s,
+        disk_bytes_per_s=1e9,
+        name="this machine",
+    )
+
+
+def _gpu_name(folder: Path = NVIDIA_FOLDER) -> str:
+    """What NVIDIA's driver calls the first GPU; "" where it does not say."""
+    try:
+        for told in sorted(folder.glob("*/information")):
+            for line in told.read_text().splitlines():
+                if line.startswith("Model:"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        return ""
+    return ""

@@ -1,0 +1,212 @@
+"""The most memory that one rank needs in a step, with what fills it.
+
+    peak = (states + most that is alive at an instant + idle pools) · allocator + context
+
+    loss      saved activations of every micro-batch in flight + the loss + gathered weights
+    backward  the same without the loss, + what the backward of one block holds: recomputed
+              activations, gradients on their way, gathered weights and inputs
+    update    states + what the optimizer's step holds
+
+The fullest of the first, second and last stage counts: in between, fewer micro-batches are kept and
+neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.05198); Narayanan et al.
+2021 (2104.04473); Rajbhandari et al. 2020 (1910.02054); of each framework: `frameworks`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.base.errors import PlanError, one_of
+from shoal.base.estimate import Case, MemoryEstimate
+from shoal.planner.activations import Activations, activations, shares
+from shoal.planner.frameworks import Framework, framework
+from shoal.planner.stage_cut import Stage, cut, is_block
+from shoal.planner.states import WIDTHS, Elements, state_bytes
+from shoal.planner.transients import (
+    Sharded,
+    block_share,
+    bucket_bytes,
+    carried_bytes,
+    head_share,
+    idle_bytes,
+    local_elements,
+    loss_bytes,
+    rank_sum,
+    sharded_bytes,
+    workspace_bytes,
+)
+
+RECOMPUTE = ("none", "selective", "full")
+LOSSES = ("full", "chunked", "parallel")
+UNSURE = 0.09
+"""Half-width of the interval as a share of the peak: every error of the published runs is inside
+(docs/planner-memory.md)."""
+
+
+class _Instant(NamedTuple):
+    """What is alive at one moment beside weights and optimizer state; made: share of gradients."""
+
+    when: str
+    made: float
+    gathered: float = 0.0
+    buckets: float = 0.0
+    activations: float = 0.0
+    loss: float = 0.0
+    working: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """All but the gradients."""
+        return self.gathered + self.buckets + self.activations + self.loss + self.working
+
+
+def predict_memory(
+    case: Case, stage: int | None = None, habits: Framework | None = None
+) -> MemoryEstimate:
+    """Peak bytes of the fullest rank, or of pipeline stage `stage` (−1: the last).
+
+    habits   of the framework; None: as `frameworks` has them
+    Errors   PlanError for a policy, schedule or framework that is not known, or more stages than
+             blocks
+    Gives    parts that sum to the peak; interval [low, high] of it. Weights, gradients, optimizer,
+             gathered, buckets, activations, loss and working are allocated; allocator is what is
+             reserved beside them, context what the device needs outside torch's allocator
+
+    >>> from shoal.base.cluster import Cluster, Device, Link
+    >>> from shoal.base.layout import Layout
+    >>> from shoal.planner.published import published
+    >>> from shoal.planner.transformer import model_facts
+    >>> link = Link("wire", 1e-6, 1e11)
+    >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
+    >>> model = model_facts(published("llama-3-8b"), 8192, 2)
+    >>> found = predict_memory(Case(model, Layout(dp_shard=8, zero=3), node, 8, 1))
+    >>> round(found.parts["weights"] / 2**30, 2), found.when
+    (3.74, 'loss')
+    """
+    _check(case)
+    habits = habits or framework(case.framework)
+    found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case.layout.pp, stage)]
+    return max(found, key=lambda estimate: estimate.peak_bytes)
+
+
+def _check(case: Case) -> None:
+    for where, got, allowed in (
+        ("memory.recompute", case.recompute, RECOMPUTE),
+        ("loss", case.loss, LOSSES),
+        ("precision.compute", case.compute, WIDTHS),
+        ("memory.offload", case.offload, ("none", "optimizer", "parameters", "activations")),
+    ):
+        if got not in allowed:
+            raise PlanError(one_of(where, got, allowed))
+
+
+def _candidates(ranks: int, stage: int | None) -> list[int]:
+    if stage is not None:
+        return [stage % ranks]
+    return sorted({0, min(1, ranks - 1), ranks - 1})
+
+
+def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
+    elements = rank_sum(case, stage.units, stage.tied)
+    weights, gradients, optimizer = state_bytes(case, elements)
+    sharded = sharded_bytes(case, stage)
+    instants = _instants(case, habits, stage, elements, sharded)
+    best = max(instants, key=lambda instant: instant.size + instant.made * gradients)
+    parts = {
+        "weights": weights,
+        "gradients": best.made * gradients,
+        "optimizer": optimizer,
+        "gathered": best.gathered,
+        "buckets": best.buckets,
+        "activations": best.activations,
+        "loss": best.loss,
+        "working": best.working,
+    }
+    allocated = sum(parts.values())
+    idle = idle_bytes(case, habits, stage, best.when, sharded)
+    if case.layout.zero == 3:  # made on a stream of their own, whose pool stays reserved
+        idle += (1 - best.made) * gradients
+    parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
+    parts["context"] = case.cluster.device.reserved_bytes
+    return _finish(parts, allocated, best.when, stage.rank)
+
+
+def _instants(
+    case: Case, habits: Framework, stage: Stage, elements: Elements, sharded: Sharded
+) -> list[_Instant]:
+    """The moments that can be the peak."""
+    held = activations(case, habits, stage)
+    buckets = bucket_bytes(case, elements)
+    carried = carried_bytes(case, habits)
+    # Without accumulation a step begins without gradients, unless buffers for them are kept: by
+    # the reducer of several processes, and where narrow gradients are added to fp32 ones.
+    alone = case.layout.processes == 1 and WIDTHS[case.compute] >= 4
+    fresh = case.accumulate == 1 and (case.layout.zero == 3 or alone)
+    begun, ended = (head_share(case, stage, elements), 1 - block_share(case, stage, elements))
+    on_way = buckets + sharded.block + sharded.head
+    updating = habits.update_bytes * local_elements(case, elements)
+    last = _last(case, held, stage)
+    return [
+        _Instant(
+            "loss",
+            0.0 if fresh else 1.0,
+            sharded.gathered,
+            buckets,
+            held.kept,
+            loss_bytes(case, habits, stage),
+            carried,
+        ),
+        _Instant(
+            "backward",
+            begun if fresh else 1.0,
+            sharded.gathered,
+            on_way,
+            held.kept - held.head + held.again,
+            0.0,
+            carried + held.working,
+        ),
+        _Instant(
+            "backward",
+            ended if fresh else 1.0,
+            sharded.gathered,
+            on_way,
+            last,
+            0.0,
+            carried + held.working,
+        ),
+        _Instant(
+            "update",
+            1.0,
+            buckets=sharded.root,
+            working=workspace_bytes(case, habits) + updating,
+        ),
+    ]
+
+
+def _finish(parts: dict[str, float], allocated: float, when: str, stage: int) -> MemoryEstimate:
+    peak = sum(parts.values())
+    return MemoryEstimate(
+        parts={name: size for name, size in parts.items() if size},
+        peak_bytes=peak,
+        allocated_bytes=allocated,
+        when=when,
+        stage=stage,
+        low_bytes=peak * (1 - UNSURE),
+        high_bytes=peak * (1 + UNSURE),
+    )
+
+
+def _last(case: Case, held: Activations, stage: Stage) -> float:
+    """Activations while the first block's backward runs: its own, and what came before it."""
+    by = shares(case)
+    first = stage.units[0][0]
+    before = 0.0 if is_block(first) else first.saved_plain_bytes * by.plain
+    return held.block + before
+
+
+def _slack(case: Case, habits: Framework) -> float:
+    """Reserved over allocated: as measured on the machine, else as the framework's runs have it."""
+    measured = case.cluster.calibration.allocator
+    if measured != 1.0 or case.cluster.device.kind == "cpu":
+        return measured
+    return habits.allocator

@@ -1,0 +1,145 @@
+"""A plan as one JSON document: what `shoal plan --json` prints and its tables are drawn from.
+
+Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `why`, `notes`):
+
+    version, model {name, parameters, sequence, blocks, source},
+    machine {name, device, devices, nodes, per_node, memory_bytes, source, groups, islands},
+    batch, compute, notes [text], guide text, fix [settings] or null, folk null|layout,
+    layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
+              accumulate, recompute, offload, runs_here, verdict fits|tight|no, margin_bytes,
+              step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
+              hidden {part: s}, sent {link: bytes},
+              peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
+              when, stage, why, dies_first}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.base.cluster import Cluster
+from shoal.base.estimate import ModelFacts
+from shoal.planner.explain import ask_guide, dies_first, shape_text, why_before
+from shoal.planner.search import Candidate, fixes
+
+VERSION = 1
+
+
+def plan_record(
+    candidates: Sequence[Candidate], *, top: int, notes: Sequence[str], given: bool
+) -> dict[str, Any]:
+    """The document for the best `top` of the candidates, which are in order.
+
+    given   the user fixed the layout: then it is not held against the field's guide
+    """
+    best = candidates[0]
+    case = best.case
+    shown = _varied(candidates, top)
+    record: dict[str, Any] = {
+        "version": VERSION,
+        "model": model_record(case.model),
+        "machine": machine_record(case.cluster),
+        "batch": case.batch,
+        "compute": case.compute,
+        "notes": list(notes),
+        "searched": len(candidates),
+        "fitting": sum(candidate.fits for candidate in candidates),
+        "guide": "" if given or not best.fits else ask_guide(best)[0],
+        "fixes": [],
+        "layouts": [],
+    }
+    if not best.fits:
+        record["fixes"] = [
+            {"set": text, "step_s": made.time.step_s, "peak_bytes": made.memory.peak_bytes}
+            for text, made in fixes(case)[:3]
+        ]
+    for place, candidate in enumerate(shown):
+        row = candidate_record(candidate)
+        row["rank"] = place + 1
+        following = shown[place + 1] if place + 1 < len(shown) else None
+        row["why"] = why_before(candidate, following) if following else ""
+        record["layouts"].append(row)
+    return record
+
+
+def _varied(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
+    """The best of each layout: a list of one layout's micro-batches would say little."""
+    seen: set[Any] = set()
+    chosen: list[Candidate] = []
+    for candidate in candidates:
+        if candidate.case.layout in seen:
+            continue
+        seen.add(candidate.case.layout)
+        chosen.append(candidate)
+        if len(chosen) == top:
+            break
+    return chosen
+
+
+def model_record(model: ModelFacts) -> dict[str, Any]:
+    """What is planned."""
+    return {
+        "name": model.name,
+        "parameters": model.trainable,
+        "sequence": model.sequence,
+        "blocks": model.blocks,
+        "forward_flops": model.forward_flops,
+        "source": model.source,
+    }
+
+
+def machine_record(cluster: Cluster) -> dict[str, Any]:
+    """Where it would run."""
+    return {
+        "name": cluster.name or f"{cluster.nodes}x{cluster.per_node}x{cluster.device.name}",
+        "device": cluster.device.name,
+        "kind": cluster.device.kind,
+        "devices": cluster.devices,
+        "nodes": cluster.nodes,
+        "per_node": cluster.per_node,
+        "memory_bytes": cluster.device.memory_bytes,
+        "inside": cluster.inside.name,
+        "across": cluster.across.name,
+        "source": cluster.device.source,
+        "calibration": cluster.calibration.source,
+        "groups": [machine_record(group) for group in cluster.groups],
+        "islands": cluster.islands,
+    }
+
+
+def candidate_record(candidate: Candidate) -> dict[str, Any]:
+    """One layout and what is foreseen of it."""
+    case, memory, time = candidate.case, candidate.memory, candidate.time
+    return {
+        "text": shape_text(case),
+        "strategy": case.layout.strategy,
+        "degrees": case.layout.degrees,
+        "zero": case.layout.zero,
+        "schedule": case.schedule if case.layout.pp > 1 else "",
+        "chunks": case.chunks,
+        "micro_batch": case.micro_batch,
+        "accumulate": case.accumulate,
+        "recompute": case.recompute,
+        "offload": case.offload,
+        "runs_here": candidate.built,
+        "verdict": candidate.verdict.word,
+        "margin_bytes": candidate.verdict.margin_bytes,
+        "step_s": time.step_s,
+        "step_low_s": time.low_s,
+        "step_high_s": time.high_s,
+        "samples_per_s": candidate.per_s,
+        "tokens_per_s": candidate.per_s * case.model.sequence,
+        "mfu": candidate.mfu,
+        "time": time.parts,
+        "hidden": time.hidden,
+        "sent": time.bytes,
+        "peak_bytes": memory.peak_bytes,
+        "peak_low_bytes": memory.low_bytes,
+        "peak_high_bytes": memory.high_bytes,
+        "allocated_bytes": memory.allocated_bytes,
+        "memory": memory.parts,
+        "when": memory.when,
+        "stage": memory.stage,
+        "dies_first": dies_first(candidate),
+    }

@@ -1,0 +1,185 @@
+"""Which rank of a pipeline does what, in which order: a list of actions per rank, by schedule.
+
+p ranks, m micro-batches, v chunks (stages per rank). F forward, B whole backward, I gradient of the
+input, W gradient of the weights; stage s of micro-batch j needs stage s − 1 forward and s + 1 back.
+
+    gpipe        all forwards, then all backwards
+    1f1b         p − 1 − i forwards ahead on rank i, then one forward, one backward
+    interleaved  1f1b over v·p stages dealt round; m is a multiple of p
+    zero-bubble  1f1b with the backward cut: W waits until nothing else is ready (ZB-H1)
+    zbv          two stages per rank in a V, so that the first rank also holds the last stage
+    dualpipe     two copies of the model fed from both ends; p and m even, m ≥ 2p
+
+Sources: Huang et al. 2019; Narayanan et al. 2021, figure 4; Qi et al. 2023, sections 2.2 and 6;
+DeepSeek-V3 technical report 2024, section 3.2.1, whose published order dualpipe follows.
+"""
+
+from __future__ import annotations
+
+from shoal.base.actions import Action, Schedule
+from shoal.base.errors import PlanError
+from shoal.planner.schedule_names import canonical
+from shoal.planner.schedules_dualpipe import dualpipe_rank
+
+
+def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The action lists of one step.
+
+    ranks   of the pipeline · micro_batches  per step · chunks  stages per rank (interleaved only)
+    Errors  PlanError with the nearest legal choice
+
+    >>> [a.text() for a in make_schedule("1f1b", 2, 2).ranks[0]]
+    ['F0@0', 'F1@0', 'B0@0', 'B1@0']
+    """
+    known = legal(name, ranks, micro_batches, chunks)
+    p, m = ranks, micro_batches
+    if known == "interleaved":
+        lists = [_interleaved(rank, p, m, chunks) for rank in range(p)]
+        return _schedule(known, lists, [stage % p for stage in range(p * chunks)], m)
+    if known == "zbv":
+        lists = [_zbv(rank, p, m) for rank in range(p)]
+        return _schedule(known, lists, [*range(p), *reversed(range(p))], m)
+    if known == "dualpipe":
+        both = [dualpipe_rank(rank, p, m) for rank in range(p)]
+        acts = tuple(tuple(done) for done, _ in both)
+        at = (*range(p), *reversed(range(p)))
+        return Schedule(known, acts, at, m, copies=2, pairs=tuple(pairs for _, pairs in both))
+    make = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zero-bubble": _zero_bubble}[known]
+    return _schedule(known, [make(rank, p, m) for rank in range(p)], list(range(p)), m)
+
+
+def _schedule(name: str, lists: list[list[Action]], stage_rank: list[int], m: int) -> Schedule:
+    return Schedule(name, tuple(tuple(acts) for acts in lists), tuple(stage_rank), m)
+
+
+def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
+    """The schedule's own name; PlanError, with the nearest legal choice, for what it cannot do.
+
+    >>> legal("afab", 4, 3)
+    'gpipe'
+    """
+    name, p, m = canonical(name), ranks, micro_batches
+    where = f"layout.schedule = {name}"
+    if p < 1 or m < 1 or chunks < 1:
+        raise PlanError(
+            f"{where}: needs at least 1 rank, 1 micro-batch and 1 chunk, got {p}, {m}, {chunks}"
+        )
+    if name == "interleaved":
+        if chunks < 2:
+            raise PlanError(f"{where}: needs at least 2 chunks per rank, got {chunks}; nearest: 2")
+        if m % p:
+            raise PlanError(
+                f"{where}: needs micro-batches per step in a multiple of layout.pp = {p}, got {m}; "
+                f"nearest: {_multiple(m, p)}, or layout.schedule=1f1b"
+            )
+    elif chunks != 1 and not (name in ("zbv", "dualpipe") and chunks == 2):
+        fixed = "2 stages" if name in ("zbv", "dualpipe") else "1 stage"
+        raise PlanError(
+            f"{where}: holds {fixed} per rank, got {chunks} chunks; nearest: "
+            f"chunks=1, or layout.schedule=interleaved"
+        )
+    if name == "dualpipe" and (p % 2 or m % 2 or m < 2 * p):
+        right_p = p + p % 2
+        right_m = max(m + m % 2, 2 * right_p)
+        raise PlanError(
+            f"{where}: needs an even number of ranks and an even number of micro-batches, at least "
+            f"two per rank, got layout.pp = {p} and {m}; nearest: layout.pp={right_p} and {right_m}"
+        )
+    return name
+
+
+def _multiple(m: int, p: int) -> int:
+    """The multiple of p nearest to m, at least p.
+
+    >>> _multiple(5, 4), _multiple(7, 4), _multiple(1, 4)
+    (4, 8, 4)
+    """
+    return max(p, (m + p // 2) // p * p)
+
+
+def _gpipe(rank: int, p: int, m: int) -> list[Action]:
+    forward = [Action("F", rank, j) for j in range(m)]
+    return forward + [Action("B", rank, j) for j in range(m)]
+
+
+def _one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
+    ahead = min(p - 1 - rank, m)
+    acts = [Action("F", rank, j) for j in range(ahead)]
+    for j in range(m - ahead):
+        acts += [Action("F", rank, ahead + j), Action("B", rank, j)]
+    return acts + [Action("B", rank, j) for j in range(m - ahead, m)]
+
+
+def _interleaved(rank: int, p: int, m: int, chunks: int) -> list[Action]:
+    """1f1b in which work item k is micro-batch k mod p of its group, chunk after chunk."""
+    total = m * chunks
+
+    def item(k: int, backward: bool) -> Action:
+        group, within = divmod(k, p * chunks)
+        chunk, place = divmod(within, p)
+        if backward:
+            chunk = chunks - 1 - chunk
+        return Action("B" if backward else "F", chunk * p + rank, group * p + place)
+
+    ahead = min(2 * (p - 1 - rank) + (chunks - 1) * p, total)
+    acts = [item(k, backward=False) for k in range(ahead)]
+    for k in range(total - ahead):
+        acts += [item(ahead + k, backward=False), item(k, backward=True)]
+    return acts + [item(k, backward=True) for k in range(total - ahead, total)]
+
+
+def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
+    """W of micro-batch j comes `rank` micro-batches late: what 1f1b would leave free here.
+
+    Rank i keeps p − i micro-batches open as in 1f1b and i more that wait for W: p on every rank,
+    as many as 1f1b's first rank.
+    """
+    ahead = min(p - rank, m)
+    acts = [Action("F", rank, j) for j in range(ahead)]
+    for j in range(m):
+        acts.append(Action("I", rank, j))
+        if j >= rank:
+            acts.append(Action("W", rank, j - rank))
+        if ahead + j < m:
+            acts.append(Action("F", rank, ahead + j))
+    return acts + [Action("W", rank, j) for j in range(max(0, m - rank), m)]
+
+
+def _zbv(rank: int, p: int, m: int) -> list[Action]:
+    """Stage `rank` going down the V and stage 2p − 1 − rank coming up.
+
+    The order is that of at least 2p − 1 micro-batches, in which fewer leave gaps: what depends on
+    a micro-batch that is not there falls out with it.
+    """
+    n = max(m, 2 * p - 1)
+    down, up = rank, 2 * p - 1 - rank
+    acts: list[Action] = []
+    done = {(kind, stage): 0 for kind in "FIW" for stage in (down, up)}
+
+    def do(stage: int, kinds: str) -> None:
+        for kind in kinds:
+            j = done[kind, stage]
+            done[kind, stage] += 1
+            if j < m:
+                acts.append(Action(kind, stage, j))
+
+    for _ in range(2 * (p - rank) - 1):
+        do(down, "F")
+    for _ in range(rank):
+        do(up, "F")
+        do(down, "F")
+    for _ in range(p - rank):
+        do(up, "FIW")
+    while done["F", up] < n:
+        if done["F", down] < n:
+            do(down, "F")
+        do(down, "IW")
+        do(up, "FIW")
+    for _ in range(rank):
+        do(down, "I")
+        do(up, "I")
+    for _ in range(p - rank):
+        do(down, "IW")
+    for stage in (up, down):
+        do(stage, "W" * (n - done["W", stage]))
+    return acts

@@ -1,0 +1,317 @@
+"""Looks for the fastest layouts that fit: every legal combination is asked for memory, then time.
+
+The loop is over degrees (tp inside a node, pp by the depth of the model, cp where sequences are
+long, the rest data-parallel), what the data-parallel ranks split, the samples of a micro-batch, and
+what is recomputed. Memory is asked first, because it is cheap and ends most candidates. What a cut
+cannot do (heads that do not divide, more stages than blocks, a sharded block gathered again in
+every half of a split backward) is never proposed.
+
+Source: the legality rules are those of docs/plan.md, each with its measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from shoal.base.cluster import Cluster
+from shoal.base.errors import PlanError
+from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
+from shoal.base.layout import Layout
+from shoal.planner.memory import predict_memory
+from shoal.planner.step_time import predict_time
+from shoal.planner.verdict import Verdict, verdict
+
+LONG_SEQUENCE = 16384
+"""Positions from which splitting a sequence is looked at: below it attention is a small share."""
+
+DEEPEST_PIPELINE = 64
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTE = ("none", "selective", "full")
+SAME = 0.02
+"""Step times closer than this share are one: the plainer layout then goes first."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user fixed; None leaves it to the search.
+
+    batch        samples per step over all ranks
+    layout       exactly these degrees · strategy  a name that the data-parallel axes must have
+    micro_batch, recompute, compute, offload, defer_sync, compile  as in the configuration
+    built        only layouts that this version runs
+    """
+
+    batch: int
+    layout: Layout | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    compute: str = "bf16"
+    offload: str = "none"
+    defer_sync: bool = False
+    average: bool = False
+    compiled: bool = False
+    built: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with what is foreseen of it."""
+
+    case: Case
+    memory: MemoryEstimate
+    time: TimeEstimate
+    verdict: Verdict
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be tried."""
+        return self.verdict.word != "no"
+
+    @property
+    def built(self) -> bool:
+        """Whether this version runs it."""
+        return is_built(self.case.layout)
+
+    @property
+    def per_s(self) -> float:
+        """Samples per second."""
+        return self.case.batch / self.time.step_s if self.time.step_s else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Share of the devices' matrix rate that the model's own FLOP are."""
+        cluster = self.case.cluster
+        peak = cluster.device.matrix_flops_per_s.get(self.case.compute, 0.0) * cluster.devices
+        return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
+
+
+def is_built(layout: Layout) -> bool:
+    """Whether this version runs a layout: the data-parallel family."""
+    return layout.tp == layout.pp == layout.cp == 1
+
+
+def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
+    """All candidates worth showing, best first; those that do not fit come last.
+
+    Errors   PlanError where no layout is legal at all, with the reason
+    """
+    found = [candidate for candidate in _candidates(model, cluster, asked)]
+    if not found:
+        raise PlanError(
+            f"layout: nothing divides batch {asked.batch} over {cluster.devices} devices; nearest: "
+            f"train.batch={max(cluster.devices, asked.batch // cluster.devices * cluster.devices)}"
+        )
+    return ranked(found)
+
+
+def ranked(found: list[Candidate]) -> list[Candidate]:
+    """What fits by step time, near ties by plainness; then what is tight; then the rest."""
+    others = sorted((c for c in found if not c.fits), key=lambda c: c.memory.peak_bytes)
+    ordered: list[Candidate] = []
+    for word in ("fits", "tight"):
+        same = sorted((c for c in found if c.verdict.word == word), key=lambda c: c.time.step_s)
+        if same:
+            bound_s = same[0].time.step_s * (1 + SAME)
+            best = min((c for c in same if c.time.step_s <= bound_s), key=_strain)
+            ordered += [best, *(c for c in same if c is not best)]
+    return ordered + others
+
+
+def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
+    """How much machinery a layout needs: axes and policies, how deep they cut, then time."""
+    case = candidate.case
+    layout = case.layout
+    axes = sum(degree > 1 for degree in layout.degrees.values())
+    extras = (case.recompute != "none") + (case.offload != "none") + (case.schedule != "1f1b")
+    deep = layout.tp * layout.pp * layout.cp
+    return axes + extras, deep, layout.zero, candidate.time.step_s
+
+
+def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Candidate]:
+    capacity = cluster.device.memory_bytes
+    for layout in _layouts(model, cluster, asked):
+        for micro_batch in _micro_batches(layout, asked):
+            for schedule, chunks in _schedules(model, layout, asked.batch, micro_batch):
+                case = Case(
+                    model,
+                    layout,
+                    cluster,
+                    asked.batch,
+                    micro_batch,
+                    schedule=schedule,
+                    chunks=chunks,
+                    compute=asked.compute,
+                    recompute="none",
+                    offload=asked.offload,
+                    defer_sync=asked.defer_sync,
+                    average=asked.average,
+                    compiled=asked.compiled,
+                )
+                yield from _lightest_recompute(case, asked, capacity)
+
+
+def _lightest_recompute(case: Case, asked: Asked, capacity: float) -> Iterator[Candidate]:
+    """The case with the least recomputation that fits; if none does, with all of it."""
+    policies = [asked.recompute] if asked.recompute else list(RECOMPUTE)
+    for policy in policies:
+        tried = replace(case, recompute=policy)
+        memory = predict_memory(tried)
+        word = verdict(memory, capacity)
+        if word.word != "no" or policy == policies[-1]:
+            yield Candidate(tried, memory, predict_time(tried), word)
+        if word.word == "fits":
+            return
+
+
+def _layouts(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layout]:
+    if asked.layout is not None:
+        yield asked.layout
+        return
+    devices = cluster.devices
+    for tp in _tensor_degrees(model, cluster, asked):
+        for cp in _context_degrees(model, devices // tp, asked):
+            for pp in _pipeline_degrees(model, devices // (tp * cp), asked):
+                data = devices // (tp * cp * pp)
+                if asked.batch % data:
+                    continue
+                for split in _data_splits(data, cluster.per_node // min(cluster.per_node, tp), pp):
+                    yield replace(split, tp=tp, cp=cp, pp=pp)
+
+
+def _tensor_degrees(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[int]:
+    """1, and powers of two within a node that divide the heads: across nodes it never pays."""
+    yield 1
+    tp = 2
+    while not asked.built and model.heads and tp <= cluster.per_node and model.heads % tp == 0:
+        if cluster.devices % tp == 0:
+            yield tp
+        tp *= 2
+
+
+def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
+    yield 1
+    cp = 2
+    while not asked.built and model.sequence // cp >= LONG_SEQUENCE // 2 and cp <= 16:
+        if devices % cp == 0:
+            yield cp
+        cp *= 2
+
+
+def _pipeline_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
+    """Depths that leave every stage at least one block."""
+    yield 1
+    if asked.built:
+        return
+    for pp in range(2, min(DEEPEST_PIPELINE, model.blocks, devices) + 1):
+        if devices % pp == 0 and (pp & (pp - 1) == 0 or model.blocks % pp == 0):
+            yield pp
+
+
+def _data_splits(data: int, inside: int, pp: int) -> Iterator[Layout]:
+    """What the data-parallel ranks may hold; with a pipeline, parameters stay whole.
+
+    Gathering sharded blocks again for every micro-batch of a pipeline multiplies the traffic by
+    their number, so zero 3 is left out there.
+    """
+    yield Layout(dp_replicate=data)
+    if data == 1:
+        return
+    yield Layout(dp_shard=data, zero=1)
+    if pp > 1:
+        return
+    yield Layout(dp_shard=data, zero=2)
+    yield Layout(dp_shard=data, zero=3)
+    for shard in sorted({inside, 4 * inside, 16 * inside}):
+        if 1 < shard < data and data % shard == 0:
+            yield Layout(dp_replicate=data // shard, dp_shard=shard, zero=3)
+
+
+def _micro_batches(layout: Layout, asked: Asked) -> Iterator[int]:
+    share = asked.batch // layout.data_degree
+    if asked.micro_batch:
+        yield asked.micro_batch
+        return
+    for size in MICRO_BATCHES:
+        if share % size == 0:
+            yield size
+
+
+def _schedules(
+    model: ModelFacts, layout: Layout, batch: int, micro_batch: int
+) -> Iterator[tuple[str, int]]:
+    yield "1f1b", 1
+    rounds = batch // (micro_batch * layout.data_degree)
+    if layout.pp == 1:
+        return
+    if layout.zero < 3 and rounds >= layout.pp:
+        yield "zero-bubble", 1
+    for chunks in (2, 4):
+        if rounds % layout.pp == 0 and model.blocks // (layout.pp * chunks) >= 1:
+            yield "interleaved", chunks
+
+
+Change = tuple[str, Callable[[Case], Case | None]]
+
+CHANGES: tuple[Change, ...] = (
+    ("memory.recompute=selective", lambda c: _recompute(c, "selective")),
+    ("train.micro_batch={micro_batch}", lambda c: _half(c)),
+    ("memory.recompute=full", lambda c: _recompute(c, "full")),
+    ("layout.strategy=zero1", lambda c: _stage(c, 1)),
+    ("layout.strategy=zero2", lambda c: _stage(c, 2)),
+    ("layout.strategy=fsdp", lambda c: _stage(c, 3)),
+    ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
+)
+"""Settings that lower the peak, one at a time."""
+
+
+def fixes(case: Case) -> list[tuple[str, Candidate]]:
+    """What to set so that a case fits, the cheapest first; pairs of settings if one is not enough.
+
+    Gives   (settings as a user types them, what is then foreseen); [] if nothing here helps
+    """
+    single = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
+    if single:
+        return single
+    pairs = []
+    for place, (first, change) in enumerate(CHANGES):
+        made = change(case)
+        for second, other in CHANGES[place + 1 :]:
+            if made and (both := other(made)):
+                pairs.append((f"{first} {second}", both))
+    return _that_fit(pairs)
+
+
+def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
+    found = []
+    for name, case in tried:
+        memory = predict_memory(case)
+        word = verdict(memory, case.cluster.device.memory_bytes)
+        if word.word != "no":
+            text = name.format(micro_batch=case.micro_batch)
+            found.append((text, Candidate(case, memory, predict_time(case), word)))
+    return sorted(found, key=lambda pair: pair[1].time.step_s)
+
+
+def _recompute(case: Case, policy: str) -> Case | None:
+    order = RECOMPUTE.index
+    return replace(case, recompute=policy) if order(policy) > order(case.recompute) else None
+
+
+def _half(case: Case) -> Case | None:
+    return replace(case, micro_batch=case.micro_batch // 2) if case.micro_batch % 2 == 0 else None
+
+
+def _stage(case: Case, stage: int) -> Case | None:
+    layout = case.layout
+    if layout.data_degree == 1 or layout.zero >= stage or layout.dp_shard > 1 < layout.dp_replicate:
+        return None
+    if layout.pp > 1 and stage > 1:
+        return None
+    split = replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
+    return replace(case, layout=split)
+
+
+def _offload(case: Case, what: str) -> Case | None:
+    on_gpu = case.cluster.device.kind == "gpu"
+    return replace(case, offload=what) if on_gpu and case.offload == "none" else None

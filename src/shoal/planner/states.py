@@ -1,0 +1,112 @@
+"""Bytes that stay on a rank from step to step: weights, gradients, optimizer state, their average.
+
+    bytes per element and rank        ddp    zero1       zero2       zero3, n shards
+    fp32                              16     8 + 8/n     4 + 12/n    16/n
+    bf16 with fp32 masters            18     6 + 12/n    2 + 16/n    16/n (fp32 weights, cast when
+                                                                     gathered)
+
+with AdamW's two moments (8 bytes). `average` adds an fp32 copy, split as the optimizer's state is;
+`defer_sync` keeps whole gradients (zero3: until the last micro-batch; so does a pipeline). Experts
+are split over fewer ranks: their n is the number of ranks that hold the same expert. Megatron's
+distributed optimizer is zero1.
+
+Source: Rajbhandari et al. 2020 (ZeRO, 1910.02054) §3; Shoal's own tensors, counted in
+tests/worlds/test_states.py; Megatron: theoretical_memory_usage.py (6 + 12/d).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.base.estimate import Case, UnitFacts
+from shoal.base.layout import Layout
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of an element of the weights that compute sees."""
+
+
+class States(NamedTuple):
+    """Bytes of a stage's states on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+class Elements(NamedTuple):
+    """Elements of a stage on one rank before the data-parallel split, and their shares."""
+
+    dense: float
+    experts: float
+
+
+def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> Elements:
+    """Elements of ONE unit that a rank works with, after tensor and expert parallelism.
+
+    >>> unit = UnitFacts("block", parameters=100, plain_parameters=10, expert_parameters=40)
+    >>> rank_elements(unit, Layout(tp=2), ep=4, expert_tp=1)
+    Elements(dense=35.0, experts=10.0)
+    """
+    split = unit.parameters - unit.plain_parameters - unit.expert_parameters
+    dense = split / layout.tp + unit.plain_parameters
+    return Elements(dense, unit.expert_parameters / (ep * expert_tp))
+
+
+def shard_counts(case: Case) -> tuple[int, float]:
+    """Over how many ranks states of dense weights, and of experts, are split.
+
+    Context-parallel ranks hold the same weights, so they share the split; an expert exists on
+    tp · ranks / (ep · expert_tp) of them only.
+    """
+    layout = case.layout
+    if not layout.zero:
+        return 1, 1.0
+    dense = layout.dp_shard * layout.cp
+    return dense, max(1.0, dense * layout.tp / (case.ep * (case.expert_tp or layout.tp)))
+
+
+def state_bytes(case: Case, elements: Elements) -> States:
+    """States of a stage that holds `elements` on this rank.
+
+    >>> from shoal.base.cluster import Cluster, Device, Link
+    >>> from shoal.base.estimate import ModelFacts
+    >>> link = Link("wire", 0, 1)
+    >>> one = Cluster(Device("d", 1, {}, 1), 1, 4, link, link)
+    >>> case = Case(ModelFacts("m", (), 1, 2, 0), Layout(dp_shard=4, zero=1), one, 4, 1)
+    >>> sum(state_bytes(case, Elements(100.0, 0.0)))  # 6 + 12/4 bytes
+    900.0
+    """
+    dense, experts = shard_counts(case)
+    one = _per_element(case, float(dense))
+    if not elements.experts:
+        return States(*(elements.dense * part for part in one))
+    other = _per_element(case, experts)
+    return States(
+        *(elements.dense * a + elements.experts * b for a, b in zip(one, other, strict=True))
+    )
+
+
+def _per_element(case: Case, n: float) -> States:
+    """Bytes per element with optimizer state split over `n`."""
+    zero, width = case.layout.zero, WIDTHS[case.compute]
+    wide = max(4, width)
+    narrow = width < 4
+    moments = case.optimizer_bytes * wide / 4
+    if zero == 3:
+        weights, gradients, optimizer = wide / n, wide / n, moments / n
+    else:
+        weights, gradients = float(width), float(wide)
+        optimizer = moments + (wide if narrow else 0)
+        if zero:
+            optimizer /= n
+        if zero == 2:
+            gradients /= n
+    if case.defer_sync and zero == 2:
+        gradients = wide  # as zero1
+    if zero == 3 and case.accumulate > 1 and (case.defer_sync or case.layout.pp > 1):
+        gradients = wide + wide / n
+    if case.average:
+        optimizer += wide / n if zero else wide
+    if case.offload == "parameters":
+        return States(0.0, 0.0, 0.0)
+    return States(weights, gradients, 0.0 if case.offload == "optimizer" else optimizer)

@@ -1,0 +1,160 @@
+"""Bytes that come and go in a step beside activations: gathered weights, buckets, loss, pools.
+
+    sharded   zero 3 gathers the next block ahead, keeps embedding and head from forward to
+              backward, in a pipeline everything; gradients travel in fp32 beside narrow originals
+    loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
+              hidden states and of the head's weight (made in the forward pass) · parallel: ÷ tp
+    pools     torch's allocator keeps memory per stream: flat gathered weights, and blocks that the
+              loss's forward left, are reserved and of no use to others
+
+Source: torch FSDP2, c10/cuda/CUDACachingAllocator; shoal.models.loss; of peers: `frameworks`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.base.estimate import Case, UnitFacts
+from shoal.planner.activations import shares
+from shoal.planner.buckets import BUCKET_BYTES
+from shoal.planner.frameworks import Framework
+from shoal.planner.stage_cut import Stage, is_block
+from shoal.planner.states import WIDTHS, Elements, rank_elements, shard_counts
+
+CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
+"""Budget of Shoal's chunked loss in wide logits (`shoal.models.loss.default_chunk_rows`)."""
+BUCKETS_IN_FLIGHT = 2
+
+
+class Sharded(NamedTuple):
+    """Weights gathered at a time, and flat; gradients of a block, the head, the root on the way."""
+
+    gathered: float = 0.0
+    flat: float = 0.0
+    block: float = 0.0
+    head: float = 0.0
+    root: float = 0.0
+
+
+def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0) -> Elements:
+    """Elements of several units on one rank; tied: of a table that it holds a copy of."""
+    dense = experts = 0.0
+    expert_tp = case.expert_tp or case.layout.tp
+    for unit, count in units:
+        one = rank_elements(unit, case.layout, case.ep, expert_tp)
+        dense += one.dense * count
+        experts += one.experts * count
+    return Elements(dense + tied / case.layout.tp, experts)
+
+
+def local_elements(case: Case, elements: Elements) -> float:
+    """Elements whose optimizer state this rank holds."""
+    dense, experts = shard_counts(case)
+    return elements.dense / dense + elements.experts / experts
+
+
+def block_share(case: Case, stage: Stage, elements: Elements) -> float:
+    """Share of the rank's elements that one block has."""
+    sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.blocks]
+    return max(sizes, default=0.0) / max(1.0, sum(elements))
+
+
+def head_share(case: Case, stage: Stage, elements: Elements) -> float:
+    """Share of the rank's elements that the head multiplies by."""
+    return _head_elements(case, stage) / max(1.0, sum(elements))
+
+
+def _head_elements(case: Case, stage: Stage) -> float:
+    """Elements of the matrix that makes logits, on this rank."""
+    head = stage.head
+    if head is None:
+        return 0.0
+    if head.tied_to:
+        head = next(unit for unit in case.model.units if unit.name == head.tied_to)
+    return (head.parameters - head.plain_parameters) / case.layout.tp
+
+
+def sharded_bytes(case: Case, stage: Stage) -> Sharded:
+    """What splitting the parameters themselves (zero 3) holds beside the shards."""
+    if case.layout.zero < 3:
+        return Sharded()
+    width = WIDTHS[case.compute]
+    scatter = width + max(4, case.reduce_bytes)
+    sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.blocks]
+    largest = max(sizes, default=0.0)
+    root = sum(rank_sum(case, [(u, n) for u, n in stage.units if not is_block(u)]))
+    kept = root + 2 * largest  # the next block is gathered ahead
+    if case.layout.pp > 1:  # else every micro-batch would gather again
+        kept = sum(rank_sum(case, stage.units, stage.tied))
+    return Sharded(
+        gathered=width * kept,
+        flat=width * max(root, 2 * largest),
+        block=scatter * largest,
+        head=width * _head_elements(case, stage),  # waits for the rest of the root
+        root=scatter * root,
+    )
+
+
+def bucket_bytes(case: Case, elements: Elements) -> float:
+    """Copies of gradients that Shoal's reducer has on their way."""
+    if case.framework != "shoal" or case.layout.zero == 3 or case.layout.data_degree == 1:
+        return 0.0
+    width = max(4, WIDTHS[case.compute])
+    whole = min(BUCKETS_IN_FLIGHT * BUCKET_BYTES, width * sum(elements))
+    if case.layout.zero == 2 and not case.defer_sync:
+        return whole
+    return whole * case.reduce_bytes / width if 0 < case.reduce_bytes < width else 0.0
+
+
+def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: Sharded) -> float:
+    """Reserved but unused at the peak: pools of other streams, blocks that the loss left."""
+    if case.cluster.device.kind == "cpu":
+        return 0.0
+    idle = sharded.flat
+    if stage.head is not None and case.loss != "chunked" and when == "loss":
+        words = stage.head.loss_bytes / 12
+        idle += habits.idle_word_bytes * words * case.micro_batch / _loss_split(case, habits)
+    return idle
+
+
+def _loss_split(case: Case, habits: Framework) -> float:
+    layout = case.layout
+    split = habits.splits_loss or case.loss == "parallel"
+    return layout.cp * (layout.tp if split else 1)
+
+
+def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
+    """Bytes of the loss at its peak, on the stage that has it."""
+    head = stage.head
+    if head is None:
+        return 0.0
+    full = head.loss_bytes * case.micro_batch / _loss_split(case, habits)
+    if case.loss != "chunked":
+        if case.model.element_bytes > 2:
+            return full
+        split = _loss_split(case, habits) > case.layout.cp
+        word = habits.split_loss_word_bytes if split else habits.loss_word_bytes
+        compiled = habits.compiled_loss_word_bytes if case.compiled else 0.0
+        return full * (compiled or word) / 12
+    width = WIDTHS[case.compute]
+    budget = CHUNK_BYTES.get(case.cluster.device.kind, CHUNK_BYTES["gpu"])
+    chunk = min(full, budget * (2 if width < 4 else 1))
+    rows = head.input_bytes * case.micro_batch / case.layout.cp
+    return chunk + rows + _head_elements(case, stage) * max(4, width)
+
+
+def workspace_bytes(case: Case, habits: Framework) -> float:
+    """What libraries of matrix products hold through torch's allocator."""
+    return 0.0 if case.cluster.device.kind == "cpu" else habits.workspace_bytes
+
+
+def carried_bytes(case: Case, habits: Framework) -> float:
+    """Alive at any instant between forward and backward: workspaces, messages, gathered inputs."""
+    by = shares(case)
+    boundary = case.model.units[-1].input_bytes
+    total = workspace_bytes(case, habits)
+    if case.layout.pp > 1:
+        total += 2 * boundary * by.plain
+    if habits.gathers_again and by.tp > 1 and case.sequence_parallel:
+        total += boundary * by.whole
+    return total

@@ -1,0 +1,1 @@
+"""Step-throughs for learners: small real computations that show every step of a technique."""

@@ -1,0 +1,112 @@
+"""How fast the ranks of a world talk: latency and rate of each collective, by axis, as measured.
+
+Formula   seconds = rounds·α + sent·β, fitted to several sizes so that relative errors are least
+          all-reduce       rounds 2(n−1), sent 2(n−1)/n · M
+          reduce-scatter, all-gather   rounds n−1, sent (n−1)/n · M
+Axes      inside: the ranks of one machine; across: one rank of each machine
+Protocol  every rank runs the same calls; a size's time is the median, of the slowest rank
+Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.fabric import World
+from shoal.fabric.place import Place
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+REPEATS = 5
+
+
+def measure_links(
+    world: World, axes: dict[str, int], message_bytes: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """Latency and rate of every collective on every axis of more than one rank; same on all ranks.
+
+    axes            degrees whose product is the world's size, outermost first
+    message_bytes   whole messages M to try, at least two different ones
+    Gives           axis → {"ranks", kind → {"latency_s", "bytes_per_s", "error", "points"}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for axis, degree in axes.items():
+        if degree == 1:
+            continue
+        group = world if degree == world.size else _axis_of(world, axes, axis)
+        told: dict[str, Any] = {"ranks": degree}
+        for kind in KINDS:
+            points = [(size, _seconds(world, group, kind, size)) for size in message_bytes]
+            told[kind] = {**fit_line(points, degree, kind), "points": points}
+        found[axis] = told
+    return found
+
+
+def _axis_of(world: World, axes: dict[str, int], axis: str) -> World:
+    """The world of the ranks that differ only on this axis."""
+    mesh = world.mesh({name: degree for name, degree in axes.items() if degree > 1})
+    place = Place(mesh.get_local_rank(axis), axes[axis])
+    return World(place, world.device, mesh.get_group(axis))
+
+
+def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
+    """Median time of one collective; of the slowest rank, so that all fit the same points."""
+    count = max(group.size, size_bytes // 4 // group.size * group.size)
+    tensor = torch.zeros(count, device=world.device)
+    part = count // group.size
+    call = _caller(group, kind, tensor, [part * rank for rank in range(group.size + 1)])
+    call()
+    world.barrier()
+    taken: list[float] = []
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        call()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began_s)
+    return float(max(world.gather_json(statistics.median(taken))))
+
+
+def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> Callable[[], object]:
+    def gather() -> None:
+        work = group.gather_parts(tensor, cuts)
+        if work is not None:
+            work.wait()
+
+    if kind == "all_reduce":
+        return lambda: group.sum(tensor)
+    if kind == "reduce_scatter":
+        return lambda: group.scatter_sum(tensor, cuts).result()
+    return gather
+
+
+def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> dict[str, float]:
+    """α and β of (message bytes, seconds), with the mean relative distance from the line.
+
+    Gives    latency_s per round · bytes_per_s · error; neither below nothing: where noise would ask
+             for that, the line has one term only
+
+    >>> told = fit_line([(1e3, 1e-4 + 1e-6), (1e6, 1e-4 + 1e-3)], 2, "all_gather")
+    >>> round(told["latency_s"], 8), round(told["bytes_per_s"]), round(told["error"], 6)
+    (0.0001, 500000000, 0.0)
+    """
+    both = 2 if kind == "all_reduce" else 1
+    rounds = float(both * (ranks - 1))
+    rows = [(rounds / s, both * (ranks - 1) / ranks * m / s) for m, s in points]
+    aa = sum(a * a for a, _ in rows)
+    bb = sum(b * b for _, b in rows)
+    ab = sum(a * b for a, b in rows)
+    a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)
+    spread = aa * bb - ab * ab
+    alpha = (a1 * bb - b1 * ab) / spread if spread > 0 else 0.0
+    beta = (b1 * aa - a1 * ab) / spread if spread > 0 else b1 / bb
+    if alpha < 0:
+        alpha, beta = 0.0, b1 / bb
+    elif beta <= 0:
+        alpha, beta = a1 / aa, 1e-15
+    error = sum(abs(alpha * a + beta * b - 1) for a, b in rows) / len(rows)
+    return {"latency_s": alpha, "bytes_per_s": 1 / beta, "error": error}

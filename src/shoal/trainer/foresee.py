@@ -1,0 +1,141 @@
+"""What the planner foresees of a run that is about to start: step time, peak memory, bytes.
+
+The model's facts come from arithmetic where it is one of ours, else from a trace of shapes; the
+machine's from what was measured here. Runs store the prediction beside the plan, so that their end
+can say how far it was from what happened.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from shoal.base.cluster import Cluster
+from shoal.base.errors import PlanError, ShoalError
+from shoal.base.estimate import Case, ModelFacts
+from shoal.base.facts import MachineFacts
+from shoal.base.files import cache_folder
+from shoal.base.plan import Plan
+from shoal.config.sections import Config
+from shoal.data.fetch import join, kept_draws
+from shoal.data.loader import is_indexed
+from shoal.data.sources import Source
+from shoal.planner.frameworks import own_kernels
+from shoal.planner.measured import read_measured, this_cluster
+from shoal.planner.memory import predict_memory
+from shoal.planner.step_time import predict_time
+from shoal.planner.transformer import model_facts, own_family
+from shoal.profile.trace import trace_facts
+from shoal.trainer.contract import split_batch
+from shoal.trainer.job import build_model, import_loss
+
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+STATE_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "lion": 4, "sgd": 4, "muon": 4}
+"""Optimizer state per element, in fp32; others: as Adam."""
+
+EXAMPLES = 2
+"""Samples of the batch that a trace looks at."""
+
+
+def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int) -> ModelFacts:
+    """Facts of the configured model, per sample.
+
+    kernels   cpu or gpu: whose kernels keep what
+    Errors    PlanError for a model that shapes alone cannot run, naming the module, and for data
+              that can only be iterated, of which no sample can be looked at without taking it
+    """
+    section = config.model
+    if not section.build and section.name.partition("-")[0] == "llama":
+        known = {"sequence": config.data.sequence}
+        if source.vocabulary:
+            known["vocabulary"] = source.vocabulary
+        shape = own_family(section.name, section.arguments, **known)
+        kept = own_kernels(kernels, config.data.sequence, element_bytes)
+        return model_facts(shape, config.data.sequence, element_bytes, kept)
+    if not is_indexed(source.train):
+        raise PlanError(
+            "data.source: can only be iterated, so a trace has no sample to look at; nearest: "
+            "a dataset with __getitem__ and __len__"
+        )
+    with kept_draws():
+        samples = [source.train[place] for place in range(min(EXAMPLES, len(source.train)))]
+        inputs, targets = split_batch(join(samples, source.collate, "the first samples"))
+    return trace_facts(
+        lambda: build_model(section, source, config.data.sequence),
+        dict(inputs) if section.call == "kwargs" else (inputs,),
+        kernels=kernels,
+        element_bytes=element_bytes,
+        loss=import_loss(section),
+        targets=targets,
+        name=section.build or section.name,
+    )
+
+
+def cluster_here(processes: int, held_bytes: int = 0) -> Cluster:
+    """This machine with so many ranks, as it was measured, or as machines of its kind are.
+
+    held_bytes   CPU: what this process holds before its model is there (data, libraries)
+    """
+    machine = MachineFacts(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=torch.cuda.device_count(),
+    )
+    found = read_measured(cache_folder(), processes) or this_cluster(machine, processes)
+    if held_bytes and found.device.kind == "cpu":
+        found = replace(found, device=replace(found.device, reserved_bytes=held_bytes))
+    return found
+
+
+def held_now_bytes() -> int:
+    """What this process holds in memory now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> Case:
+    """The run as the planner sees it."""
+    own = not config.model.build and config.model.name.partition("-")[0] == "llama"
+    return Case(
+        model,
+        plan.layout,
+        cluster,
+        plan.batch,
+        plan.micro_batch,
+        compute=plan.precision,
+        reduce_bytes=2 if plan.reduce == "bf16" else 0,
+        recompute=plan.recompute,
+        offload=plan.offload,
+        loss="chunked" if own else "full",
+        defer_sync=plan.defer_sync,
+        average=bool(config.optimizer.average),
+        optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
+        compiled=plan.compile != "none",
+    )
+
+
+def prediction(case: Case) -> dict[str, Any]:
+    """What is foreseen, as plan.json keeps it."""
+    memory, time = predict_memory(case), predict_time(case)
+    return {
+        "step_s": time.step_s,
+        "time": time.parts,
+        "peak_memory_bytes": memory.peak_bytes,
+        "allocated_bytes": memory.allocated_bytes,
+        "memory": memory.parts,
+        "sent_bytes": sum(time.bytes.values()),
+        "machine": case.cluster.device.source,
+    }
+
+
+def foresee(config: Config, source: Source, plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """The prediction for a run, or {"reason": why there is none}: training goes on without."""
+    width = ELEMENT_BYTES[plan.precision]
+    try:
+        facts = facts_of(config, source, kernels=cluster.device.kind, element_bytes=width)
+        return prediction(case_of(config, plan, facts, cluster))
+    except ShoalError as failure:
+        return {"reason": str(failure)}

@@ -1,0 +1,273 @@
+"""What every drawing of a timeline shares: names, letters and colours of its kinds, rows, ticks.
+
+Ranks that do the same thing at the same time stand in one row. Times are shown in the unit that
+keeps their figures short. Colours are those of Okabe and Ito (2008, "Color Universal Design"),
+which people with any colour vision tell apart; a letter says the same as each colour.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.base.timeline import Held, Span, Timeline
+from shoal.base.units import bytes_text
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of span is named and shown: one letter and a fill."""
+
+    word: str
+    letter: str
+    fill: str
+
+
+KINDS = {
+    "forward": Kind("forward", "F", "#7cc4f0"),
+    "backward": Kind("backward", "B", "#f0b040"),
+    "input": Kind("input's gradient", "I", "#f08a6c"),
+    "weight": Kind("weights' gradients", "W", "#4cc3a0"),
+    "update": Kind("update", "U", "#d99ac0"),
+    "compute": Kind("compute", "C", "#7cc4f0"),
+    "all-reduce": Kind("all-reduce", "A", "#e8894a"),
+    "reduce-scatter": Kind("reduce-scatter", "R", "#e8894a"),
+    "all-gather": Kind("all-gather", "G", "#f2e35c"),
+    "broadcast": Kind("broadcast", "D", "#f2e35c"),
+    "send": Kind("send", "S", "#b9c0c9"),
+    "receive": Kind("receive", "V", "#dfe3e8"),
+    "wait": Kind("wait", "-", "#eceff3"),
+    "copy": Kind("copy", "Y", "#b9c0c9"),
+    "checkpoint": Kind("checkpoint", "K", "#8f9bd8"),
+    "failure": Kind("failure", "X", "#e0504f"),
+}
+"""By the kind of a span, in the order in which a legend names them."""
+
+MICROSECONDS = "\u00b5s"
+FEW_RANKS = 8
+INK, CURVE_FILL, PALEST = "#14171a", "#8f9bd8", 0.62
+LANES = ("compute", "link")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a drawing: the ranks it stands for, one lane of them, and what fills it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    lane: str
+    spans: tuple[Span, ...]
+
+
+def kind_of(span: Span) -> Kind:
+    """The look of a span; an unknown kind looks like plain compute and keeps its own name.
+
+    >>> kind_of(Span(0, 0.0, 1.0, "forward")).letter, kind_of(Span(0, 0.0, 1.0, "nap")).word
+    ('F', 'nap')
+    """
+    found = KINDS.get(span.kind)
+    return found or Kind(span.kind, span.kind[:1].upper() or "?", "#b9c0c9")
+
+
+def rank_groups(timeline: Timeline) -> list[tuple[int, ...]]:
+    """Ranks that do the same and hold the same, together; of up to 8 ranks only neighbours.
+
+    With more ranks it does not matter with whom they exchange messages.
+
+    >>> alike = tuple(Span(rank, 0.0, 1.0, "forward") for rank in range(3))
+    >>> rank_groups(Timeline("t", 4, (*alike, Span(3, 0.0, 2.0, "forward"))))
+    [(0, 1, 2), (3,)]
+    """
+    many = timeline.ranks > FEW_RANKS
+    does: dict[int, list[tuple[object, ...]]] = {rank: [] for rank in range(timeline.ranks)}
+    for span in drawn_spans(timeline):
+        label = "" if many and span.kind in ("send", "receive") else span.label
+        does[span.rank].append((span.start_s, span.end_s, span.kind, label, span.lane))
+    for held in timeline.memory:
+        does[held.rank].append((held.time_s, held.held_bytes, "", "", "held"))
+    groups: dict[tuple[object, ...], list[int]] = {}
+    turn = 0
+    for rank, all_of_it in does.items():
+        same = tuple(sorted(all_of_it, key=repr))
+        if not many and rank and (turn, same) not in groups:
+            turn += 1
+        groups.setdefault((turn, same), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def group_name(ranks: Sequence[int]) -> str:
+    """How a row names its ranks.
+
+    >>> group_name([2]), group_name([0, 1, 2]), group_name([0, 4, 8]), group_name(range(0, 64, 2))
+    ('rank 2', 'ranks 0–2', 'ranks 0 4 8', 'ranks 0 2 4 … 62')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    shown = [str(rank) for rank in ranks]
+    return f"ranks {' '.join(shown if len(shown) < 5 else [*shown[:3], '…', shown[-1]])}"
+
+
+def drawn_spans(timeline: Timeline) -> list[Span]:
+    """Spans that take time: messages that cost nothing are not drawn."""
+    return [span for span in timeline.spans if span.end_s > span.start_s]
+
+
+def rows(timeline: Timeline) -> list[Row]:
+    """All rows, from rank 0 down; a lane that nobody uses has none."""
+    drawn = drawn_spans(timeline)
+    present = {span.lane for span in drawn}
+    by_place: dict[tuple[int, str], list[Span]] = {}
+    for span in sorted(drawn, key=lambda span: span.start_s):
+        by_place.setdefault((span.rank, span.lane), []).append(span)
+    used = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
+    result = []
+    for ranks in rank_groups(timeline):
+        for place, lane in enumerate(used):
+            spans = tuple(by_place.get((ranks[0], lane), ()))
+            name = group_name(ranks) if place == 0 else lane
+            result.append(Row(name, ranks, lane, spans))
+    return result
+
+
+def legend(timelines: Sequence[Timeline]) -> list[Kind]:
+    """The kinds that occur, in a fixed order; a kind outside the table comes last."""
+    present = {span.kind: span for timeline in timelines for span in drawn_spans(timeline)}
+    known = [KINDS[kind] for kind in KINDS if kind in present]
+    return known + [kind_of(span) for kind, span in present.items() if kind not in KINDS]
+
+
+def held_by_rank(timeline: Timeline) -> dict[int, list[Held]]:
+    """What each rank holds, by time; of several entries at one instant the last counts.
+
+    >>> both = (Held(0, 1.0, 5.0), Held(0, 0.0, 3.0), Held(0, 1.0, 4.0))
+    >>> [held.held_bytes for held in held_by_rank(Timeline("t", 1, (), both))[0]]
+    [3.0, 4.0]
+    """
+    found: dict[int, dict[float, Held]] = {rank: {} for rank in range(timeline.ranks)}
+    for held in sorted(timeline.memory, key=lambda held: held.time_s):
+        found[held.rank][held.time_s] = held
+    return {rank: list(by_time.values()) for rank, by_time in found.items()}
+
+
+def peaks(timeline: Timeline) -> dict[int, float]:
+    """Most that each rank holds at once."""
+    found = dict.fromkeys(range(timeline.ranks), 0.0)
+    for held in timeline.memory:
+        found[held.rank] = max(found[held.rank], held.held_bytes)
+    return found
+
+
+def time_unit(end_s: float, unit: str) -> tuple[str, float]:
+    """(name of the unit of an axis, how many of it make one second or step).
+
+    >>> time_unit(0.002, "s"), time_unit(33.0, "s"), time_unit(33.0, "steps")
+    (('ms', 1000.0), ('s', 1.0), ('steps', 1.0))
+    """
+    if unit != "s" or end_s >= 1 or end_s <= 0:
+        return unit, 1.0
+    return ("ms", 1e3) if end_s >= 1e-3 else (MICROSECONDS, 1e6)
+
+
+def ticks(end: float, most: int) -> list[float]:
+    """Round figures from 0 to `end`, at most `most` of them, 1, 2 or 5 · 10^k apart.
+
+    >>> ticks(33.0, 8), ticks(0.9, 4)
+    ([0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0], [0.0, 0.5])
+    """
+    if end <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(end / max(1, most)))
+    for factor in (1, 2, 5, 10, 20):
+        step = factor * power
+        if int(end / step + 1e-9) + 1 <= most:
+            break
+    return [round(place * step, 12) for place in range(int(end / step + 1e-9) + 1)]
+
+
+def tick_text(value: float) -> str:
+    """A tick's figure without a tail of zeros.
+
+    >>> tick_text(5.0), tick_text(0.25)
+    ('5', '0.25')
+    """
+    return f"{value:g}"
+
+
+def micro_batch_and_stage(span: Span) -> tuple[str, int | None]:
+    """What a pipeline action's label says; a capital before a number says the kind again.
+
+    >>> micro_batch_and_stage(Span(0, 0.0, 1.0, "forward", "F12@5"))
+    ('12', 5)
+    >>> micro_batch_and_stage(Span(0, 0.0, 1.0, "all-gather", "u3"))
+    ('u3', None)
+    """
+    found = re.fullmatch(r"[A-Z](\d+)(?:@(\d+))?", span.label)
+    if not found:
+        return span.label, None
+    return found[1], int(found[2]) if found[2] else None
+
+
+def stages_of(row: Row) -> list[int]:
+    """The pieces of a model that a rank works on, in order; [] if its labels name none."""
+    found = {micro_batch_and_stage(span)[1] for span in row.spans}
+    return sorted(stage for stage in found if stage is not None)
+
+
+def piece_of(span: Span, stages: Sequence[int]) -> int:
+    """Which of the rank's own pieces: 0 for the first or only one."""
+    stage = micro_batch_and_stage(span)[1]
+    return stages.index(stage) if stage in stages else 0
+
+
+def fill_of(span: Span, stages: Sequence[int]) -> str:
+    """The colour of a box: paler for a rank's later pieces of the model."""
+    paler = piece_of(span, stages) / max(1, len(stages) - 1) * PALEST
+    return mixed(kind_of(span).fill, paler)
+
+
+def mixed(fill: str, paler: float) -> str:
+    """A colour mixed with white.
+
+    >>> mixed("#000080", 0.5)
+    '#8080c0'
+    """
+    parts = [int(fill[place : place + 2], 16) for place in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * paler):02x}" for part in parts)
+
+
+def several_pieces(timelines: Sequence[Timeline]) -> bool:
+    """Does any rank work on more than one piece of a model?"""
+    return any(len(stages_of(row)) > 1 for timeline in timelines for row in rows(timeline))
+
+
+def held_text(timeline: Timeline, held: float) -> str:
+    """What is held, as text with its unit.
+
+    >>> held_text(Timeline("t", 1, ()), 2**20), held_text(Timeline("t", 1, (), held_unit="x"), 5.5)
+    ('1.0 MiB', '5.5 x')
+    """
+    if timeline.held_unit == "bytes":
+        return bytes_text(held)
+    figure = f"{held:,.0f}" if held == round(held) else f"{held:,.2f}".rstrip("0")
+    return f"{figure} {timeline.held_unit}"
+
+
+def label_of(span: Span, room: int, piece: int = 0, *, coloured: bool = False) -> str:
+    """What stands inside a box with room for so many characters: at best letter and number.
+
+    piece      a rank's later pieces of a model have small letters
+    coloured   the colour says the kind, so that the number matters more than the letter
+
+    >>> box = Span(0, 0.0, 1.0, "forward", "12")
+    >>> label_of(box, 5), label_of(box, 2), label_of(box, 1), label_of(box, 3, piece=1)
+    ('F12', 'F', 'F', 'f12')
+    """
+    letter = kind_of(span).letter
+    letter = letter.lower() if piece else letter
+    number = micro_batch_and_stage(span)[0]
+    texts = [f"{letter}{number}", number if coloured and number else letter, letter]
+    return next((text for text in texts if len(text) <= room), "")

@@ -1,0 +1,134 @@
+"""`shoal plan` as a user meets it: text, JSON, tables, files written, wrong input, no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "shoal", "plan"]
+
+
+def plan(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command; no torch may be imported for a model known by name."""
+    guard = (
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ImportError('torch was imported')\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "sys.argv = ['shoal', 'plan', *sys.argv[1:]]\n"
+        "from shoal.cli.main import main\n"
+        "main()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", guard, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "100", "HOME": str(folder or "/")},
+    )
+
+
+def test_a_plan_fits_one_screen(tmp_path: Path) -> None:
+    done = plan("model.name=llama-3-8b", "--on", "8xH100-80GB", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    for word in ("MFU", "tokens/s", "memory of 1", "step of 1", "why 1", "guide", "next"):
+        assert word in done.stdout, word
+
+
+def test_json_is_what_is_drawn(tmp_path: Path) -> None:
+    done = plan("model.name=llama-3-70b", "--on", "16x8xH100-80GB", "--json", folder=tmp_path)
+    record = json.loads(done.stdout)
+    assert record["version"] == 1
+    assert record["machine"]["devices"] == 128
+    best = record["layouts"][0]
+    assert best["verdict"] == "fits"
+    assert not best["runs_here"]
+    assert best["peak_low_bytes"] < best["peak_bytes"] < best["peak_high_bytes"]
+
+
+def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
+    done = plan(
+        "model.name=llama-3-8b", "--on", "8xA100-40GB", "layout.strategy=ddp", folder=tmp_path
+    )
+    assert done.returncode == 1
+    assert "no, lacks" in done.stdout
+    assert "make it fit" in done.stdout
+    assert "layout.strategy=fsdp" in done.stdout
+
+
+def test_the_plan_becomes_a_run(tmp_path: Path) -> None:
+    from shoal.config.load import load
+
+    words = ("model.name=llama-3-8b", "--on", "8xH200", "train.batch=64", "layout.strategy=fsdp")
+    done = plan(*words, "--write", "run.toml", folder=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    config = load(tmp_path / "run.toml").config
+    assert config.layout.dp_shard == 8
+    assert config.layout.zero == 3
+    assert config.train.batch == 64
+    assert config.launch.processes == 8
+    again = plan(*words, "--write", "run.toml", folder=tmp_path)
+    assert again.returncode == 2
+    assert "exists; nearest: another name" in again.stderr
+
+
+def test_tables(tmp_path: Path) -> None:
+    done = plan("--table", "memory", "--models", "7b,70b", "--gpus", "8,64", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    states = next(line for line in done.stdout.splitlines() if line.startswith("llama-2-7b"))
+    # 18, 6 + 12/8, 2 + 16/8, 16/8 bytes times 6.738e9 parameters
+    assert states.split()[3:] == ["121.3", "50.5", "27.0", "13.5"]
+    done = plan("--table", "speedup", "--gpus", "2,16", folder=tmp_path)
+    assert "one node" in done.stdout
+    assert "DDP" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--on", "8xH1000"), '"H1000" is no device'),
+        (("--on", "8x"), "then expected"),
+        (("model.name=llama-3-80b",), "nearest: llama-3-8b"),
+        (("model.name=gpt",), "nearest: model.name=gpt-3-6.7b"),
+        (("--table", "speed"), "nearest: speedup"),
+        (("--table", "memory", "--models", "7x"), "no published model"),
+        (("--table", "memory", "--gpus", "2,x"), "--gpus x"),
+        (("layout.tp=3", "model.name=llama-3-8b", "--on", "8xH100"), "3 devices, but there are 8"),
+        (("model.name=hf:nowhere",), "nowhere"),
+        (("model.dims=3",), "nearest: model.dim"),
+    ],
+)
+def test_wrong_input_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = plan(*words, folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_a_model_from_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "num_hidden_layers": 16,
+                "hidden_size": 2048,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "intermediate_size": 8192,
+                "vocab_size": 128256,
+                "tie_word_embeddings": True,
+            }
+        )
+    )
+    done = plan("model.name=hf:.", "--on", "1xA10", folder=tmp_path)
+    assert "1.2B parameters" in done.stdout, done.stderr

@@ -1,0 +1,310 @@
+"""The step-time model: its parts add up, its arithmetic agrees with the formulas, its fit recovers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from shoal.base.cluster import Calibration, Cluster, Device, Link
+from shoal.base.errors import PlanError
+from shoal.base.estimate import Case
+from shoal.base.layout import Layout
+from shoal.base.shape import Transformer
+from shoal.planner.calibrations import CPU, FITTED, GPU, calibration_of
+from shoal.planner.fit import fit_steps, nnls_normal
+from shoal.planner.step_sync import BUCKET_BYTES
+from shoal.planner.step_terms import step_terms
+from shoal.planner.step_time import Table, effective, predict_time
+from shoal.planner.step_work import peak_flops_per_s
+from shoal.planner.traffic import Payload, step_traffic
+from shoal.planner.transformer import Kernels, model_facts
+
+SMALL = Transformer("small", 6, 256, 4, 4, 768, 2048)
+FACTS = model_facts(SMALL, 256, 4, Kernels(fused_norm=False))
+LARGE = model_facts(Transformer("large", 32, 4096, 32, 8, 14336, 128256), 4096, 2)
+GLOO = Link("gloo", 1e-4, 1e9)
+CORES = Device("2 cores", 2**33, {"fp32": 6e10, "fp64": 3e10}, 1e10, launch_s=4e-6, kind="cpu")
+HERE = Cluster(CORES, 1, 4, GLOO, GLOO)
+ARITHMETIC = Calibration(efficiency={"matrix": 1.0})
+H100 = Cluster(
+    Device("H100", 8e10, {"bf16": 989e12}, 3e12, launch_s=7e-6),
+    4, 8, Link("nvlink", 6e-6, 320e9), Link("ib", 1e-5, 46e9),
+)  # fmt: skip
+
+LAYOUTS = {
+    "single": Layout(),
+    "ddp": Layout(dp_replicate=4),
+    "zero1": Layout(dp_shard=4, zero=1),
+    "zero2": Layout(dp_shard=4, zero=2),
+    "fsdp": Layout(dp_shard=4, zero=3),
+    "hsdp": Layout(dp_replicate=2, dp_shard=2, zero=3),
+}
+
+
+def here(layout: Layout, accumulate: int = 3, **more: object) -> Case:
+    batch = 2 * accumulate * layout.data_degree
+    return Case(FACTS, layout, HERE, batch, 2, compute="fp32", **more)  # type: ignore[arg-type]
+
+
+def large(layout: Layout, micro_batch: int = 1, batch: int = 64, **more: object) -> Case:
+    return Case(LARGE, layout, H100, batch, micro_batch, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("defer", [False, True])
+def test_bytes_are_the_traffic_formulas(name: str, defer: bool) -> None:
+    layout = LAYOUTS[name]
+    case = here(layout, defer_sync=defer)
+    blocks = FACTS.units[1].parameters * 6
+    payload = Payload(
+        FACTS.trainable * 4, FACTS.trainable * 4, blocks * 4, (FACTS.trainable - blocks) * 4
+    )
+    expected = step_traffic(layout, payload, accumulate=3, defer_sync=defer).total_bytes
+    assert sum(predict_time(case).bytes.values()) == pytest.approx(expected)
+
+
+def test_on_cores_everything_sent_is_waited_for() -> None:
+    wide = model_facts(replace(SMALL, layers=12, hidden=512, ffn=1536), 256, 4)
+    assert wide.trainable * 4 > 3 * BUCKET_BYTES  # a GPU would hide all but the last bucket
+    ring = 2 * 2 * 1e-4 + 2 * 3 / 4 * wide.trainable * 4 / 1e9  # halving, doubling: a ring's bytes
+    estimate = predict_time(replace(here(LAYOUTS["ddp"]), model=wide))
+    assert estimate.parts["gradients"] == pytest.approx(ring)
+    assert estimate.hidden == {}
+    alone = predict_time(replace(here(LAYOUTS["single"]), model=wide))
+    assert estimate.step_s - alone.step_s == pytest.approx(ring)
+
+
+def test_a_gpu_hides_gradients_beside_its_backward_pass() -> None:
+    case = large(Layout(dp_replicate=32), batch=256)
+    hidden = predict_time(case)
+    bare = predict_time(replace(case, framework="megatron-deepspeed", cluster=replace(
+        H100, calibration=GPU)))  # fmt: skip
+    assert hidden.hidden["gradients_both"] > 0
+    assert not bare.hidden
+    assert hidden.parts["gradients"] < bare.parts["gradients"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *LAYOUTS.values(),
+        Layout(pp=4, dp_replicate=2, tp=4),
+        Layout(dp_shard=8, cp=4, zero=3),
+        Layout(pp=2, dp_shard=4, tp=4, zero=2),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_parts_add_up(layout: Layout, recompute: str) -> None:
+    estimate = predict_time(large(layout, recompute=recompute))
+    assert sum(estimate.parts.values()) == pytest.approx(estimate.step_s)
+    assert min(estimate.parts.values()) > 0
+    assert estimate.low_s < estimate.step_s < estimate.high_s
+
+
+def test_terms_and_coefficients_multiply_to_the_step() -> None:
+    case = large(Layout(pp=4, dp_replicate=2, tp=4))
+    table = Table(GPU)
+    found = effective(step_terms(case), table)
+    assert sum(table[k] * v for k, v in found.terms.items()) == pytest.approx(found.step_s)
+
+
+def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1() -> None:
+    bare = replace(LARGE, units=(
+        replace(LARGE.units[0], elementwise_bytes=0.0, operations=0, parameters=0),
+        LARGE.units[1],
+        replace(LARGE.units[2], forward_flops=0.0, elementwise_bytes=0.0, operations=0,
+                loss_bytes=0.0, parameters=0, plain_parameters=0),
+    ))  # fmt: skip
+    fast = replace(H100, across=Link("ib", 0.0, 1e30), inside=Link("nvlink", 0.0, 1e30),
+                   calibration=ARITHMETIC)  # fmt: skip
+    case = Case(bare, Layout(pp=4, tp=8), fast, 16, 1)
+    one = effective(step_terms(replace(case, batch=1)), Table(ARITHMETIC))
+    whole = effective(step_terms(case), Table(ARITHMETIC))
+    update = whole.terms["optimizer"] + whole.terms["step"] * 0
+    assert (whole.step_s - update) / (one.step_s - update) == pytest.approx((16 + 3) / 4)
+    halved = predict_time(replace(case, schedule="interleaved", chunks=2)).parts["bubble"]
+    assert halved == pytest.approx(predict_time(case).parts["bubble"] / 2)
+
+
+def test_the_stage_with_most_blocks_sets_the_pace() -> None:
+    """31 blocks on 8 stages: one has 5, and every micro-batch waits for it as with 40 blocks."""
+    uneven = model_facts(Transformer("u", 31, 4096, 32, 8, 14336, 1024), 4096, 2)
+    even = model_facts(Transformer("e", 40, 4096, 32, 8, 14336, 1024), 4096, 2)
+    layout = Layout(pp=8, tp=4)
+    first, second = (
+        predict_time(Case(facts, layout, H100, 256, 1)).step_s for facts in (uneven, even)
+    )
+    assert 0.95 * second < first < second
+
+
+def test_tensor_parallelism_across_nodes_is_slower_than_inside() -> None:
+    inside = predict_time(large(Layout(dp_replicate=4, tp=8), batch=32))
+    across = predict_time(large(Layout(dp_replicate=2, tp=16), batch=32))
+    assert across.parts["tensor"] > 3 * inside.parts["tensor"]
+
+
+def test_full_recompute_is_a_third_more_compute() -> None:
+    none = predict_time(large(Layout(dp_replicate=8)))
+    full = predict_time(large(Layout(dp_replicate=8), recompute="full"))
+    blocks = LARGE.units[1]
+    share = 32 * blocks.forward_flops / LARGE.forward_flops
+    own = full.parts["recompute"] / (none.parts["matrix"] + none.parts["elementwise"])
+    assert own == pytest.approx(share / 3, rel=0.15)
+
+
+def test_small_products_wait_for_the_host() -> None:
+    tiny = model_facts(Transformer("tiny", 24, 256, 4, 4, 768, 256), 32, 2)
+    case = Case(tiny, Layout(), H100, 1, 1)
+    assert predict_time(case).parts["constants"] > 0.5 * predict_time(case).step_s
+
+
+def test_offload_costs_time_and_says_so() -> None:
+    kept = predict_time(large(Layout(dp_shard=8, zero=3)))
+    moved = predict_time(large(Layout(dp_shard=8, zero=3), offload="optimizer"))
+    assert moved.parts["offload"] > 10 * kept.parts["optimizer"]
+    assert "offload" not in kept.parts
+    streamed = predict_time(large(Layout(dp_shard=8, zero=3), offload="activations"))
+    assert streamed.parts["offload"] > 0
+
+
+def test_an_uneven_cluster_waits_for_its_slowest_part() -> None:
+    slow = replace(H100, device=replace(H100.device, matrix_flops_per_s={"bf16": 100e12}))
+    case = large(Layout(dp_replicate=8))
+    mixed = replace(case, cluster=replace(H100, groups=(slow,)))
+    assert predict_time(mixed).step_s == predict_time(replace(case, cluster=slow)).step_s
+
+
+def test_measured_machines_bring_their_own_constants() -> None:
+    known = Calibration(
+        efficiency={"all_gather": 3.0, "reduce_scatter": 2.0},
+        constants_s={"operation": 1e-5, "operation_backward": 3e-5},
+    )
+    case = here(LAYOUTS["zero1"])
+    measured = replace(case, cluster=replace(HERE, calibration=known))
+    plain, found = predict_time(case), predict_time(measured)
+    assert found.parts["gradients"] == pytest.approx(2 * plain.parts["gradients"])
+    assert found.parts["parameters"] == pytest.approx(3 * plain.parts["parameters"])
+    operations = sum(unit.operations * unit.count for unit in FACTS.units)
+    assert found.parts["constants"] == pytest.approx(3 * operations * 4e-5)
+
+
+def test_which_calibration_counts() -> None:
+    assert calibration_of(here(Layout())) is CPU
+    assert calibration_of(large(Layout(dp_replicate=8))) is GPU
+    published = large(Layout(dp_replicate=8), framework="megatron-deepspeed")
+    assert calibration_of(published) is FITTED["megatron-deepspeed", True]
+    own = replace(published, cluster=replace(H100, calibration=ARITHMETIC))
+    assert calibration_of(own) is ARITHMETIC
+    some = Calibration(efficiency={"tensor": 7.0}, source="measured here")
+    ladders = {"bf16": ((1e9, 0.5), (1e12, 0.8))}
+    measured = replace(H100, calibration=some, device=replace(H100.device, ladders=ladders))
+    merged = calibration_of(replace(large(Layout(tp=8)), cluster=measured))
+    assert merged.efficiency["tensor"] == 7.0
+    assert merged.efficiency["matrix"] == 1.0
+    assert merged.efficiency["attention"] == GPU.efficiency["attention"]
+    assert merged.source == "measured here"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"framework": "megatron-deepspede"}, "nearest: megatron-deepspeed"),
+        ({"recompute": "sel"}, "memory.recompute = sel"),
+        ({"schedule": "1f2b", "layout": Layout(pp=4)}, "nearest: 1f1b"),
+        ({"compute": "fp64"}, "precision.compute = fp64"),
+    ],
+)
+def test_what_is_not_known_is_one_line(change: dict[str, object], words: str) -> None:
+    case = replace(large(Layout(dp_replicate=8)), **change)  # type: ignore[arg-type]
+    with pytest.raises(PlanError) as caught:
+        predict_time(case)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bf16_stands_in_for_fp16() -> None:
+    assert peak_flops_per_s(H100.device, "fp16") == 989e12
+
+
+def test_a_call_is_fast_and_does_not_grow_with_micro_batches() -> None:
+    case = large(Layout(pp=8, dp_replicate=2, tp=2), batch=4096)
+    best = {}
+    for batch in (64, 65536):
+        one = replace(case, batch=batch)
+        times = []
+        for _ in range(30):
+            start = time.process_time()
+            for _ in range(5):
+                predict_time(one)
+            times.append((time.process_time() - start) / 5)
+        best[batch] = min(times)
+    assert best[64] < 300e-6
+    assert best[65536] < 1.5 * best[64]
+
+
+def test_non_negative_least_squares() -> None:
+    gram = [[2.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 1.0]]
+    wanted = [1.0, 0.5, 2.0]
+    right = [sum(g * x for g, x in zip(row, wanted, strict=True)) for row in gram]
+    assert nnls_normal(gram, right) == pytest.approx(wanted)
+    # the free minimum would have a negative first coefficient: it stays at 0, the rest re-solves
+    assert nnls_normal([[1.0, 0.9], [0.9, 1.0]], [0.5, 1.0]) == pytest.approx([0.0, 1.0])
+
+
+def runs() -> list[Case]:
+    return [
+        large(Layout(pp=pp, dp_replicate=32 // (tp * pp), tp=tp), micro, 128)
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2, 4)
+        for micro in (1, 2, 4)
+    ]
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_times() -> None:
+    terms = [step_terms(case) for case in runs()]
+    truth = Calibration(
+        efficiency={"matrix": 1.5, "attention": 2.0, "elementwise": 1.4, "tensor": 2.0},
+        constants_s={"block": 1e-3, "micro_batch": 1e-3, "step": 1e-2},
+    )
+    times = [effective(each, Table(truth)).step_s for each in terms]
+    found = fit_steps(terms, times, replace(GPU, constants_s=truth.constants_s), trust=0.1)
+    assert max(map(abs, found.errors)) < 0.01
+    # products and attention grow alike in one model: only what they predict can be compared
+    other = step_terms(large(Layout(pp=2, dp_replicate=8, tp=2), 8, 128))
+    expected = effective(other, Table(truth)).step_s
+    assert effective(other, Table(found.calibration)).step_s == pytest.approx(expected, rel=0.02)
+    assert found.calibration.efficiency["tensor"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_disturbed_run_does_not_move_the_fit() -> None:
+    terms = [step_terms(case) for case in runs()]
+    times = [effective(each, Table(GPU)).step_s for each in terms]
+    times[5] /= 3
+    start = replace(GPU, efficiency={**GPU.efficiency, "matrix": 1.6, "elementwise": 1.5})
+    found = fit_steps(terms, times, start, trust=0.1)
+    others = [abs(error) for i, error in enumerate(found.errors) if i != 5]
+    assert max(others) < 0.03  # the knee: as much as one row may pull
+    assert found.errors[5] > 1.9
+
+
+def test_what_runs_say_nothing_of_stays_at_its_prior() -> None:
+    terms = [step_terms(large(Layout(dp_replicate=8), micro)) for micro in (1, 2, 4)]
+    found = fit_steps(terms, [1.0, 0.9, 0.85], GPU).calibration
+    assert found.efficiency["tensor"] == GPU.efficiency["tensor"]
+
+
+def test_a_fit_without_rows_says_so() -> None:
+    with pytest.raises(PlanError, match="needs measured steps"):
+        fit_steps([], [], GPU)
+    with pytest.raises(PlanError, match="more than 0"):
+        fit_steps([step_terms(here(Layout()))], [0.0], CPU)
+
+
+def test_what_a_framework_hides_after_its_update() -> None:
+    case = large(Layout(dp_shard=32, zero=1), batch=256)
+    ours, theirs = (predict_time(replace(case, framework=name)) for name in ("shoal", "megatron"))
+    assert "parameters_both" not in ours.hidden
+    assert theirs.hidden["parameters_both"] > 0
+    assert theirs.parts["parameters"] < 0.5 * ours.parts["parameters"]

@@ -1,0 +1,172 @@
+"""A stored machine becomes a cluster; what cannot be read is as if it were not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shoal.base.facts import MachineFacts
+from shoal.fabric import World
+from shoal.fabric.place import Place
+from shoal.planner.machines import parse_machines
+from shoal.planner.measured import _gpu_name, cluster_of, machine_path, read_measured, this_cluster
+from shoal.profile.disk import write_bytes_per_s
+from shoal.profile.links import fit_line
+from shoal.profile.machine import Sizes, measure_machine
+
+LINE = {"latency_s": 2e-5, "bytes_per_s": 1e9, "error": 0.04}
+DOCUMENT = {
+    "version": 1,
+    "kind": "cpu",
+    "device": "a chip, 4 cores / 2",
+    "processes": 4,
+    "local": 2,
+    "threads": 2,
+    "torch": "2.13.0",
+    "when": "2026-11-20",
+    "memory_bytes": 8e9,
+    "process_bytes": 3e8,
+    "matrix": {"fp32": [[1e6, 1e10], [1e9, 4e10]], "bf16": [[1e6, 1e10], [1e9, 1e11]]},
+    "stream": [[1e5, 2e10], [1e8, 5e9]],
+    "operation_s": 3e-6,
+    "operation_backward_s": 6e-6,
+    "host_bytes_per_s": 7e9,
+    "disk_bytes_per_s": 4e8,
+    "links": {
+        "inside": {
+            "ranks": 2,
+            "all_reduce": LINE,
+            "reduce_scatter": {**LINE, "bytes_per_s": 5e8},
+            "all_gather": {**LINE, "bytes_per_s": 2e9},
+        },
+        "across": {"ranks": 2, "all_reduce": {**LINE, "bytes_per_s": 1e8}},
+    },
+}
+
+
+def store(folder, document, processes=4, kind="cpu"):
+    path = machine_path(folder, processes, kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+
+
+def test_a_document_is_a_cluster(tmp_path):
+    store(tmp_path, DOCUMENT)
+    cluster = read_measured(tmp_path, 4)
+    device = cluster.device
+    assert (cluster.nodes, cluster.per_node, cluster.devices) == (2, 2, 4)
+    assert device.matrix_flops_per_s == {"fp32": 4e10, "bf16": 1e11}
+    assert device.ladder_of("fp32") == ((1e6, 0.25), (1e9, 1.0))
+    assert device.ladder_of("bf16") == ((1e6, 0.1), (1e9, 1.0))
+    assert device.ladder_of("fp64") == device.ladder == device.ladder_of("fp32")
+    assert device.stream_ladder == ((1e5, 2e10), (1e8, 5e9))
+    assert (device.stream_bytes_per_s, device.reserved_bytes) == (5e9, 3e8)
+    assert (cluster.inside.latency_s, cluster.inside.bytes_per_s) == (2e-5, 1e9)
+    assert cluster.across.bytes_per_s == 1e8
+    assert cluster.calibration.constants_s == {"operation": 3e-6, "operation_backward": 6e-6}
+    assert cluster.calibration.efficiency == {"parameters": 0.5, "reduce_scatter": 2.0}
+    assert cluster.disk_bytes_per_s == 4e8
+    assert "measured here" in device.source
+    assert "not measured" not in device.source
+
+
+def test_one_process_has_no_links():
+    alone = cluster_of({**DOCUMENT, "processes": 1, "local": 1, "links": {}})
+    assert alone.devices == 1
+    assert "not measured" in alone.inside.source
+    assert alone.calibration.efficiency == {}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{ half",
+        "[]",
+        {**DOCUMENT, "version": 0},
+        {k: v for k, v in DOCUMENT.items() if k != "stream"},
+        {**DOCUMENT, "matrix": {"fp32": []}},
+        {**DOCUMENT, "matrix": {"fp32": [[1e6, 0.0]]}},
+    ],
+)
+def test_what_cannot_be_read_is_not_there(tmp_path, broken):
+    store(tmp_path, broken)
+    assert read_measured(tmp_path, 4) is None
+
+
+def test_kinds_and_numbers_of_processes_are_apart(tmp_path):
+    store(tmp_path, {**DOCUMENT, "kind": "gpu"}, kind="gpu")
+    assert read_measured(tmp_path, 4).device.kind == "gpu"
+    assert read_measured(tmp_path, 4, "cpu") is None
+    assert read_measured(tmp_path, 2) is None
+    machine = MachineFacts(4, 2**34, 1)
+    assert "not measured" in parse_machines("4xcpu", machine, tmp_path).device.source
+    store(tmp_path, DOCUMENT)
+    assert "measured here" in parse_machines("4xcpu", machine, tmp_path).device.source
+
+
+def test_a_gpu_machine_that_was_not_measured(tmp_path):
+    told = tmp_path / "0000:01:00.0"
+    told.mkdir()
+    (told / "information").write_text("Model: \t NVIDIA H200\nIRQ: 7\n")
+    assert _gpu_name(tmp_path) == "NVIDIA H200"
+    assert _gpu_name(tmp_path / "none") == ""
+    cluster = this_cluster(MachineFacts(16, 2**37, 2), 2)
+    assert cluster.device.kind == "gpu"
+    assert "not measured" in cluster.device.source
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_line_gives_back_latency_and_rate(kind, ranks):
+    both = 2 if kind == "all_reduce" else 1
+    points = [(m, both * (ranks - 1) * (3e-5 + m / ranks / 2e9)) for m in (1e3, 1e5, 1e6, 1e7)]
+    told = fit_line(points, ranks, kind)
+    assert told["latency_s"] == pytest.approx(3e-5)
+    assert told["bytes_per_s"] == pytest.approx(2e9)
+    assert told["error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_noise_never_gives_less_than_nothing():
+    falling = fit_line([(1e3, 1e-3), (1e6, 1e-4)], 2, "all_reduce")
+    steep = fit_line([(1e3, 1e-9), (1e6, 1e-3)], 2, "all_reduce")
+    assert falling["latency_s"] >= 0
+    assert steep["latency_s"] >= 0
+    assert min(falling["bytes_per_s"], steep["bytes_per_s"]) > 0
+
+
+def test_one_process_measures_and_remembers(tmp_path):
+    world = World(Place(), torch.device("cpu"), None)
+    tiny = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2)
+    first = measure_machine(world, tmp_path, tiny)
+    assert [flop for flop, _ in first["matrix"]["bf16"]] == [2 * 16**3, 2 * 32**3]
+    assert [size for size, _ in first["stream"]] == [4096, 16384]
+    assert first["links"] == {}
+    assert min(first[k] for k in ("process_bytes", "operation_s", "disk_bytes_per_s")) > 0
+    machine_path(tmp_path, 1, "cpu").write_text(json.dumps({**first, "device": "remembered"}))
+    assert measure_machine(world, tmp_path, tiny)["device"] == "remembered"
+    assert measure_machine(world, tmp_path, tiny, again=True)["device"] == first["device"]
+    assert read_measured(tmp_path, 1).device.name == first["device"]
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    world = World(Place(), torch.device("cpu"), None)
+    told = measure_machine(world, tmp_path / "file", Sizes((16,), (4096,), (1024, 4096), 4096, 1))
+    assert told["disk_bytes_per_s"] == 0
+
+
+def test_the_disk_keeps_nothing(tmp_path):
+    assert write_bytes_per_s(tmp_path / "new", 10000) > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_reading_needs_no_torch():
+    program = (
+        "import sys; from shoal.planner import machines, measured; "
+        "machines.parse_machines('16x8xH100 + 8xA100'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0

@@ -1,0 +1,36 @@
+"""A machine measured with real processes: one document, read back as a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.planner.measured import read_measured
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def test_all_ranks_hold_the_same_machine(worlds, tmp_path: Path) -> None:
+    one, two = worlds(2).call("machine_case:measure", cache=str(tmp_path))
+    assert one["first"] == two["first"] == one["second"] == two["second"]
+    assert one["quiet"], "what is known is not measured again"
+    assert list(one["first"]["links"]) == ["inside"]
+    for kind in KINDS:
+        assert [size for size, _ in one["first"]["links"]["inside"][kind]["points"]] == [
+            1024,
+            65536,
+        ]
+    cluster = read_measured(tmp_path, 2)
+    assert cluster is not None
+    assert (cluster.nodes, cluster.per_node, cluster.device.kind) == (1, 2, "cpu")
+    assert (
+        cluster.inside.bytes_per_s == one["first"]["links"]["inside"]["all_reduce"]["bytes_per_s"]
+    )
+    assert read_measured(tmp_path, 4) is None
+
+
+def test_every_axis_has_its_own_links(worlds) -> None:
+    answers = worlds(4).call("machine_case:axes")
+    assert all(answer == answers[0] for answer in answers)
+    for axis in ("across", "inside"):
+        assert answers[0][axis]["ranks"] == 2
+        assert all(answers[0][axis][kind]["bytes_per_s"] > 0 for kind in KINDS)
