@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from shoal.base.facts import usable_cores
 from shoal.fabric.place import find_place
 from shoal.launch import supervise
-from shoal.launch.machine import usable_cores
 from shoal.launch.processes import private_socket, worker_environment
 
 PARENT = """

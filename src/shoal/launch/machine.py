@@ -6,14 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from shoal.base.facts import MachineFacts
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+from shoal.base.facts import MachineFacts, usable_cores
 
 
 def this_machine() -> MachineFacts:

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.base.errors import ClusterError
+from shoal.base.facts import usable_cores
 from shoal.launch import guardian
-from shoal.launch.machine import usable_cores
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1

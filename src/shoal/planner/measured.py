@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from dataclasses import replace
@@ -29,8 +28,9 @@ from typing import Any
 
 from shoal.base.cluster import Calibration, Cluster, Device, Link
 from shoal.base.errors import PlanError
-from shoal.base.facts import MachineFacts
+from shoal.base.facts import MachineFacts, usable_cores
 from shoal.planner.catalogue import LINKS, find_model, network
+from shoal.planner.refit import corrected, learnt
 
 VERSION = 1
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -53,7 +53,7 @@ def machine_path(cache: Path, processes: int, kind: str) -> Path:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch_version = "none"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     key = f"{platform.node()}-{cores}-cores-torch-{torch_version}-{processes}-{kind}"
     return cache / "machines" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.json"
 
@@ -65,9 +65,10 @@ def read_measured(cache: Path, processes: int, kind: str = "") -> Cluster | None
     """
     for which in (kind,) if kind else ("gpu", "cpu"):
         try:
-            document = json.loads(machine_path(cache, processes, which).read_text())
+            path = machine_path(cache, processes, which)
+            document = json.loads(path.read_text())
             if document["version"] == VERSION:
-                return cluster_of(document)
+                return corrected(cluster_of(document), learnt(path))
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             continue  # a cache: what cannot be read is measured again
     return None

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
 from shoal.fabric import World
 from shoal.planner.measured import VERSION, cluster_of, machine_path
@@ -51,6 +52,8 @@ class Sizes:
 
 
 FULL = Sizes()
+QUICK = Sizes((64, 256, 1024), (2**17, 2**22, 2**25), (2**12, 2**18, 2**22), 2**24, 3)
+"""Two seconds: what a first run spends on it; `shoal plan --measure` takes the full list."""
 GPU = Sizes(products=(256, 512, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**28))
 
 
@@ -198,7 +201,7 @@ def _disk(world: World, cache: Path, sizes: Sizes) -> float:
 def _device_name(world: World) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return f"{_chip()}, {cores} cores / {world.local_size}"
 
 

@@ -7,7 +7,7 @@ can say how far it was from what happened.
 
 from __future__ import annotations
 
-import os
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,18 @@ import torch
 from shoal.base.cluster import Cluster
 from shoal.base.errors import PlanError, ShoalError
 from shoal.base.estimate import Case, ModelFacts
-from shoal.base.facts import MachineFacts
+from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.plan import Plan
 from shoal.config.sections import Config
 from shoal.data.fetch import join, kept_draws
 from shoal.data.loader import is_indexed
 from shoal.data.sources import Source
+from shoal.fabric import World
 from shoal.planner.frameworks import own_kernels
-from shoal.planner.measured import read_measured, this_cluster
+from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
+from shoal.planner.refit import learnt, note_run, share_of
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts, own_family
 from shoal.profile.trace import trace_facts
@@ -36,6 +38,9 @@ from shoal.trainer.job import build_model, import_loss
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 STATE_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "lion": 4, "sgd": 4, "muon": 4}
 """Optimizer state per element, in fp32; others: as Adam."""
+
+LEAST_STEPS = 20
+"""Steps of a run that says something about the machine."""
 
 EXAMPLES = 2
 """Samples of the batch that a trace looks at."""
@@ -69,6 +74,7 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
         dict(inputs) if section.call == "kwargs" else (inputs,),
         kernels=kernels,
         element_bytes=element_bytes,
+        autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
         loss=import_loss(section),
         targets=targets,
         name=section.build or section.name,
@@ -81,7 +87,7 @@ def cluster_here(processes: int, held_bytes: int = 0) -> Cluster:
     held_bytes   CPU: what this process holds before its model is there (data, libraries)
     """
     machine = MachineFacts(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=torch.cuda.device_count(),
     )
@@ -115,6 +121,33 @@ def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> 
         optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
         compiled=plan.compile != "none",
     )
+
+
+class Learner:
+    """Listens to a run's steps, and tells the machine's facts at the end how long they took."""
+
+    def __init__(self, predicted: dict[str, Any], compute: str, world: World) -> None:
+        self.predicted, self.compute = predicted, compute
+        kind = "gpu" if world.device.type == "cuda" else "cpu"
+        self.machine = machine_path(cache_folder(), world.size, kind)
+        self.known = learnt(self.machine).get(compute, 1.0)
+        self.steps_s: list[float] = []
+
+    def hear(self, row: dict[str, Any]) -> None:
+        """A listener of events."""
+        if row.get("event") == "step":
+            self.steps_s.append(row["step_s"])
+        elif row.get("event") == "run_finished" and row.get("how") == "completed":
+            self.teach()
+
+    def teach(self) -> None:
+        """After the last step. Short runs say more about warming up than about the machine."""
+        steady = self.steps_s[2:]
+        if len(steady) < LEAST_STEPS or "time" not in self.predicted:
+            return
+        share = share_of(self.predicted["time"], statistics.median(steady), self.known)
+        if share is not None:
+            note_run(self.machine, self.compute, share)
 
 
 def prediction(case: Case) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ShoalError, TrainingError
+from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
@@ -30,6 +31,7 @@ from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
 from shoal.parallel.program import dtype_of
 from shoal.profile.flops import backward_flops
+from shoal.profile.machine import QUICK, measure_machine
 from shoal.profile.matmul import matmul_flops_per_s
 from shoal.profile.memory import forget_peak
 from shoal.trainer.choose import choose
@@ -41,7 +43,12 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
-from shoal.trainer.foresee import cluster_here, foresee, held_now_bytes
+from shoal.trainer.foresee import (
+    Learner,
+    cluster_here,
+    foresee,
+    held_now_bytes,
+)
 from shoal.trainer.job import import_object, material_of, open_run, steps_of
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
@@ -77,6 +84,8 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
+        measure_machine(world, cache_folder(), QUICK)
     layout, why = choose(config, source, world, folder)
     proven = _prove(config, source, world, folder, layout)
     more = {"folder": folder, "keep": config.checkpoint.keep}
@@ -100,6 +109,9 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         "predicted": foreseen,
     }
     _describe(run, source, total_steps, folder, told)
+    if world.is_first:
+        learner = Learner(foreseen, run.plan.precision, world)
+        run.recorder.events.listeners.append(learner.hear)
     return run, source, total_steps
 
 

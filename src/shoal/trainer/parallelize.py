@@ -6,7 +6,6 @@ Slurm: which processes there are is found in the environment.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError, one_of
-from shoal.base.facts import MachineFacts
+from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.plan import Plan
 from shoal.base.policies import (
     COMPILE,
@@ -218,7 +217,7 @@ def _plan(
 ) -> Plan:
     parameters = sum(p.numel() for p in trainable(module).values())
     machine = MachineFacts(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=torch.cuda.device_count(),
     )

@@ -1,0 +1,91 @@
+"""What runs taught about this machine: how long real steps take against the rates of small tests.
+
+A rate measured on one product in a loop is not what a step reaches: caches, other operations and
+the allocator take their share, about the same one in every step of a machine and number format.
+After a run its share is written down, and the median of the latest runs corrects later plans:
+
+    share   (measured step − what is no matrix product in the prediction) / predicted products
+
+Kept beside the machine's facts, one JSON line per run; a run that was disturbed is one of many.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.base.cluster import Cluster
+
+LATEST = 15
+"""Runs per number format whose median counts."""
+
+LEAST, MOST = 0.3, 4.0
+"""Shares beyond are no fact about the machine: something else took its cores."""
+
+
+def runs_path(machine: Path) -> Path:
+    """Where the runs of a machine stand: beside its facts."""
+    return machine.with_suffix(".runs.jsonl")
+
+
+def share_of(parts: dict[str, float], step_s: float, known: float) -> float | None:
+    """A run's share; None where the prediction has no matrix products.
+
+    parts    the predicted parts of a step · known  the share that the prediction had in it already
+
+    >>> round(share_of({"matrix": 0.5, "gradients": 0.1}, 0.7, 1.0), 3)
+    1.2
+    """
+    products_s = parts.get("matrix", 0.0)
+    if products_s <= 0.0:
+        return None
+    others_s = sum(parts.values()) - products_s
+    return min(MOST, max(LEAST, (step_s - others_s) / products_s)) * known
+
+
+def note_run(machine: Path, compute: str, share: float) -> None:
+    """Write a run's share down. A folder that cannot be written is left alone."""
+    try:
+        path = runs_path(machine)
+        lines = path.read_text().splitlines() if path.exists() else []
+        lines.append(json.dumps({"compute": compute, "share": share}))
+        path.write_text("\n".join(lines[-8 * LATEST :]) + "\n")
+    except OSError:
+        return
+
+
+def learnt(machine: Path) -> dict[str, float]:
+    """Number format → share, of the latest runs; {} where there are none."""
+    found: dict[str, list[float]] = {}
+    try:
+        lines = runs_path(machine).read_text().splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+            found.setdefault(str(record["compute"]), []).append(float(record["share"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return {name: statistics.median(shares[-LATEST:]) for name, shares in found.items()}
+
+
+def corrected(cluster: Cluster, shares: dict[str, float]) -> Cluster:
+    """The cluster with the matrix rates that runs reach.
+
+    >>> from shoal.base.cluster import Device, Link
+    >>> link = Link("wire", 1e-5, 1e9)
+    >>> cluster = Cluster(Device("d", 1.0, {"fp32": 12e9, "bf16": 9e9}, 1e9), 1, 1, link, link)
+    >>> corrected(cluster, {"fp32": 1.2}).device.matrix_flops_per_s
+    {'fp32': 10000000000.0, 'bf16': 9000000000.0}
+    """
+    if not shares:
+        return cluster
+    rates = {
+        name: rate / shares.get(name, 1.0)
+        for name, rate in cluster.device.matrix_flops_per_s.items()
+    }
+    source = f"{cluster.device.source}; corrected by runs"
+    return replace(cluster, device=replace(cluster.device, matrix_flops_per_s=rates, source=source))
