@@ -15,7 +15,7 @@ from shoal.base.layout import Layout
 from shoal.base.units import bytes_text, seconds_text
 from shoal.planner.guide import DDP_BELOW, FSDP_UP_TO
 from shoal.planner.memory import predict_memory
-from shoal.planner.search import SAME, Candidate
+from shoal.planner.search import SAME, Candidate, least_memory_bytes
 from shoal.planner.step_time import predict_time
 from shoal.planner.verdict import verdict
 
@@ -172,7 +172,7 @@ def ask_guide(best: Candidate) -> tuple[str, Candidate | None]:
     )
     memory = predict_memory(tried)
     other = Candidate(
-        tried, memory, predict_time(tried), verdict(memory, cluster.device.memory_bytes)
+        tried, memory, predict_time(tried), verdict(memory, least_memory_bytes(cluster))
     )
     if not other.fits:
         return f"{words}: lacks {bytes_text(-other.verdict.margin_bytes)}, so overruled", other

@@ -4,7 +4,8 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
 
     version, model {name, parameters, sequence, blocks, source},
     machine {name, device, devices, nodes, per_node, memory_bytes, source, groups, islands},
-    batch, compute, notes [text], guide text, fix [settings] or null, folk null|layout,
+    batch, compute, notes [text], searched, fitting, guide text, advice {mixed|islands: text},
+    fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
               accumulate, recompute, offload, runs_here, verdict fits|tight|no, margin_bytes,
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
@@ -20,8 +21,9 @@ from typing import Any
 
 from shoal.base.cluster import Cluster
 from shoal.base.estimate import ModelFacts
+from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, why_before
-from shoal.planner.search import Candidate, fixes
+from shoal.planner.search import Candidate, fixes, least_memory_bytes
 
 VERSION = 1
 
@@ -46,6 +48,7 @@ def plan_record(
         "searched": len(candidates),
         "fitting": sum(candidate.fits for candidate in candidates),
         "guide": "" if given or not best.fits else ask_guide(best)[0],
+        "advice": dict(advice(best)),
         "fixes": [],
         "layouts": [],
     }
@@ -98,7 +101,7 @@ def machine_record(cluster: Cluster) -> dict[str, Any]:
         "devices": cluster.devices,
         "nodes": cluster.nodes,
         "per_node": cluster.per_node,
-        "memory_bytes": cluster.device.memory_bytes,
+        "memory_bytes": least_memory_bytes(cluster),
         "inside": cluster.inside.name,
         "across": cluster.across.name,
         "source": cluster.device.source,

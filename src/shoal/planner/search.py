@@ -82,7 +82,11 @@ class Candidate:
     def mfu(self) -> float:
         """Share of the devices' matrix rate that the model's own FLOP are."""
         cluster = self.case.cluster
-        peak = cluster.device.matrix_flops_per_s.get(self.case.compute, 0.0) * cluster.devices
+        even = [replace(cluster, groups=()), *cluster.groups]
+        peak = sum(
+            part.device.matrix_flops_per_s.get(self.case.compute, 0.0) * part.devices
+            for part in even
+        )
         return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
 
 
@@ -103,6 +107,11 @@ def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]
             f"train.batch={max(cluster.devices, asked.batch // cluster.devices * cluster.devices)}"
         )
     return ranked(found)
+
+
+def least_memory_bytes(cluster: Cluster) -> float:
+    """Memory of the device that has least, of a mixed cluster too."""
+    return min(part.device.memory_bytes for part in (cluster, *cluster.groups))
 
 
 def ranked(found: list[Candidate]) -> list[Candidate]:
@@ -129,7 +138,7 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
 
 
 def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Candidate]:
-    capacity = cluster.device.memory_bytes
+    capacity = least_memory_bytes(cluster)
     for layout in _layouts(model, cluster, asked):
         for micro_batch in _micro_batches(layout, asked):
             for schedule, chunks in _schedules(model, layout, asked.batch, micro_batch):
@@ -286,7 +295,7 @@ def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
     found = []
     for name, case in tried:
         memory = predict_memory(case)
-        word = verdict(memory, case.cluster.device.memory_bytes)
+        word = verdict(memory, least_memory_bytes(case.cluster))
         if word.word != "no":
             text = name.format(micro_batch=case.micro_batch)
             found.append((text, Candidate(case, memory, predict_time(case), word)))
