@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -31,7 +32,8 @@ def test_it_says_what_was_chosen_and_how_it_ended(first: tuple[CommandLine, str]
     assert output.startswith("shoal ")
     assert "data: Python standard library: " in output
     assert "files held out" in output
-    assert "below 1B: " in output
+    assert re.search(r"auto: \w+ on 2 processes: [\d.]+ m?s per step foreseen; also pos", output)
+    assert "one process may be as fast" in output
     assert "also possible: " in output
     assert "16 samples per step" in output
     assert "loss=" in output

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ShoalError
+from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.layout import AXES, Layout
 from shoal.base.policies import check_compress
@@ -122,8 +123,11 @@ def _why(candidates: list[Candidate], processes: int) -> str:
         if name not in names | {best.case.layout.strategy}:
             names.add(name)
             others.append(f"{name} {seconds_text(candidate.time.step_s)}")
-    rest = f"; then {', '.join(others[:SHOWN])}" if others else ""
+    rest = f"; also possible: {', '.join(others[:SHOWN])}" if others else ""
+    cores = usable_cores()
+    on_cores = best.case.cluster.device.kind == "cpu" and cores <= processes
+    aside = f" (on {cores} cores one process may be as fast)" if on_cores else ""
     return (
         f"auto: {best.case.layout.strategy} on {processes} processes: "
-        f"{seconds_text(best.time.step_s)} per step foreseen{rest}"
+        f"{seconds_text(best.time.step_s)} per step foreseen{rest}{aside}"
     )
