@@ -105,6 +105,10 @@ def test_tables(tmp_path: Path) -> None:
         (("--table", "memory", "--gpus", "2,x"), "--gpus x"),
         (("layout.tp=3", "model.name=llama-3-8b", "--on", "8xH100"), "3 devices, but there are 8"),
         (("model.name=hf:nowhere",), "nowhere"),
+        (("layout.tp=-1", "model.name=llama-3-8b", "--on", "8xH100"), "at least 1"),
+        (("layout.zero=7", "model.name=llama-3-8b", "--on", "8xH100"), "a stage is 0, 1, 2 or 3"),
+        (("precision.compute=fp16",), "a CPU has no fast fp16"),
+        (("--on", "8xH100 + 8xcpu", "model.name=llama-3-8b"), "cannot share one run"),
         (("model.dims=3",), "nearest: model.dim"),
     ],
 )

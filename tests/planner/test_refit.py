@@ -20,8 +20,10 @@ def test_a_share_is_of_the_products_alone() -> None:
     assert share_of(parts, 0.5, 1.0) == pytest.approx(1.0)
     assert share_of(parts, 0.9, 1.0) == pytest.approx(2.0)
     assert share_of(parts, 0.5, 1.5) == pytest.approx(1.5), "what was corrected already counts"
-    assert share_of(parts, 60.0, 1.0) == MOST
+    assert share_of(parts, 60.0, 1.0) is None, "something else took the cores"
+    assert share_of(parts, 0.9, 1.5 * MOST) is None
     assert share_of({"gradients": 0.1}, 0.5, 1.0) is None
+    assert share_of({"matrix": 0.1, "gradients": 0.2}, 0.5, 1.0) is None, "few products"
 
 
 def test_the_median_of_the_latest_counts(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_fixed_layout_is_the_only_one() -> None:
 
 
 def test_a_batch_that_nothing_divides_is_told() -> None:
-    with pytest.raises(PlanError, match=r"nothing divides batch 13 .* train\.batch=8"):
+    with pytest.raises(PlanError, match=r"train\.batch = 13: nothing divides it .* train\.batch=8"):
         search(LLAMA, NODE, Asked(batch=13, built=True))
 
 
@@ -90,7 +90,7 @@ def test_a_reason_names_what_differs(found: list[Candidate]) -> None:
 
 
 def test_the_guide_is_predicted_too(found: list[Candidate]) -> None:
-    text, other = ask_guide(found[0])
+    text, other = ask_guide(found[0], Asked(batch=64))
     assert "1–10B: fsdp" in text
     assert other is not None
     assert other.case.layout.strategy == "fsdp"
@@ -99,7 +99,7 @@ def test_the_guide_is_predicted_too(found: list[Candidate]) -> None:
 
 
 def test_the_document_holds_every_layout_once(found: list[Candidate]) -> None:
-    record = plan_record(found, top=4, notes=["said"], given=False)
+    record = plan_record(found, Asked(batch=64), top=4, notes=["said"])
     assert [row["rank"] for row in record["layouts"]] == [1, 2, 3, 4]
     shapes = [(tuple(row["degrees"].items()), row["zero"]) for row in record["layouts"]]
     assert len(set(shapes)) == 4
@@ -108,3 +108,52 @@ def test_the_document_holds_every_layout_once(found: list[Candidate]) -> None:
     assert sum(first["memory"].values()) == pytest.approx(first["peak_bytes"])
     assert record["searched"] == len(found)
     assert record["fixes"] == []
+
+
+def test_given_degrees_leave_the_rest_open() -> None:
+    found = search(LLAMA, NODE, Asked(batch=64, degrees=(("tp", 2),)))
+    assert {c.case.layout.tp for c in found} == {2}
+    assert {0, 1, 2, 3} <= {c.case.layout.zero for c in found}
+    found = search(LLAMA, NODE, Asked(batch=64, zero=1))
+    assert {c.case.layout.zero for c in found} == {1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Asked(batch=64, layout=Layout(tp=8)), r"layout\.tp = 8: does not divide the 12 heads"),
+        (Asked(batch=64, degrees=(("pp", 16),)), r"layout\.pp = 16: .* has 12 blocks"),
+        (Asked(batch=64, layout=Layout(dp_replicate=8), micro_batch=5), r"micro-batches of 5"),
+    ],
+)
+def test_what_cannot_be_cut_is_told(asked: Asked, said: str) -> None:
+    gpt = model_facts(published("gpt-2"), 1024, 2)
+    cluster = parse_machines("2x8xH100-80GB") if asked.degrees else NODE
+    with pytest.raises(PlanError, match=said):
+        search(gpt, cluster, asked)
+
+
+def test_every_stage_of_a_mixed_model_is_looked_at() -> None:
+    from shoal.base.estimate import Case
+    from shoal.planner.memory import predict_memory
+
+    cluster = parse_machines("16x8xH100-80GB")
+    facts = model_facts(published("deepseek-v3"), 4096, 2)
+    case = Case(facts, Layout(pp=16, dp_replicate=8), cluster, 128, 1, recompute="full")
+    each = [predict_memory(case, stage).peak_bytes for stage in range(16)]
+    assert predict_memory(case).peak_bytes == pytest.approx(max(each), rel=0.02)
+
+
+def test_compiled_blocks_are_not_planned_with_selective_recompute() -> None:
+    found = search(LLAMA, NODE, Asked(batch=64, compiled=True))
+    assert "selective" not in {c.case.recompute for c in found}
+
+
+def test_micro_batches_grow_until_memory_is_full() -> None:
+    vit = model_facts(published("vit-b"), 197, 2)
+    found = search(vit, NODE, Asked(batch=16384, built=True))
+    assert max(c.case.micro_batch for c in found) >= 256
+    best = found[0]
+    text, other = ask_guide(best, Asked(batch=16384, built=True))
+    assert other is not None
+    assert best.time.step_s <= 1.02 * other.time.step_s, text

@@ -8,7 +8,7 @@ import pytest
 
 import precision_case
 from cli_run import TOY_ARGUMENTS, CommandLine
-from shoal.trainer.loss_scale import GROWTH_EVERY, LossScale
+from shoal.trainer.loss_scale import GROWTH_EVERY, LEAST, LossScale
 
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp")
 
@@ -67,9 +67,12 @@ def test_the_scale_grows_and_a_fixed_one_stays() -> None:
     assert scale.value == 2.0**17
     assert scale.overflowed()
     assert (scale.value, scale.clean) == (2.0**16, 0)
-    while scale.value > 1:
+    while scale.value > LEAST:
         scale.overflowed()
-    assert not scale.overflowed(), "a scale of 1 cures nothing"
+    assert not scale.overflowed(), "what is smaller cures nothing"
+    wide = LossScale()
+    assert wide.overflowed(2.0**18)
+    assert wide.value == 2.0**-3, "large sums start below 1"
     summed = LossScale()
     assert summed.overflowed(250.0)
     assert summed.value == 2.0**7, "as a mean over 256 targets would have it"

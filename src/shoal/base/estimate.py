@@ -84,7 +84,8 @@ class ModelFacts:
     @property
     def blocks(self) -> int:
         """How many units are repeated: the depth that a pipeline cuts."""
-        return sum(unit.count for unit in self.units if unit.count > 1)
+        ends = ("embedding", "head")
+        return sum(u.count for u in self.units if u.name not in ends and not u.loss_bytes)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,9 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
     >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
     4
     """
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
     layout = Layout(**degrees)
     if "dp_replicate" not in degrees and processes % layout.processes == 0:
         layout = replace(layout, dp_replicate=processes // layout.processes)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 from shoal.base.events import append_line
+from shoal.base.facts import usable_cores
+from shoal.base.files import cache_folder
 from shoal.launch import run_worker
 
 
@@ -24,6 +26,7 @@ def main() -> int:
     from shoal.config.load import load
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
+    from shoal.profile.machine import QUICK, measure_machine
     from shoal.trainer.sample import measure_row
 
     folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
@@ -31,6 +34,8 @@ def main() -> int:
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    if world.size <= usable_cores():  # so that rows can be foreseen
+        measure_machine(world, cache_folder(), QUICK)
 
     def tell(**record: object) -> None:
         if world.is_first:

@@ -19,6 +19,7 @@ def measure_here(arguments: list[str]) -> None:
     Errors   ConfigError, PlanError for a request that is none
     """
     from shoal.base.events import EventLog
+    from shoal.base.layout import Layout
     from shoal.config.load import load
     from shoal.launch import supervise
     from shoal.launch.machine import this_machine
@@ -26,7 +27,9 @@ def measure_here(arguments: list[str]) -> None:
 
     paths = [Path(a) for a in arguments if "=" not in a]
     config = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config
-    processes = config.launch.processes or default_processes(this_machine())
+    degrees = config.layout.degrees()
+    asked = config.launch.processes or (Layout(**degrees).processes if degrees else 0)
+    processes = asked or default_processes(this_machine())
     typer.echo(
         f"measuring this machine with {processes} process{'es' if processes > 1 else ''}, "
         f"under a minute",

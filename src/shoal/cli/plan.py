@@ -58,7 +58,7 @@ def plan(
         from shoal.cli.plan_write import write_plan
 
         write_plan(best, arguments or [], write)
-        record["next"] = f"shoal train {write}"
+        record["next"] = f"shoal train {write}" if best.fits and best.built else ""
     if as_json:
         typer.echo(json.dumps(record, indent=1))
     else:
@@ -82,16 +82,22 @@ def _planned(arguments: list[str], on: str, top: int) -> tuple[dict[str, Any], A
     loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
     subject = find_subject(loaded, on)
     found = search(subject.model, subject.cluster, subject.asked)
-    given = subject.asked.layout is not None
-    record = plan_record(found, top=top, notes=subject.notes, given=given)
-    record["next"] = _next(found[0], arguments, on)
+    record = plan_record(found, subject.asked, top=top, notes=subject.notes)
+    record["next"] = _next(found[0], record, arguments, on)
     return record, found[0]
 
 
-def _next(best: Any, arguments: list[str], on: str) -> str:
-    """What to type after reading this."""
-    words = " ".join(arguments)
+def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> str:
+    """What to type after reading this: a run, a plan that fits, or the plan as a file."""
+    words = [word if " " not in word else f'"{word}"' for word in arguments]
+    shown = [f'--on "{on}"'] if on else []
+    if not best.fits:
+        fix = record["fixes"][0]["set"].split() if record["fixes"] else []
+        return " ".join(["shoal plan", *words, *fix, *shown]) if fix else ""
     if not on and best.built:
-        return f"shoal train {words}".strip()
-    shown = f' --on "{on}"' if on else ""
-    return f"shoal plan {words}{shown} --write run.toml".replace("  ", " ")
+        case = best.case
+        same = any(word.startswith("memory.recompute=") for word in words)
+        wanted = case.recompute != "none" and not same
+        recompute = [f"memory.recompute={case.recompute}"] if wanted else []
+        return " ".join(["shoal train", *words, *recompute])
+    return " ".join(["shoal plan", *words, *shown, "--write run.toml"])

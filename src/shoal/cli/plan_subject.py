@@ -8,17 +8,17 @@ derived, and said in one line.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from shoal.base.batches import default_micro_batch
 from shoal.base.cluster import Cluster
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimate import ModelFacts
-from shoal.base.layout import Layout
+from shoal.base.layout import Layout, expand, planned_degrees
 from shoal.base.units import count_text
 from shoal.config.load import Loaded
+from shoal.config.resolve import resolve_batch
 from shoal.config.sections import Config
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.machines import parse_machines
@@ -27,10 +27,12 @@ from shoal.planner.model_facts import FAMILIES, NOT_BUILT
 from shoal.planner.model_facts import PUBLISHED as BUILDABLE
 from shoal.planner.published import from_config, published
 from shoal.planner.search import Asked
+from shoal.planner.states import STATE_BYTES
 from shoal.planner.transformer import model_facts, own_family
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 TOKENS_PER_STEP = 4 * 2**20
+MOST_TOKENS = 16 * 2**20
 """Of a cluster whose batch nobody gave: what models of 1B and more are usually trained with."""
 
 PUBLISHED_SEQUENCE = 8192
@@ -60,12 +62,21 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     cluster = find_cluster(config, machines, notes)
     compute = _format(config.precision.compute, cluster, notes)
     model = find_model(loaded, cluster, ELEMENT_BYTES[compute], notes)
-    batch = _batch(config, model, cluster, notes)
+    batch = _batch(loaded, model, cluster, here=not machines)
+    notes += [note for note in loaded.notices if note not in notes]
     # What `shoal train` would take on this machine; on others it is the plan's to choose.
     usual = None if machines else default_micro_batch(batch)
+    degrees = config.layout.degrees()
+    planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
+    zero = None if config.layout.zero < 0 else config.layout.zero
+    if zero is not None and zero > 3:
+        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
     asked = Asked(
         batch=batch,
         layout=_layout(config, cluster),
+        degrees=tuple(degrees.items()),
+        zero=zero,
+        optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
         micro_batch=config.train.micro_batch or usual,
         recompute=config.memory.recompute if "memory.recompute" in loaded.origins else None,
         compute=compute,
@@ -158,46 +169,66 @@ def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
 
 def _format(asked: str, cluster: Cluster, notes: list[str]) -> str:
     """The number format: the user's, or bf16 where the device is fast in it."""
-    rates = cluster.device.matrix_flops_per_s
+    parts = (cluster, *cluster.groups)
+    if any(part.device.kind != cluster.device.kind for part in parts):
+        raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
+    if cluster.device.kind != "gpu":
+        if asked == "fp16":
+            raise PlanError(
+                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "
+                "precision.compute=bf16"
+            )
+        return "fp32" if asked == "auto" else asked
+    every = [part.device.matrix_flops_per_s for part in parts]
+    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in ELEMENT_BYTES}
     if asked == "auto":
-        if cluster.device.kind != "gpu":
-            return "fp32"
-        return "bf16" if rates.get("bf16", 0) > rates.get("fp32", 0) else "fp16"
+        return "bf16" if rates["bf16"] > rates["fp32"] else "fp16"
     narrow = {"bf16": "fp16", "fp16": "bf16"}.get(asked, "")
-    if rates.get(narrow, 0.0) > 2 * rates.get(asked, 0.0) and narrow:
-        times = rates[narrow] / rates[asked]
-        notes.append(f"{cluster.device.name} multiplies {narrow} {times:.0f} times as fast")
+    if narrow and rates[narrow] > 2 * rates[asked]:
+        slowest = min(parts, key=lambda part: part.device.matrix_flops_per_s.get(asked, 0.0))
+        times = rates[narrow] / max(rates[asked], 1.0)
+        notes.append(f"{slowest.device.name} multiplies {narrow} {times:.0f} times as fast")
     return asked
 
 
-def _batch(config: Config, model: ModelFacts, cluster: Cluster, notes: list[str]) -> int:
-    """Samples per step: the user's, the run's default on one machine, a usual one on a cluster."""
-    train = config.train
-    if train.batch:
-        return train.batch
-    if train.micro_batch:
-        return train.micro_batch * (train.accumulate or 8) * cluster.devices
-    from shoal.config.resolve import DEFAULT_BATCH
+def _batch(loaded: Loaded, model: ModelFacts, cluster: Cluster, here: bool) -> int:
+    """Samples per step: the user's; on this machine the run's default, on others a usual one.
 
-    if cluster.device.kind != "gpu":
-        return max(DEFAULT_BATCH, cluster.devices)
-    per_sample = max(1, model.sequence)
-    wanted = max(TOKENS_PER_STEP // per_sample, 1) if model.sequence else 256
-    batch = max(1, math.ceil(wanted / cluster.devices)) * cluster.devices
-    tokens = f", {count_text(batch * per_sample)} tokens" if model.sequence else ""
+    here   the plan is for this machine, whose runs settle their batch by the same function
+    """
+    train, notes = loaded.config.train, loaded.notices
+    if here or train.batch or train.micro_batch or train.accumulate:
+        tried = replace(loaded, notices=[])
+        given = loaded.config.layout.degrees()
+        cut = math.prod(given.get(axis, 1) for axis in ("pp", "cp", "tp"))
+        resolve_batch(tried, max(1, cluster.devices // cut))
+        return tried.config.train.batch
+    batch = usual_batch(model.sequence, cluster.devices)
+    tokens = f", {count_text(batch * model.sequence)} tokens" if model.sequence else ""
     notes.append(f"train.batch not given: {batch} samples per step{tokens}")
     return batch
 
 
+def usual_batch(sequence: int, devices: int) -> int:
+    """A usual number of samples per step: 4M tokens, up to 16M on thousands of devices.
+
+    What no power of two divides of the devices, divides the batch: so data-parallel degrees do.
+
+    >>> usual_batch(8192, 8), usual_batch(8192, 16384), usual_batch(8192, 100_000)
+    (512, 2048, 3125)
+    """
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    tokens = min(MOST_TOKENS, max(TOKENS_PER_STEP, devices * PUBLISHED_SEQUENCE))
+    wanted = tokens / sequence if sequence else 256 * devices
+    return odd * 2 ** max(0, round(math.log2(max(1.0, wanted / odd))))
+
+
 def _layout(config: Config, cluster: Cluster) -> Layout | None:
     """The layout that the user fixed; None where it is left to the planner."""
-    from shoal.base.layout import expand, planned_degrees
-
     section = config.layout
-    degrees: dict[str, Any] = section.degrees()
     zero = None if section.zero < 0 else section.zero
-    if degrees:
-        return planned_degrees(degrees, cluster.devices, zero)
-    if section.strategy == "auto":
+    if section.strategy == "auto" or section.degrees():
         return None
     return expand(section.strategy, cluster.devices, threads=section.threads, zero=zero)

@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.base.cluster import Cluster
+from shoal.base.errors import PlanError
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.units import bytes_text, seconds_text
 from shoal.planner.guide import DDP_BELOW, FSDP_UP_TO
-from shoal.planner.memory import predict_memory
-from shoal.planner.search import SAME, Candidate, least_memory_bytes
-from shoal.planner.step_time import predict_time
-from shoal.planner.verdict import verdict
+from shoal.planner.search import SAME, Asked, Candidate, search
 
 PART_WORDS = {
     "matrix": "matrix products",
@@ -94,8 +92,11 @@ def why_before(first: Candidate, second: Candidate) -> str:
         lacking = bytes_text(-second.verdict.margin_bytes)
         return f"{layout_text(second.case.layout)} lacks {lacking}"
     ratio = second.time.step_s / first.time.step_s - 1
-    if abs(ratio) <= SAME:
-        said = f"within {SAME:.0%}"
+    if first.verdict.word == "fits" and second.verdict.word == "tight":
+        faster = f", which would be {-ratio:.0%} faster" if ratio < -SAME else ""
+        return f"fits for sure, unlike {layout_text(second.case.layout)}{faster}"
+    if abs(ratio) <= SAME or ratio < 0:
+        said = f"within {max(SAME, -ratio):.0%}"
         if first.verdict.word == second.verdict.word:
             return f"{said} of {layout_text(second.case.layout)}, and plainer"
         return f"{said} of {layout_text(second.case.layout)}, with more memory left"
@@ -156,7 +157,7 @@ def guide_words(parameters: int) -> str:
     return "1–10B: fsdp" if parameters <= FSDP_UP_TO else "above 10B: tp × pp × dp"
 
 
-def ask_guide(best: Candidate) -> tuple[str, Candidate | None]:
+def ask_guide(best: Candidate, asked: Asked) -> tuple[str, Candidate | None]:
     """What the guide would have taken for this case, predicted; and a sentence about it."""
     case = best.case
     model, cluster = case.model, case.cluster
@@ -164,19 +165,16 @@ def ask_guide(best: Candidate) -> tuple[str, Candidate | None]:
     words = f"the field's guide ({guide_words(model.trainable)}) says {layout_text(layout)}"
     if layout == case.layout:
         return f"{words}: the same", best
-    share = case.batch // layout.data_degree
-    if not share or case.batch % layout.data_degree:
-        return f"{words}: batch {case.batch} does not divide by {layout.data_degree}", None
-    tried = replace(
-        case, layout=layout, schedule="1f1b", chunks=1, micro_batch=min(case.micro_batch, share)
-    )
-    memory = predict_memory(tried)
-    other = Candidate(
-        tried, memory, predict_time(tried), verdict(memory, least_memory_bytes(cluster))
-    )
+    try:
+        other = search(model, cluster, replace(asked, layout=layout, degrees=(), zero=None))[0]
+    except PlanError as failure:
+        return f"{words}, which is not legal here ({failure})", None
     if not other.fits:
         return f"{words}: lacks {bytes_text(-other.verdict.margin_bytes)}, so overruled", other
     slower = other.time.step_s / best.time.step_s - 1
+    took = seconds_text(other.time.step_s)
+    if other.verdict.word == "tight" and best.verdict.word == "fits":
+        return f"{words}: {took}, but its memory is tight, so overruled", other
     if slower <= SAME:
-        return f"{words}: as fast, {seconds_text(other.time.step_s)}", other
-    return f"{words}: {slower:.0%} slower ({seconds_text(other.time.step_s)}), so overruled", other
+        return f"{words}: as fast, {took}", other
+    return f"{words}: {slower:.0%} slower ({took}), so overruled", other

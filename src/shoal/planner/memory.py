@@ -85,7 +85,7 @@ def predict_memory(
     """
     _check(case)
     habits = habits or framework(case.framework)
-    found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case.layout.pp, stage)]
+    found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
     return max(found, key=lambda estimate: estimate.peak_bytes)
 
 
@@ -100,10 +100,20 @@ def _check(case: Case) -> None:
             raise PlanError(one_of(where, got, allowed))
 
 
-def _candidates(ranks: int, stage: int | None) -> list[int]:
+def _candidates(case: Case, stage: int | None) -> list[int]:
+    """Ranks one of which is the fullest: both ends, and where another kind of block begins."""
+    ranks = case.layout.pp
     if stage is not None:
         return [stage % ranks]
-    return sorted({0, min(1, ranks - 1), ranks - 1})
+    found = {0, min(1, ranks - 1), ranks - 1}
+    blocks = [unit for unit in case.model.units if is_block(unit)]
+    if len(blocks) > 1 and ranks > 1:
+        total, before = sum(unit.count for unit in blocks), 0
+        for unit in blocks[:-1]:
+            before += unit.count
+            place = before * ranks // total
+            found |= {r for r in range(place - 1, place + 3) if 0 <= r < ranks}
+    return sorted(found)
 
 
 def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:

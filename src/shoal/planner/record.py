@@ -2,8 +2,9 @@
 
 Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `why`, `notes`):
 
-    version, model {name, parameters, sequence, blocks, source},
-    machine {name, device, devices, nodes, per_node, memory_bytes, source, groups, islands},
+    version, model {name, parameters, sequence, blocks, forward_flops, source},
+    machine {name, device, kind, devices, own_devices, nodes, per_node, memory_bytes, inside,
+             across, source, calibration, groups, islands},
     batch, compute, notes [text], searched, fitting, guide text, advice {mixed|islands: text},
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
@@ -23,21 +24,22 @@ from shoal.base.cluster import Cluster
 from shoal.base.estimate import ModelFacts
 from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, why_before
-from shoal.planner.search import Candidate, fixes, least_memory_bytes
+from shoal.planner.search import Asked, Candidate, fixes, least_memory_bytes
 
 VERSION = 1
 
 
 def plan_record(
-    candidates: Sequence[Candidate], *, top: int, notes: Sequence[str], given: bool
+    candidates: Sequence[Candidate], asked: Asked, *, top: int, notes: Sequence[str]
 ) -> dict[str, Any]:
     """The document for the best `top` of the candidates, which are in order.
 
-    given   the user fixed the layout: then it is not held against the field's guide
+    asked   what was searched; a layout that the user fixed is not held against the field's guide
     """
     best = candidates[0]
     case = best.case
     shown = _varied(candidates, top)
+    given = asked.layout is not None or asked.degrees or asked.zero is not None
     record: dict[str, Any] = {
         "version": VERSION,
         "model": model_record(case.model),
@@ -47,7 +49,7 @@ def plan_record(
         "notes": list(notes),
         "searched": len(candidates),
         "fitting": sum(candidate.fits for candidate in candidates),
-        "guide": "" if given or not best.fits else ask_guide(best)[0],
+        "guide": "" if given or not best.fits else ask_guide(best, asked)[0],
         "advice": dict(advice(best)),
         "fixes": [],
         "layouts": [],
@@ -99,6 +101,7 @@ def machine_record(cluster: Cluster) -> dict[str, Any]:
         "device": cluster.device.name,
         "kind": cluster.device.kind,
         "devices": cluster.devices,
+        "own_devices": cluster.nodes * cluster.per_node,
         "nodes": cluster.nodes,
         "per_node": cluster.per_node,
         "memory_bytes": least_memory_bytes(cluster),

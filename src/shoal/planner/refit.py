@@ -24,6 +24,9 @@ LATEST = 15
 LEAST, MOST = 0.3, 4.0
 """Shares beyond are no fact about the machine: something else took its cores."""
 
+LEAST_PRODUCTS = 0.5
+"""Of a predicted step: with less in matrix products, the rest would be blamed on them."""
+
 
 def runs_path(machine: Path) -> Path:
     """Where the runs of a machine stand: beside its facts."""
@@ -31,7 +34,7 @@ def runs_path(machine: Path) -> Path:
 
 
 def share_of(parts: dict[str, float], step_s: float, known: float) -> float | None:
-    """A run's share; None where the prediction has no matrix products.
+    """A run's share; None where it says nothing: few matrix products, or a disturbed machine.
 
     parts    the predicted parts of a step · known  the share that the prediction had in it already
 
@@ -39,10 +42,11 @@ def share_of(parts: dict[str, float], step_s: float, known: float) -> float | No
     1.2
     """
     products_s = parts.get("matrix", 0.0)
-    if products_s <= 0.0:
-        return None
     others_s = sum(parts.values()) - products_s
-    return min(MOST, max(LEAST, (step_s - others_s) / products_s)) * known
+    if products_s <= 0.0 or products_s < LEAST_PRODUCTS * (products_s + others_s):
+        return None
+    share = (step_s - others_s) / products_s * known
+    return share if LEAST <= share <= MOST else None
 
 
 def note_run(machine: Path, compute: str, share: float) -> None:
@@ -52,7 +56,7 @@ def note_run(machine: Path, compute: str, share: float) -> None:
         lines = path.read_text().splitlines() if path.exists() else []
         lines.append(json.dumps({"compute": compute, "share": share}))
         path.write_text("\n".join(lines[-8 * LATEST :]) + "\n")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return
 
 
@@ -61,7 +65,7 @@ def learnt(machine: Path) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     try:
         lines = runs_path(machine).read_text().splitlines()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return {}
     for line in lines:
         try:

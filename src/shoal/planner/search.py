@@ -26,7 +26,10 @@ LONG_SEQUENCE = 16384
 """Positions from which splitting a sequence is looked at: below it attention is a small share."""
 
 DEEPEST_PIPELINE = 64
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+LARGEST_MICRO_BATCH = 1024
+APART = 1.5
+"""Micro-batches that are looked at differ by this factor at least."""
+
 RECOMPUTE = ("none", "selective", "full")
 SAME = 0.02
 """Step times closer than this share are one: the plainer layout then goes first."""
@@ -37,13 +40,18 @@ class Asked:
     """What the user fixed; None leaves it to the search.
 
     batch        samples per step over all ranks
-    layout       exactly these degrees · strategy  a name that the data-parallel axes must have
-    micro_batch, recompute, compute, offload, defer_sync, compile  as in the configuration
+    layout       exactly this one · degrees  some axes alone, the others are searched
+    zero         what dp_shard splits
+    micro_batch, recompute, compute, offload, defer_sync, compiled  as in the configuration
+    optimizer_bytes  of the optimizer's state per fp32 element
     built        only layouts that this version runs
     """
 
     batch: int
     layout: Layout | None = None
+    degrees: tuple[tuple[str, int], ...] = ()
+    zero: int | None = None
+    optimizer_bytes: int = 8
     micro_batch: int | None = None
     recompute: str | None = None
     compute: str = "bf16"
@@ -100,13 +108,42 @@ def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]
 
     Errors   PlanError where no layout is legal at all, with the reason
     """
-    found = [candidate for candidate in _candidates(model, cluster, asked)]
+    found = list(_candidates(model, cluster, asked))
     if not found:
-        raise PlanError(
-            f"layout: nothing divides batch {asked.batch} over {cluster.devices} devices; nearest: "
-            f"train.batch={max(cluster.devices, asked.batch // cluster.devices * cluster.devices)}"
-        )
+        raise PlanError(_nothing(model, cluster, asked))
     return ranked(found)
+
+
+def _nothing(model: ModelFacts, cluster: Cluster, asked: Asked) -> str:
+    """Why nothing was legal."""
+    given = dict(asked.degrees)
+    if asked.layout is not None:
+        given |= {axis: n for axis, n in asked.layout.degrees.items() if n > 1}
+    tp, pp = given.get("tp", 1), given.get("pp", 1)
+    if tp > 1 and (not model.heads or model.heads % tp):
+        legal = max((n for n in range(1, tp) if model.heads and model.heads % n == 0), default=1)
+        return (
+            f"layout.tp = {tp}: does not divide the {model.heads} heads of {model.name}; nearest "
+            f"legal: layout.tp={legal}"
+        )
+    if tp > cluster.per_node:
+        return (
+            f"layout.tp = {tp}: a node has {cluster.per_node} devices, and between nodes tensor "
+            f"parallelism never pays; nearest: layout.tp={cluster.per_node}"
+        )
+    if pp > model.blocks:
+        return (
+            f"layout.pp = {pp}: {model.name} has {model.blocks} blocks to cut between; nearest "
+            f"legal: layout.pp={max(1, model.blocks)}"
+        )
+    degree = asked.layout.data_degree if asked.layout else cluster.devices // (tp * pp)
+    unit = (asked.micro_batch or 1) * degree
+    legal = max(unit, asked.batch // unit * unit)
+    each = f" in micro-batches of {asked.micro_batch}" if asked.micro_batch else ""
+    return (
+        f"train.batch = {asked.batch}: nothing divides it over {cluster.devices} devices{each}; "
+        f"nearest: train.batch={legal}"
+    )
 
 
 def least_memory_bytes(cluster: Cluster) -> float:
@@ -140,7 +177,10 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
 def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Candidate]:
     capacity = least_memory_bytes(cluster)
     for layout in _layouts(model, cluster, asked):
+        if not is_legal(model, layout):
+            continue
         for micro_batch in _micro_batches(layout, asked):
+            room = False
             for schedule, chunks in _schedules(model, layout, asked.batch, micro_batch):
                 case = Case(
                     model,
@@ -155,14 +195,28 @@ def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[C
                     offload=asked.offload,
                     defer_sync=asked.defer_sync,
                     average=asked.average,
+                    optimizer_bytes=asked.optimizer_bytes,
                     compiled=asked.compiled,
                 )
-                yield from _lightest_recompute(case, asked, capacity)
+                for candidate in _lightest_recompute(case, asked, capacity):
+                    room |= candidate.fits
+                    yield candidate
+            if not room:  # more samples at once need more memory still
+                break
+
+
+def is_legal(model: ModelFacts, layout: Layout) -> bool:
+    """Whether a model can be cut so: heads over tp, blocks over pp."""
+    if layout.tp > 1 and (not model.heads or model.heads % layout.tp):
+        return False
+    return layout.pp <= max(1, model.blocks)
 
 
 def _lightest_recompute(case: Case, asked: Asked, capacity: float) -> Iterator[Candidate]:
     """The case with the least recomputation that fits; if none does, with all of it."""
-    policies = [asked.recompute] if asked.recompute else list(RECOMPUTE)
+    # Compiled blocks have no single operations left that selective recompute could keep.
+    free = [policy for policy in RECOMPUTE if policy != "selective" or not case.compiled]
+    policies = [asked.recompute] if asked.recompute else free
     for policy in policies:
         tried = replace(case, recompute=policy)
         memory = predict_memory(tried)
@@ -177,6 +231,13 @@ def _layouts(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layo
     if asked.layout is not None:
         yield asked.layout
         return
+    for layout in _every_layout(model, cluster, asked):
+        exact = all(layout.degrees[axis] == degree for axis, degree in asked.degrees)
+        if exact and (asked.zero is None or layout.zero == asked.zero):
+            yield layout
+
+
+def _every_layout(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layout]:
     devices = cluster.devices
     for tp in _tensor_degrees(model, cluster, asked):
         for cp in _context_degrees(model, devices // tp, asked):
@@ -189,13 +250,13 @@ def _layouts(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layo
 
 
 def _tensor_degrees(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[int]:
-    """1, and powers of two within a node that divide the heads: across nodes it never pays."""
+    """1, and what divides heads, nodes and devices: across nodes it never pays."""
     yield 1
-    tp = 2
-    while not asked.built and model.heads and tp <= cluster.per_node and model.heads % tp == 0:
-        if cluster.devices % tp == 0:
+    if asked.built or not model.heads:
+        return
+    for tp in range(2, cluster.per_node + 1):
+        if not (model.heads % tp or cluster.per_node % tp or cluster.devices % tp):
             yield tp
-        tp *= 2
 
 
 def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
@@ -213,7 +274,7 @@ def _pipeline_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator
     if asked.built:
         return
     for pp in range(2, min(DEEPEST_PIPELINE, model.blocks, devices) + 1):
-        if devices % pp == 0 and (pp & (pp - 1) == 0 or model.blocks % pp == 0):
+        if devices % pp == 0:
             yield pp
 
 
@@ -237,12 +298,18 @@ def _data_splits(data: int, inside: int, pp: int) -> Iterator[Layout]:
 
 
 def _micro_batches(layout: Layout, asked: Asked) -> Iterator[int]:
-    share = asked.batch // layout.data_degree
-    if asked.micro_batch:
-        yield asked.micro_batch
+    """What divides a rank's share of a step, each well apart from the one before."""
+    share, rest = divmod(asked.batch, layout.data_degree)
+    if rest:
         return
-    for size in MICRO_BATCHES:
-        if share % size == 0:
+    if asked.micro_batch:
+        if share % asked.micro_batch == 0:
+            yield asked.micro_batch
+        return
+    before = 0.0
+    for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1):
+        if share % size == 0 and size >= APART * before:
+            before = size
             yield size
 
 
@@ -264,7 +331,9 @@ Change = tuple[str, Callable[[Case], Case | None]]
 
 CHANGES: tuple[Change, ...] = (
     ("memory.recompute=selective", lambda c: _recompute(c, "selective")),
-    ("train.micro_batch={micro_batch}", lambda c: _half(c)),
+    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 2)),
+    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 8)),
+    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, c.micro_batch)),
     ("memory.recompute=full", lambda c: _recompute(c, "full")),
     ("layout.strategy=zero1", lambda c: _stage(c, 1)),
     ("layout.strategy=zero2", lambda c: _stage(c, 2)),
@@ -303,12 +372,15 @@ def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
 
 
 def _recompute(case: Case, policy: str) -> Case | None:
+    if case.compiled and policy == "selective":
+        return None
     order = RECOMPUTE.index
     return replace(case, recompute=policy) if order(policy) > order(case.recompute) else None
 
 
-def _half(case: Case) -> Case | None:
-    return replace(case, micro_batch=case.micro_batch // 2) if case.micro_batch % 2 == 0 else None
+def _smaller(case: Case, times: int) -> Case | None:
+    size, rest = divmod(case.micro_batch, times)
+    return None if rest or size in (0, case.micro_batch) else replace(case, micro_batch=size)
 
 
 def _stage(case: Case, stage: int) -> Case | None:

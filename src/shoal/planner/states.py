@@ -25,6 +25,10 @@ WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element of the weights that compute sees."""
 
 
+STATE_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "lion": 4, "sgd": 4, "muon": 4}
+"""Optimizer state per fp32 element, by optimizer.name; others: as Adam."""
+
+
 class States(NamedTuple):
     """Bytes of a stage's states on one rank."""
 

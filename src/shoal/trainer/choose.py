@@ -24,6 +24,7 @@ from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.measured import read_measured
 from shoal.planner.search import Asked, Candidate, search
+from shoal.planner.states import STATE_BYTES
 from shoal.trainer.foresee import ELEMENT_BYTES, facts_of
 from shoal.trainer.proof.material import asked_layout, portions
 
@@ -67,6 +68,7 @@ def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[
             defer_sync=config.train.defer_sync,
             average=bool(config.optimizer.average),
             compiled=config.train.compile != "none",
+            optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
             built=True,
         )
         candidates = [c for c in search(model, cluster, asked) if c.fits and _carries(config, c)]

@@ -29,6 +29,7 @@ from shoal.planner.frameworks import own_kernels
 from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
 from shoal.planner.refit import learnt, note_run, share_of
+from shoal.planner.states import STATE_BYTES
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts, own_family
 from shoal.profile.trace import trace_facts
@@ -36,9 +37,6 @@ from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-STATE_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "lion": 4, "sgd": 4, "muon": 4}
-"""Optimizer state per element, in fp32; others: as Adam."""
-
 LEAST_STEPS = 20
 """Steps of a run that says something about the machine."""
 
@@ -130,6 +128,8 @@ class Learner:
         self.predicted, self.compute = predicted, compute
         kind = "gpu" if world.device.type == "cuda" else "cpu"
         self.machine = machine_path(cache_folder(), world.size, kind)
+        # What a machine that was never measured is said to do, no run may correct.
+        self.measured = self.machine.exists()
         self.known = learnt(self.machine).get(compute, 1.0)
         self.steps_s: list[float] = []
 
@@ -143,7 +143,7 @@ class Learner:
     def teach(self) -> None:
         """After the last step. Short runs say more about warming up than about the machine."""
         steady = self.steps_s[2:]
-        if len(steady) < LEAST_STEPS or "time" not in self.predicted:
+        if len(steady) < LEAST_STEPS or "time" not in self.predicted or not self.measured:
             return
         share = share_of(self.predicted["time"], statistics.median(steady), self.known)
         if share is not None:
@@ -167,6 +167,8 @@ def prediction(case: Case) -> dict[str, Any]:
 def foresee(config: Config, source: Source, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """The prediction for a run, or {"reason": why there is none}: training goes on without."""
     width = ELEMENT_BYTES[plan.precision]
+    if plan.layout.threads > 1:
+        return {"reason": "dp: threads of one process are not foreseen"}
     try:
         facts = facts_of(config, source, kernels=cluster.device.kind, element_bytes=width)
         return prediction(case_of(config, plan, facts, cluster))

@@ -50,6 +50,7 @@ from shoal.trainer.foresee import (
     held_now_bytes,
 )
 from shoal.trainer.job import import_object, material_of, open_run, steps_of
+from shoal.trainer.proof.material import asked_layout
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
@@ -105,7 +106,7 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     told = {
         "model": config.model.build or config.model.name,
         "why": why or run.plan.why,
-        "chosen": bool(why),
+        "chosen": asked_layout(config.layout) == {"strategy": "auto"},
         "predicted": foreseen,
     }
     _describe(run, source, total_steps, folder, told)

@@ -18,6 +18,8 @@ import math
 from typing import Any
 
 START, GROWTH_EVERY, LARGEST = 2.0**16, 2000, 2.0**24
+LEAST = 2.0**-24
+"""Below 1, since the loss is a sum: over 2^18 targets this is 2^-6 of a mean loss."""
 
 
 class LossScale:
@@ -39,11 +41,11 @@ class LossScale:
         targets   valid targets of a micro-batch, the same number on every rank
         """
         self.clean = 0
-        if self.fixed or self.value <= 1.0:
+        if self.fixed or self.value <= LEAST:
             return False
         if not self.began and targets > 1:
             self.value = min(self.value, START / 2.0 ** math.ceil(math.log2(targets)))
-        self.value = max(1.0, self.value / 2)
+        self.value = max(LEAST, self.value / 2)
         self.began = True
         return True
 

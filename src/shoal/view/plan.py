@@ -55,7 +55,7 @@ def _subject(record: Record) -> str:
     sequence = f", sequence {model['sequence']}" if model["sequence"] else ""
     tokens = record["batch"] * model["sequence"]
     each = f" ({count_text(tokens)} tokens)" if tokens else ""
-    where = f"{machine['devices']} × {machine['device']}"
+    where = f"{machine['own_devices']} × {machine['device']}"
     if machine["nodes"] > 1:
         where = f"{machine['nodes']} × {machine['per_node']} × {machine['device']}"
     for group in machine["groups"]:
@@ -107,7 +107,7 @@ def _verdict(row: Record) -> str:
     margin = bytes_text(abs(row["margin_bytes"]))
     if row["verdict"] == "no":
         return f"no, lacks {margin}"
-    return f"{row['verdict']}, {margin} free"
+    return f"{row['verdict']}, {margin} {'free' if row['margin_bytes'] >= 0 else 'over'}"
 
 
 def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
