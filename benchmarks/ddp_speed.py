@@ -104,7 +104,7 @@ def _options() -> argparse.Namespace:
     if options.quick:
         options.pairs, options.sizes = 4, "small"
     options.peers = options.peers or PEERS[options.family]
-    options.defaults = not options.no_defaults and options.family == "ddp"
+    options.defaults = not options.no_defaults
     return options
 
 
@@ -137,8 +137,10 @@ def _cases(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _comparisons(case: dict[str, Any], peers: list[str], family: str) -> list[tuple[str, str]]:
     if family == "sharded":
-        case.pop("defaults")
         rows = [(STAGES.get(peer, "shoal_fsdp"), peer) for peer in peers]
+        if case.pop("defaults"):
+            plain = [peer for peer in peers if not peer.endswith("_compiled")]
+            rows += [(STAGES.get(peer, "shoal_fsdp"), f"{peer}_default") for peer in plain]
         return [("shoal_fsdp", "shoal_fsdp_twin"), *rows]
     # A peer's model is compiled whole, ours by blocks: like is compared with like.
     ours = {peer: "shoal_blocks" if peer.endswith("_compiled") else "shoal" for peer in peers}

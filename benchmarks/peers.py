@@ -226,8 +226,10 @@ def make(name: str, case: Case, world: World, weights: dict[str, Tensor] | None 
 def _sharded(name: str, case: Case, model: nn.Module, processes: int) -> Program:
     import sharded_peers
 
+    tuned = not name.endswith("_default")
+    name = name.removesuffix("_default")
     if name == "fsdp2":
-        return sharded_peers.Fsdp2(case, model)
+        return sharded_peers.Fsdp2(case, model, tuned=tuned)
     if name == "fabric_fsdp":
-        return sharded_peers.FabricFsdp(case, model, processes)
-    return sharded_peers.DeepSpeed(case, model, int(name[-1]), processes)
+        return sharded_peers.FabricFsdp(case, model, processes, tuned=tuned)
+    return sharded_peers.DeepSpeed(case, model, int(name[-1]), processes, tuned=tuned)

@@ -4,6 +4,8 @@
     fabric_fsdp      the same wrapping through Lightning Fabric
     deepspeed_0 … 3  ZeRO stages on DeepSpeed's CPU accelerator, clipping at the same norm
 
+`tuned=False` is what each one's own quick start shows: no clipping, no fused optimizer.
+
 In bf16 each has fp32 weights and sums and computes in bf16, by its own means: FSDP2's mixed
 precision policy, Fabric's bf16-mixed, DeepSpeed's bf16 section.
 """
@@ -25,6 +27,11 @@ def parts_of(case: Case, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, 
     return list(zip(tokens.split(cut), targets.split(cut), strict=True))
 
 
+def adamw(model: nn.Module, tuned: bool) -> torch.optim.AdamW:
+    """The optimizer: fused, or as a quick start makes it."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=tuned or None)
+
+
 def shard(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
     """Blocks first, then the root, as PyTorch's documentation does."""
     for block in model.blocks:
@@ -35,15 +42,15 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
 class Fsdp2(Program):
     """A loop over torch's `fully_shard`."""
 
-    def __init__(self, case: Case, model: nn.Module) -> None:
+    def __init__(self, case: Case, model: nn.Module, *, tuned: bool) -> None:
         self.losses = []
-        self.case = case
+        self.case, self.tuned = case, tuned
         bf16 = case.precision == "bf16"
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
         )
         self.model = shard(model, policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+        self.optimizer = adamw(self.model, tuned)
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
         parts = parts_of(self.case, tokens, targets)
@@ -52,7 +59,8 @@ class Fsdp2(Program):
             loss = mean_loss(self.model(x), y) / len(parts)
             loss.backward()
             kept.append(loss.detach())
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        if self.tuned:
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(sum(kept))
@@ -61,12 +69,12 @@ class Fsdp2(Program):
 class FabricFsdp(Program):
     """The loop of Lightning Fabric's documentation for ModelParallelStrategy."""
 
-    def __init__(self, case: Case, model: nn.Module, processes: int) -> None:
+    def __init__(self, case: Case, model: nn.Module, processes: int, *, tuned: bool) -> None:
         import lightning
         from lightning.fabric.strategies import ModelParallelStrategy
 
         self.losses = []
-        self.case = case
+        self.case, self.tuned = case, tuned
 
         def parallelize(module: nn.Module, device_mesh: Any) -> nn.Module:
             mesh = device_mesh["data_parallel"]
@@ -85,8 +93,7 @@ class FabricFsdp(Program):
         )
         self.fabric.launch()
         self.model = self.fabric.setup_module(model)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-        self.optimizer = self.fabric.setup_optimizers(optimizer)
+        self.optimizer = self.fabric.setup_optimizers(adamw(self.model, tuned))
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
         parts = parts_of(self.case, tokens, targets)
@@ -96,7 +103,8 @@ class FabricFsdp(Program):
                 loss = mean_loss(self.model(x), y) / len(parts)
             self.fabric.backward(loss)
             kept.append(loss.detach())
-        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
+        if self.tuned:
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(sum(kept))
@@ -105,7 +113,9 @@ class FabricFsdp(Program):
 class DeepSpeed(Program):
     """`deepspeed.initialize`, one ZeRO stage."""
 
-    def __init__(self, case: Case, model: nn.Module, stage: int, processes: int) -> None:
+    def __init__(
+        self, case: Case, model: nn.Module, stage: int, processes: int, *, tuned: bool
+    ) -> None:
         import deepspeed
 
         self.losses = []
@@ -115,15 +125,14 @@ class DeepSpeed(Program):
             "train_batch_size": case.micro_batch * case.accumulate * processes,
             "train_micro_batch_size_per_gpu": case.micro_batch,
             "gradient_accumulation_steps": case.accumulate,
-            "gradient_clipping": CLIP,
+            "gradient_clipping": CLIP if tuned else 0.0,
             "zero_optimization": {"stage": stage},
             "bf16": {"enabled": bf16},
             **({"data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}),
             "zero_allow_untested_optimizer": True,
         }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=settings, dist_init_required=False
+            model=model, optimizer=adamw(model, tuned), config=settings, dist_init_required=False
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
