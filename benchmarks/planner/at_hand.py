@@ -30,10 +30,10 @@ LAYOUTS = "single,ddp,zero1,zero2,fsdp"
 GATES = {"step": 0.12, "memory": 0.08, "sent": 0.02}
 DIGITS = ("data.source=digits",)
 MODELS: dict[str, tuple[str, ...]] = {
-    "llama, demo": (),
-    "llama, wide": ("model.dim=512", "model.layers=3", "data.sequence=256", "train.batch=8"),
-    "llama, deep": ("model.dim=128", "model.layers=12", "data.sequence=128"),
-    "llama, bf16": ("model.dim=384", "model.layers=4", "precision.compute=bf16"),
+    "llama demo": (),
+    "llama wide": ("model.dim=512", "model.layers=3", "data.sequence=256", "train.batch=8"),
+    "llama deep": ("model.dim=128", "model.layers=12", "data.sequence=128"),
+    "llama bf16": ("model.dim=384", "model.layers=4", "precision.compute=bf16"),
     "mlp": ("model.name=mlp", "model.hidden=1024", "model.layers=4", "train.batch=512", *DIGITS),
     "resnet": ("model.name=resnet", "model.channels=32", "train.batch=128", *DIGITS),
     "encoder": ("model.build=user_models:patches", "train.batch=256", *DIGITS),

@@ -15,6 +15,7 @@ from shoal.base.errors import PlanError
 from shoal.cli.calculate import CALCULATORS, MAY_BE_ZERO, SCREENS, calculate
 from shoal.planner.calculators import collectives, goodput
 from shoal.planner.islands import IslandsCase, islands_cost
+from shoal.view.screen import table_lines
 
 WORDS = tuple(
     [
@@ -139,6 +140,13 @@ WRONG = {
     ("failures", ("days=1e9",)): "nearest: days=1938",
     ("failures", ("runs=9000",)): "nearest: runs=717",
     ("scaling", ("gpus=2,x",)): "gpus = x: not a number",
+    ("scaling", ("parameters=1e300",)): "parameters = 1e300: at most 1e+18",
+    ("diloco", ("parameters=1e300",)): "parameters = 1e300: at most 1e+18",
+    ("goodput", ("gpus=1e300",)): "gpus = 1e300: at most 1e+18",
+    ("bubble", ("ranks=1e18",)): "too far apart",
+    ("stragglers", ("steps=1e9",)): "nearest: steps=1000000",
+    ("failures", ("spares=1e7",)): "nearest: spares=10000",
+    ("failures", ("repair_hours=1e9",)): "nearest: repair_hours=39743.6",
 }
 
 
@@ -176,9 +184,39 @@ def test_zero_works_where_it_is_allowed_and_large_numbers_too(
     for key, parameter in inspect.signature(SCREENS[word][1]).parameters.items():
         if isinstance(parameter.default, str | tuple) or key in ("runs", "steps"):
             continue
-        for value in ("0", "1", str(int(parameter.default * 100 + 100))):
+        for value in ("0", "1", str(int(parameter.default * 100 + 100)), "1e18"):
             shown += screen_fits(word, key, value, capsys)
     assert shown > 4
+
+
+def test_what_one_device_or_few_ranks_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert record_of(capsys, "stragglers", "gpus=1")["results"]["waiting_share"] == 0  # type: ignore[index]
+    calculate("stragglers", ["every=10"])
+    assert "spread 3.0 %/√10" in capsys.readouterr().out
+    calculate("collectives", ["ranks=4"])
+    assert "G = 1 nodes of g = 4" in capsys.readouterr().out
+    calculate("bubble", ["ranks=5", "micro_batches=3"])
+    shown = capsys.readouterr().out
+    assert "no formula below 5" in shown
+    assert "needs" not in shown
+    calculate("scaling", ["gb_per_s=1"])
+    assert capsys.readouterr().out.count("—") == 4, "slower than one device: no serial share"
+
+
+def test_drawn_failures_stand_beside_the_expected_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    calculate("failures", ["spares=0"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    expected, drawn = (line[-1] for line in lines if line[:1] in (["failures"], ["failures,"]))
+    assert expected == "418"
+    assert float(drawn) < 100
+
+
+def test_columns_without_room_are_left_out_whole_and_named() -> None:
+    table = (("name", "first", "second"), ("a", "12345", "123456"))
+    lines = table_lines(table, 18)
+    assert max(map(len, lines)) <= 24
+    assert lines[-1] == "  (no room for: second)"
+    assert lines[2] == "  a      12345"
 
 
 def test_no_torch_and_no_rich_are_loaded() -> None:

@@ -129,8 +129,11 @@ def test_the_table_of_puzzles_holds_the_scores() -> None:
         ("1f1b --weight inf", "--weight = inf: seconds are 0 or more"),
         ("1f1b --forward 0 --backward 0 --weight 0", "nothing takes any time"),
         ("1f1b --micro-batches 99999999", "too much to draw"),
-        ("dualpipe --ranks 3", "--ranks 3 and 8; nearest: --ranks 4"),
-        ("interleaved --micro-batches 6", "got 6; nearest: 8, or shoal simulate 1f1b"),
+        ("dualpipe --ranks 3", "--ranks 3 and --micro-batches 8; nearest: --ranks 4"),
+        (
+            "interleaved --micro-batches 6",
+            "got --micro-batches 6; nearest: --micro-batches 8, or shoal",
+        ),
         ("puzzle", "one number from 0 to 7 is wanted, got nothing"),
         ("puzzle six", "one number from 0 to 7 is wanted, got six"),
         ("puzzle 8", "nearest: 7"),
@@ -187,3 +190,18 @@ def test_it_is_light(arguments: list[str]) -> None:
         if best_s < limit_s:
             break
     assert best_s < limit_s
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["dualpipe", "--ranks", "4", "--micro-batches", "7"],
+         "got --ranks 4 and --micro-batches 7; nearest: --ranks 4 and --micro-batches 8"),
+        (["interleaved", "--ranks", "4", "--micro-batches", "6"],
+         "got --micro-batches 6; nearest: --micro-batches 8, or shoal simulate 1f1b"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_option_that_was_typed(words: list[str], says: str) -> None:
+    with pytest.raises(ShoalError) as told:
+        app(words, standalone_mode=False)
+    assert says in str(told.value)

@@ -63,6 +63,12 @@ def test_a_stage_sends_over_the_network_only_if_the_next_is_elsewhere() -> None:
     assert send(CLUSTER, 8, 1e6).seconds == pytest.approx(1e-5 + 1e-4)
 
 
+def test_one_boundary_between_nodes_slows_the_whole_pipeline() -> None:
+    assert send(CLUSTER, 4, 1e6, stages=2).across_bytes == 0
+    assert send(CLUSTER, 4, 1e6, stages=4).across_bytes == 1e6
+    assert send(CLUSTER, 1, 1e6, stages=16) == send(CLUSTER, 8, 1e6)
+
+
 def test_one_rank_or_no_message_costs_nothing() -> None:
     assert all_reduce(group_of(CLUSTER, 1, 1), 1e9).seconds == 0
     assert all_gather(group_of(CLUSTER, 8, 1), 0.0).seconds == 0

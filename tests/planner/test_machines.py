@@ -66,6 +66,13 @@ def test_mixed_and_islands():
     assert parse_machines("(8xH100)").islands == 1
 
 
+def test_brackets_in_front_or_behind_keep_all_their_parts():
+    for text in ("(8xV100-32GB + 8xA100-40GB) + 4xT4", "8xV100-32GB + (8xA100-40GB + 4xT4)"):
+        mixed = parse_machines(text)
+        assert mixed.devices == 20
+        assert [g.device.name for g in mixed.groups] == ["A100-40GB", "T4-16GB"]
+
+
 def test_cpu_shares_the_machine():
     machine = MachineFacts(cores=8, memory_bytes=2**35, gpus=0)
     one, two = parse_machines("cpu", machine), parse_machines("2xcpu", machine)

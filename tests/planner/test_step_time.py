@@ -14,6 +14,8 @@ from shoal.base.layout import Layout
 from shoal.base.shape import Transformer
 from shoal.planner.calibrations import CPU, FITTED, GPU, calibration_of
 from shoal.planner.fit import fit_steps, nnls_normal
+from shoal.planner.published import published
+from shoal.planner.states import rank_elements
 from shoal.planner.step_sync import BUCKET_BYTES
 from shoal.planner.step_terms import step_terms
 from shoal.planner.step_time import Table, effective, predict_time
@@ -308,3 +310,63 @@ def test_what_a_framework_hides_after_its_update() -> None:
     assert "parameters_both" not in ours.hidden
     assert theirs.hidden["parameters_both"] > 0
     assert theirs.parts["parameters"] < 0.5 * ours.parts["parameters"]
+
+
+MIXTRAL = model_facts(published("mixtral-8x7b"), 4096, 2)
+
+
+def mixtral(layout: Layout, batch: int = 64, **more: object) -> Case:
+    return Case(MIXTRAL, layout, H100, batch, 1, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ep", "expert_tp"), [(1, 0), (2, 0), (2, 1), (8, 1)])
+def test_a_rank_of_experts_holds_for_time_what_it_holds_for_memory(ep: int, expert_tp: int) -> None:
+    layout = Layout(dp_replicate=2, tp=8)
+    case = mixtral(layout, ep=ep, expert_tp=expert_tp)
+    held = sum(
+        unit.count * sum(rank_elements(unit, layout, ep, expert_tp or 8)) for unit in MIXTRAL.units
+    )
+    (stage,) = step_terms(case).stages
+    assert stage.parameters == pytest.approx(held)
+    assert stage.device["weights"] * H100.device.stream_bytes_per_s == pytest.approx(
+        3 * 2 * sum(
+            unit.count * sum(rank_elements(unit, layout, ep, expert_tp or 8))
+            for unit in MIXTRAL.units
+            if unit.forward_flops > unit.attention_flops
+        )
+    )  # fmt: skip
+
+
+def test_experts_are_summed_over_and_split_by_the_few_that_hold_them() -> None:
+    whole = mixtral(Layout(dp_shard=8, zero=1))
+    spread = mixtral(Layout(dp_shard=8, zero=1), ep=8)
+    one, other = step_terms(whole), step_terms(spread)
+    experts = sum(unit.count * unit.expert_parameters for unit in MIXTRAL.units)
+    dense = MIXTRAL.trainable - experts
+    # each expert is on one rank: nothing to send of it, and its rank steps all of its states
+    assert other.sync.gradients.inside_bytes == pytest.approx(7 / 8 * dense * 4)
+    ratio = other.step["optimizer"] / one.step["optimizer"]
+    assert ratio == pytest.approx(1.0)
+    half = step_terms(mixtral(Layout(dp_shard=8, zero=3), ep=4))
+    sent = half.sync.scatter.inside_bytes * 32 + half.sync.gradients.inside_bytes
+    assert sent == pytest.approx((7 / 8 * dense + 1 / 2 * experts / 4) * 4)
+
+
+def test_a_pipeline_whose_stages_share_nodes_still_crosses_between_two() -> None:
+    two = replace(H100, nodes=2)
+    terms = step_terms(replace(large(Layout(pp=4, tp=4)), cluster=two))
+    assert terms.sent["ib"] > 0
+    assert any("pipeline_across" in stage.device for stage in terms.stages)
+    inside = step_terms(replace(large(Layout(pp=2, tp=4)), cluster=two))
+    assert "ib" not in inside.sent
+
+
+def test_shards_of_a_pipeline_are_gathered_once_per_step() -> None:
+    few, many = (
+        step_terms(large(Layout(pp=2, dp_shard=4, zero=3), batch=batch)).sync.total(batch // 4)
+        for batch in (32, 256)
+    )
+    assert few == many
+    alone = step_terms(large(Layout(dp_shard=4, zero=3), batch=32)).sync
+    assert alone.total(16).inside_bytes == pytest.approx(2 * alone.total(8).inside_bytes, rel=0.5)
+    assert alone.total(16) != alone.total(8)

@@ -278,3 +278,17 @@ def test_numbers_at_the_start_are_small() -> None:
     numbers = {messages.first_number(r, c) for r in range(16) for c in range(16)}
     assert min(numbers) >= 1
     assert max(numbers) <= 9
+
+
+def test_activations_are_drawn_in_every_micro_batch() -> None:
+    walk = fsdp.fsdp(2, 3)
+    row = walk.rows.index("activations")
+    kept = [[cell.look for cell in step.cells[row]].count("own") for step in walk.steps]
+    up = list(range(1, fsdp.UNITS + 1))
+    assert kept == (up + up[::-1]) * 3 + [0]
+
+
+def test_figures_of_a_drawing_are_rounded_and_one_is_one() -> None:
+    assert pipeline("1f1b", Pipeline(2, 1)).facts["held at most"] == "1 micro-batch"
+    for line in (pipeline(name, Pipeline(4, 12)) for name in ("zbv", "interleaved")):
+        assert re.fullmatch(r"\d+(\.\d\d?)? micro-batch(es)?", line.facts["held at most"])

@@ -14,6 +14,7 @@ from shoal.fabric import World
 from shoal.fabric.place import Place
 from shoal.planner.machines import parse_machines
 from shoal.planner.measured import _gpu_name, cluster_of, machine_path, read_measured, this_cluster
+from shoal.profile import machine
 from shoal.profile.disk import write_bytes_per_s
 from shoal.profile.links import fit_line
 from shoal.profile.machine import Sizes, measure_machine
@@ -136,6 +137,17 @@ def test_noise_never_gives_less_than_nothing():
     assert falling["latency_s"] >= 0
     assert steep["latency_s"] >= 0
     assert min(falling["bytes_per_s"], steep["bytes_per_s"]) > 0
+    # nobody saw more than the largest message's 1 MB in 0.1 ms
+    assert falling["bytes_per_s"] == pytest.approx(1e6 / 1e-4)
+
+
+def test_a_file_of_no_version_is_measured_again(tmp_path, monkeypatch):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({k: v for k, v in DOCUMENT.items() if k != "version"}))
+    monkeypatch.setattr(machine, "cluster_of", lambda document: document)
+    assert machine._read(path) is None
+    path.write_text(json.dumps(DOCUMENT))
+    assert machine._read(path) == DOCUMENT
 
 
 def test_one_process_measures_and_remembers(tmp_path):

@@ -108,6 +108,9 @@ def test_later_pieces_have_small_letters_and_the_legend_says_so() -> None:
     assert "f0" in lines[2] or "f" in lines[2]
     assert any("small letters" in one for one in lines)
     assert not any("small letters" in one for one in text([pipeline("1f1b", Pipeline(2, 4))]))
+    both = text([pipeline("dualpipe", Pipeline(2, 4))])
+    assert any(one == "small letters: the second copy of the model" for one in both)
+    assert not any("second copy" in one for one in lines)
 
 
 def test_two_timelines_share_one_scale() -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+LONGEST_S = 3600e5
+"""Eleven years: beyond it hours and minutes say nothing."""
+
 
 def bytes_text(n_bytes: float) -> str:
     """Bytes in the binary unit that keeps one to four digits.
 
     >>> bytes_text(3 * 2**20), bytes_text(512), bytes_text(1.5 * 2**30)
     ('3.0 MiB', '512 B', '1.5 GiB')
+    >>> bytes_text(2e18), bytes_text(1e25)
+    ('1.7 EiB', '8.7e+06 EiB')
     """
     size = float(n_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    return f"{size:.1f} TiB"
+    return f"{_short(size)} EiB"
 
 
 def seconds_text(seconds: float) -> str:
@@ -22,11 +27,15 @@ def seconds_text(seconds: float) -> str:
 
     >>> seconds_text(0.0042), seconds_text(7.25), seconds_text(95), seconds_text(7300)
     ('4.2 ms', '7.2 s', '1 min 35 s', '2 h 01 min')
+    >>> seconds_text(1e12)
+    '2.8e+08 h'
     """
-    if seconds < 1:
+    if seconds < 0.99995:  # else 1000.0 ms
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
+    if seconds >= LONGEST_S:
+        return f"{_short(seconds / 3600)} h"
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
@@ -38,13 +47,15 @@ def count_text(count: float) -> str:
 
     >>> count_text(950), count_text(4_210_000), count_text(8.03e9)
     ('950', '4.2M', '8.0B')
+    >>> count_text(1e18)
+    '1.0e+06T'
     """
     size = float(count)
-    for suffix in ("", "K", "M", "B", "T"):
-        if abs(size) < 1000 or suffix == "T":
+    for suffix in ("", "K", "M", "B"):
+        if abs(size) < 1000:
             return f"{size:.0f}" if not suffix else f"{size:.1f}{suffix}"
         size /= 1000
-    return f"{size:.1f}T"
+    return f"{_short(size)}T"
 
 
 def flops_text(flops_per_s: float) -> str:
@@ -54,8 +65,13 @@ def flops_text(flops_per_s: float) -> str:
     '78.0 GFLOP/s'
     """
     size = float(flops_per_s)
-    for prefix in ("", "K", "M", "G", "T", "P"):
-        if abs(size) < 1000 or prefix == "P":
+    for prefix in ("", "K", "M", "G", "T"):
+        if abs(size) < 1000:
             return f"{size:.1f} {prefix}FLOP/s"
         size /= 1000
-    return f"{size:.1f} PFLOP/s"
+    return f"{_short(size)} PFLOP/s"
+
+
+def _short(size: float) -> str:
+    """A figure of the largest unit there is: with an exponent where it has too many digits."""
+    return f"{size:.1f}" if abs(size) < 1e5 else f"{size:.1e}"

@@ -29,6 +29,8 @@ from shoal.view.screen import Screen, screen_lines, screen_record
 
 WIDTH = 100
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+LARGEST = 1e18
+"""Of a number that is given: beyond it nothing that is trained has a meaning."""
 MAY_BE_ZERO = frozenset({
     "alpha_us", "inside_alpha_us", "interval_s", "latency_ms", "node_share", "outer_s",
     "overlap", "overlap_steps", "repair_hours", "restart_s", "seed", "serial", "slow_share",
@@ -69,7 +71,7 @@ def calculate(
     values = parse(word, function, texts)
     try:
         screen = function(**values)
-    except OverflowError:
+    except (OverflowError, ZeroDivisionError):
         raise PlanError(
             f"{word}: these numbers are too far apart to compute with; nearest: its defaults"
         ) from None
@@ -165,6 +167,8 @@ def _number(key: str, text: str, default: object) -> float:
     if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
         least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
         raise PlanError(f"{key} = {text}: must be {least}; nearest: {key}={default}")
+    if value > LARGEST:
+        raise PlanError(f"{key} = {text}: at most {LARGEST:g}; nearest: {key}={default}")
     return value
 
 

@@ -6,6 +6,7 @@ The record that `--json` prints is described in docs/simulate.md.
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,6 +87,13 @@ def _words_of_options() -> Iterator[None]:
         text = str(failure).replace("layout.schedule = ", "shoal simulate ")
         text = text.replace("layout.schedule=", "shoal simulate ")
         text = text.replace("layout.pp = ", "--ranks ").replace("layout.pp=", "--ranks ")
+        # the number of micro-batches is bare there: run.toml has no key for it
+        text = re.sub(r"(--ranks \d+) and (\d+)", r"\1 and --micro-batches \2", text)
+        text = re.sub(
+            r"(--ranks \d+), got (\d+); nearest: ",
+            r"\1, got --micro-batches \2; nearest: --micro-batches ",
+            text,
+        )
         raise PlanError(text) from None
 
 

@@ -8,7 +8,8 @@ reached over the network (a slow one). Of every collective the fastest known alg
                                      or one ring over all n, as fast as its slower link, where the
                                      g ranks of a node drive g cards: min(inside, g · across)
     all-to-all                       M/n to each rank, both links at once
-    sending to the next stage        α + M/bandwidth
+    sending to the next stage        α + M/bandwidth; over the network if any stage boundary is one
+                                     between nodes: every micro-batch passes it
 
 M is the whole message; what one rank sends of it is counted per link, since every rank sends alike.
 Sources: planner/calculators/collectives.py for the algorithms; Narayanan et al. 2021 §5.9 and
@@ -206,18 +207,22 @@ def all_to_all(group: Group, message_bytes: float) -> Cost:
     return Cost(max(inside_s, across_s), inside, across)
 
 
-def send(cluster: Cluster, stride: int, message_bytes: float) -> Cost:
-    """One message to the rank that is `stride` ranks away, over the network if that is elsewhere.
+def send(cluster: Cluster, stride: int, message_bytes: float, stages: int = 2) -> Cost:
+    """One message to the next of `stages` stages, `stride` ranks away.
+
+    Over the network if they do not all fit a node: a pipeline is as fast as its slowest boundary.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
     >>> from shoal.base.cluster import Device
     >>> cluster = Cluster(Device("d", 1, {}, 1), 2, 4, wire, net)
     >>> send(cluster, 2, 8.0).seconds, send(cluster, 4, 8.0).seconds
     (1.0, 8.0)
+    >>> send(cluster, 1, 8.0, stages=4).seconds, send(cluster, 1, 8.0, stages=8).seconds
+    (1.0, 8.0)
     """
     if message_bytes <= 0:
         return NOTHING
-    near = stride < cluster.per_node
+    near = stride * stages <= cluster.per_node
     link = cluster.inside if near else cluster.across
     seconds = link.latency_s + message_bytes / link.bytes_per_s
     return Cost(seconds, message_bytes if near else 0.0, 0.0 if near else message_bytes)

@@ -105,7 +105,10 @@ class _Reader:
                 f'--on "{self.text}": islands are equal, so "+" stands inside their brackets; '
                 f'nearest: --on "4x(8xV100-32GB + 8xA100-40GB)@200Mbit"'
             )
-        return replace(first, groups=tuple(others)) if others else first
+        joined = list(first.groups)
+        for other in others:  # brackets may hold several parts
+            joined += [replace(other, groups=()), *other.groups]
+        return replace(first, groups=tuple(joined))
 
     def part(self) -> Cluster:
         counts: list[int] = []

@@ -24,6 +24,7 @@ from shoal.planner.collectives import (
     group_of,
     send,
 )
+from shoal.planner.states import rank_elements
 from shoal.planner.step_habits import Habits
 from shoal.planner.step_work import unit_work
 
@@ -33,6 +34,7 @@ class Part:
     """Some units on one rank: terms of one micro-batch, and the elements that the rank holds.
 
     compute_s   products, attention and the rest · forward_s, again_s  of it, by kind of pass
+    parameters  all of them · experts  of these, in experts
     saved_bytes of one sample, kept for the backward pass · sent  of one micro-batch
     """
 
@@ -41,6 +43,7 @@ class Part:
     forward_s: float = 0.0
     again_s: float = 0.0
     parameters: float = 0.0
+    experts: float = 0.0
     saved_bytes: float = 0.0
     sent: Cost = NOTHING
 
@@ -52,6 +55,7 @@ class Part:
             self.forward_s * count,
             self.again_s * count,
             self.parameters * count,
+            self.experts * count,
             self.saved_bytes * count,
             self.sent.times(count),
         )
@@ -65,6 +69,7 @@ class Part:
             self.forward_s + other.forward_s,
             self.again_s + other.again_s,
             self.parameters + other.parameters,
+            self.experts + other.experts,
             self.saved_bytes + other.saved_bytes,
             self.sent + other.sent,
         )
@@ -78,7 +83,7 @@ def _add(into: dict[str, float], terms: dict[str, float], times: float) -> None:
 def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block: bool) -> Part:
     """All of these units together."""
     terms: dict[str, float] = {}
-    compute = forward = again = parameters = saved = 0.0
+    compute = forward = again = parameters = experts = saved = 0.0
     layout = case.layout
     for unit in units:
         times = unit.count
@@ -87,11 +92,11 @@ def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block:
         compute += work.compute_s * times
         forward += work.forward_s * times
         again += work.again_s * times
-        split = unit.parameters - unit.plain_parameters - unit.expert_parameters
-        held = split / layout.tp + unit.plain_parameters + unit.expert_parameters / case.ep
-        parameters += held * times
+        held = rank_elements(unit, layout, case.ep, case.expert_tp or layout.tp)
+        parameters += sum(held) * times
+        experts += held.experts * times
         saved += (unit.saved_split_bytes / layout.tp + unit.saved_plain_bytes) * times
-    return Part(terms, compute, forward, again, parameters, saved)
+    return Part(terms, compute, forward, again, parameters, experts, saved)
 
 
 def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
@@ -140,7 +145,8 @@ def between_stages(case: Case, habits: Habits, unit: UnitFacts) -> Part:
         return Part({"micro_batch": 1.0})
     parts = layout.tp if case.sequence_parallel or habits.splits_messages else 1
     message = unit.input_bytes * case.micro_batch / layout.cp / parts
-    cost = send(case.cluster, layout.tp * layout.cp * layout.data_degree, message)
+    stride = layout.tp * layout.cp * layout.data_degree
+    cost = send(case.cluster, stride, message, layout.pp)
     cost = cost.times(2 * case.chunks)
     name = "pipeline_across" if cost.across_bytes else "pipeline"
     return Part({"micro_batch": 1.0, name: cost.seconds}, sent=cost)

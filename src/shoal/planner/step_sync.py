@@ -7,21 +7,28 @@ With A micro-batches per rank, gradients of G bytes and weights of W bytes on a 
     zero2    reduce-scatter of G per micro-batch; all-gather of W after the update
     zero3    per micro-batch and block: gather before forward, gather before backward,
              reduce-scatter after it; what is in no block is gathered once
+    zero3 in a pipeline   the whole stage gathered once per step and kept, gradients scattered once:
+             stages change micro-batches too often to gather again; nothing hides the gather here
     hsdp     zero3, and an all-reduce of each rank's part over the replicas
 
-Context-parallel ranks hold the same weights and join these groups. `defer_sync` sends gradients
-once per step. Bytes agree with planner/traffic.py.
+Context-parallel ranks hold the same weights and join these groups. An expert is held by fewer ranks
+(states.shard_counts), taken to be ep · expert_tp apart, so that experts have a group of their own.
+`defer_sync` sends gradients once per step. Without a pipeline and experts bytes agree with
+planner/traffic.py.
 A machine that was measured knows how much slower per byte than an all-reduce its `all_gather` and
 `reduce_scatter` are (`Calibration.efficiency`).
-Source: Rajbhandari et al. 2020 (ZeRO); torch's fully_shard for the order of gathers.
+Source: Rajbhandari et al. 2020 (ZeRO); torch's fully_shard for the order of gathers; torchtitan for
+no gathering again within a pipeline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.base.estimate import Case
-from shoal.planner.collectives import NOTHING, Cost, all_gather, all_reduce, group_of
+from shoal.planner.collectives import NOTHING, Cost, Group, all_gather, all_reduce, group_of
+from shoal.planner.states import Elements
 from shoal.planner.step_habits import Habits
 
 BUCKET_BYTES = 25e6
@@ -33,7 +40,7 @@ class Sync:
     """Data-parallel exchanges of one rank.
 
     gradients   of one reduction · reductions  per step · last_share  of it, what nothing can hide
-    update      weights after the optimizer's step (zero 1 and 2)
+    update      weights once per step (zero 1 and 2; zero 3 in a pipeline)
     gather      one block's weights (zero 3), `blocks` of them, twice per micro-batch
     scatter     one block's gradients, `scatters` times per step
     root        weights outside blocks, once per micro-batch
@@ -72,51 +79,88 @@ def gradient_bytes(case: Case, habits: Habits) -> int:
     return max(case.model.element_bytes, habits.root_bytes)
 
 
-def data_sync(
-    case: Case, habits: Habits, blocks: float, block_parameters: float, outside: float
-) -> Sync:
+@dataclass(frozen=True)
+class _Groups:
+    """Ranks with the same dense weights, ranks with the same experts, and replicas of shards."""
+
+    dense: Group
+    experts: Group
+    replicas: Group
+
+    def each(
+        self, collective: Callable[[Group, float], Cost], elements: Elements, width: float
+    ) -> Cost:
+        """One collective for dense elements and one for experts', of `width` bytes each."""
+        dense = collective(self.dense, elements.dense * width)
+        return dense + collective(self.experts, elements.experts * width)
+
+    def summed(self, elements: Elements, width: float, scatter: float) -> Cost:
+        """Scattered over the shards; each rank's part then summed over the replicas."""
+        part = elements.dense / self.dense.ranks + elements.experts / self.experts.ranks
+        return self.each(all_gather, elements, width).slower(scatter) + all_reduce(
+            self.replicas, part * width
+        )
+
+
+def _groups(case: Case) -> _Groups:
+    layout, cluster = case.layout, case.cluster
+    sharded = layout.dp_shard * (layout.dp_replicate if layout.zero == 0 else 1) * layout.cp
+    apart = case.ep * (case.expert_tp or layout.tp)
+    return _Groups(
+        group_of(cluster, sharded, layout.tp),
+        group_of(cluster, max(1, sharded * layout.tp // apart), apart),
+        group_of(cluster, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard),
+    )
+
+
+def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outside: float) -> Sync:
     """The exchanges of a rank whose stage has `blocks` blocks, and `outside` elements beside them.
 
-    block_parameters   elements of one block on this rank (after tensor parallelism)
+    block   elements of one block on this rank, after tensor and expert parallelism
     """
-    layout, cluster = case.layout, case.cluster
-    sharded = layout.dp_shard * (layout.dp_replicate if layout.zero == 0 else 1)
-    shard = group_of(cluster, sharded * layout.cp, layout.tp)
-    if shard.ranks == 1 and layout.dp_replicate == 1:
+    layout, groups = case.layout, _groups(case)
+    if groups.dense.ranks == 1 and layout.dp_replicate == 1:
         return Sync()
+    if case.ep * (case.expert_tp or layout.tp) == layout.tp:  # one group: one message
+        block = Elements(sum(block), 0.0)
     narrow, wide = case.model.element_bytes, max(case.model.element_bytes, habits.root_bytes)
-    element = gradient_bytes(case, habits)
-    block_bytes, root_bytes = block_parameters * narrow, outside * wide
-    whole = (blocks * block_parameters + outside) * element
-    each_time = 1 if case.defer_sync else case.accumulate
-    last = min(1.0, BUCKET_BYTES / whole) if whole else 1.0
+    element, suffix = gradient_bytes(case, habits), groups.dense.suffix
+    whole = Elements(blocks * block.dense + outside, blocks * block.experts)
+    last = min(1.0, BUCKET_BYTES / (sum(whole) * element)) if sum(whole) else 1.0
     if layout.zero == 0:
-        return Sync(all_reduce(shard, whole), 1, last, suffix=shard.suffix)
-    known = cluster.calibration.efficiency
+        return Sync(groups.each(all_reduce, whole, element), 1, last, suffix=suffix)
+    known = case.cluster.calibration.efficiency
     gather, scatter = known.get("all_gather", 1.0), known.get("reduce_scatter", 1.0)
+    each_time = 1 if case.defer_sync else case.accumulate
     if layout.zero < 3:
+        # what is outside blocks travels in its own width, in the same message
+        sent = Elements(whole.dense - outside + outside * wide / narrow, whole.experts)
         return Sync(
-            gradients=all_gather(shard, whole).slower(scatter),
+            gradients=groups.each(all_gather, whole, element).slower(scatter),
             reductions=each_time if layout.zero == 2 else 1,
             last_share=last,
-            update=all_gather(shard, blocks * block_bytes + root_bytes).slower(gather),
-            suffix=shard.suffix,
+            update=groups.each(all_gather, sent, narrow).slower(gather),
+            suffix=suffix,
         )
-    replicas = group_of(cluster, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
-
-    def summed(elements: float) -> Cost:
-        """Scattered over the shards; each rank's part then summed over the replicas."""
-        size = elements * element
-        return all_gather(shard, size).slower(scatter) + all_reduce(replicas, size / shard.ranks)
-
+    root = all_gather(groups.dense, outside * wide).slower(gather)
+    gathered = groups.each(all_gather, block, narrow).slower(gather)
+    rest = groups.summed(Elements(outside, 0.0), element, scatter)
+    scattered = groups.summed(block, element, scatter)
+    if layout.pp > 1:
+        return Sync(
+            gradients=rest + scattered.times(blocks),
+            last_share=last,
+            update=root + gathered.times(blocks),
+            suffix=suffix,
+        )
     return Sync(
-        gradients=summed(outside),
+        gradients=rest,
         reductions=each_time,
         last_share=last,
-        gather=all_gather(shard, block_bytes).slower(gather),
-        scatter=summed(block_parameters),
-        root=all_gather(shard, root_bytes).slower(gather),
+        gather=gathered,
+        scatter=scattered,
+        root=root,
         blocks=blocks,
         scatters=each_time,
-        suffix=shard.suffix,
+        suffix=suffix,
     )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from shoal.base.estimate import Case, UnitFacts
 from shoal.planner.collectives import Cost
+from shoal.planner.states import Elements, shard_counts
 from shoal.planner.step_habits import Habits, habits_of
 from shoal.planner.step_parts import (
     Part,
@@ -42,7 +43,8 @@ class Stage:
     device          term → seconds of one micro-batch · launch_s  in the host's lane beside it
     forward, again  shares of the compute that are the forward pass, and what recompute runs
     parameters      elements that one of its ranks holds before data-parallel splits
-    outside         of them, in no block · blocks  in it · sent  per micro-batch
+    experts         of them, in experts · outside  of them, in no block
+    blocks          in it · sent  per micro-batch
     """
 
     copies: int
@@ -52,6 +54,7 @@ class Stage:
     forward: float
     again: float
     parameters: float
+    experts: float
     outside: float
     blocks: float
     saved_bytes: float
@@ -96,7 +99,8 @@ def step_terms(case: Case) -> StepTerms:
     )
     stages = tuple(_stage(kind, block, ends, between) for kind in _kinds(case.layout.pp, count))
     full = max(stages, key=lambda stage: stage.parameters)
-    sync = data_sync(case, habits, full.blocks, block.parameters, full.outside)
+    one = Elements(block.parameters - block.experts, block.experts)
+    sync = data_sync(case, habits, full.blocks, one, full.outside)
     waits_s, beside_s = _update(case, full)
     total = sync.total(case.accumulate) + full.sent.times(case.accumulate)
     inside, across = case.cluster.inside.name, case.cluster.across.name
@@ -168,6 +172,7 @@ def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> 
         forward=whole.forward_s / compute if compute else 1 / 3,
         again=whole.again_s / compute if compute else 0.0,
         parameters=whole.parameters,
+        experts=whole.experts,
         outside=whole.parameters - kind.blocks * block.parameters,
         blocks=kind.blocks,
         saved_bytes=whole.saved_bytes,
@@ -182,7 +187,8 @@ def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
     states, and writes narrow weights.
     """
     layout, memory = case.layout, case.cluster.device.stream_bytes_per_s
-    owned = stage.parameters / (layout.dp_shard * layout.cp if layout.zero else 1)
+    dense, experts = shard_counts(case)
+    owned = (stage.parameters - stage.experts) / dense + stage.experts / experts
     per_element = 8 + 2 * (4 + case.optimizer_bytes) + case.model.element_bytes
     host = case.cluster.host_bytes_per_s or HOST_BYTES_PER_S
     waits = {"optimizer": owned * per_element / memory}

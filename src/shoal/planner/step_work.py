@@ -23,6 +23,7 @@ from math import log
 from shoal.base.cluster import Device
 from shoal.base.errors import PlanError, nearest
 from shoal.base.estimate import Case, UnitFacts
+from shoal.planner.states import rank_elements
 from shoal.planner.step_habits import Habits
 
 PRODUCTS_PER_BLOCK = 4
@@ -121,7 +122,7 @@ def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) ->
     moved = (unit.elementwise_bytes - plain) * split + plain * plain_split
     memory = on_ladder(device.stream_ladder, unit.input_bytes * part, device.stream_bytes_per_s)
     rest = moved / memory * fused
-    held = (unit.parameters - unit.expert_parameters) / layout.tp + unit.expert_parameters / case.ep
+    held = sum(rank_elements(unit, layout, case.ep, case.expert_tp or layout.tp))
     # a ladder that was measured has read its weights already
     read = held * case.model.element_bytes if products and not device.ladders else 0.0
     stream = device.stream_bytes_per_s

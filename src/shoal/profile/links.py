@@ -4,13 +4,12 @@ Formula   seconds = rounds·α + sent·β, fitted to several sizes so that relat
           all-reduce       rounds 2(n−1), sent 2(n−1)/n · M
           reduce-scatter, all-gather   rounds n−1, sent (n−1)/n · M
 Axes      inside: the ranks of one machine; across: one rank of each machine
-Protocol  every rank runs the same calls; a size's time is the median, of the slowest rank
+Protocol  every rank runs the same calls; a size's time is the best round's, of the slowest rank
 Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,7 +67,7 @@ def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began_s)
-    return float(max(world.gather_json(statistics.median(taken))))
+    return float(max(world.gather_json(min(taken))))
 
 
 def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> Callable[[], object]:
@@ -87,8 +86,9 @@ def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> C
 def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> dict[str, float]:
     """α and β of (message bytes, seconds), with the mean relative distance from the line.
 
-    Gives    latency_s per round · bytes_per_s · error; neither below nothing: where noise would ask
-             for that, the line has one term only
+    Gives    latency_s per round · bytes_per_s · error. Where noise would ask for a latency below
+             nothing it is 0; where time does not grow with size, the rate is at least what the
+             largest message reached, and that much is said
 
     >>> told = fit_line([(1e3, 1e-4 + 1e-6), (1e6, 1e-4 + 1e-3)], 2, "all_gather")
     >>> round(told["latency_s"], 8), round(told["bytes_per_s"]), round(told["error"], 6)
@@ -107,6 +107,8 @@ def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> di
     if alpha < 0:
         alpha, beta = 0.0, b1 / bb
     elif beta <= 0:
-        alpha, beta = a1 / aa, 1e-15
+        size, seconds = max(points)
+        beta = seconds / (both * (ranks - 1) / ranks * size)
+        alpha = max(0.0, (a1 - beta * ab) / aa)
     error = sum(abs(alpha * a + beta * b - 1) for a, b in rows) / len(rows)
     return {"latency_s": alpha, "bytes_per_s": 1 / beta, "error": error}

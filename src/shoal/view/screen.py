@@ -13,6 +13,9 @@ from typing import Any
 from shoal.view.plot import Chart, plot_lines
 
 BAR = "█"
+LEAST_ROOM = 20
+"""Columns that a formula has, however long its name and its result are."""
+
 PLAIN = str.maketrans({
     "−": "-", "–": "-", "·": "*", "×": "x", "√": "sqrt", "∫": "integral ", "≈": "~", "≥": ">=",
     "±": "+-", "₁": "1", "ⁿ": "^n", "⅓": "1/3 ", "…": "...", "←": "<-", "─": "-", "∞": "inf",
@@ -62,7 +65,7 @@ def screen_lines(screen: Screen, width: int = 100, ascii_only: bool = False) -> 
     >>> screen_lines(one, width=40)[:3]
     ['Sum', '', '  total   a + b = 1 + 2              3 s']
     """
-    lines = [screen.title, ""]
+    lines = [*textwrap.wrap(screen.title, width), ""]
     name_width = max((len(f.name) for f in screen.formulas), default=0)
     for formula in screen.formulas:
         lines += _formula_lines(formula, name_width, width)
@@ -86,8 +89,8 @@ def screen_lines(screen: Screen, width: int = 100, ascii_only: bool = False) -> 
 
 def _formula_lines(formula: Formula, name_width: int, width: int) -> list[str]:
     """The formula between its name and its result; long ones go on below."""
-    room = width - name_width - len(formula.result) - 8
-    pieces = textwrap.wrap(formula.text, room, break_long_words=False) or [""]
+    room = max(LEAST_ROOM, width - name_width - len(formula.result) - 8)
+    pieces = textwrap.wrap(formula.text, room) or [""]
     first = f"  {formula.name:<{name_width}}   {pieces[0]:<{room}}   {formula.result}"
     return [first, *(" " * (name_width + 5) + piece for piece in pieces[1:])]
 
@@ -95,16 +98,26 @@ def _formula_lines(formula: Formula, name_width: int, width: int) -> list[str]:
 def table_lines(table: tuple[tuple[str, ...], ...], width: int) -> list[str]:
     """The first column to the left, the others to the right, a line under the head.
 
+    Last columns that do not fit are left out whole, and named below.
+
     >>> table_lines((("n", "s"), ("2", "10")), 40)
     ['  n    s', '  ──────', '  2   10']
+    >>> table_lines((("n", "s", "bytes"), ("2", "10", "4")), 12)[-1]
+    '  (no room for: bytes)'
     """
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    while len(widths) > 1 and sum(widths) + 3 * len(widths) - 1 > width:
+        widths.pop()
+    left_out = table[0][len(widths) :]
+    table = tuple(row[: len(widths)] for row in table)
     lines = []
     for row in table:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(size) for cell, size in zip(row[1:], widths[1:], strict=True)]
         lines.append(("  " + "   ".join(cells))[:width].rstrip())
-    return [lines[0], "  " + "─" * (max(map(len, lines)) - 2), *lines[1:]]
+    rule = "  " + "─" * (max(map(len, lines)) - 2)
+    note = [f"  (no room for: {', '.join(left_out)})"] if left_out else []
+    return [lines[0], rule, *lines[1:], *note]
 
 
 def bar_lines(bars: dict[str, float], width: int) -> list[str]:

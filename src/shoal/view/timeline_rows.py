@@ -244,16 +244,43 @@ def several_pieces(timelines: Sequence[Timeline]) -> bool:
     return any(len(stages_of(row)) > 1 for timeline in timelines for row in rows(timeline))
 
 
+def later_pieces(timelines: Sequence[Timeline]) -> str:
+    """What a rank's later pieces are: where they see other micro-batches, a second copy of a model.
+
+    >>> first = Span(0, 0.0, 1.0, "forward", "F0@0")
+    >>> other, same = (Span(0, 1.0, 2.0, "forward", label) for label in ("F1@3", "F0@3"))
+    >>> later_pieces([Timeline("t", 1, (first, other))])
+    'the second copy of the model'
+    >>> later_pieces([Timeline("t", 1, (first, same))])
+    "a rank's later piece of the model"
+    """
+    for row in (row for timeline in timelines for row in rows(timeline)):
+        seen: dict[int, set[str]] = {}
+        for span in row.spans:
+            number, stage = micro_batch_and_stage(span)
+            if stage is not None:
+                seen.setdefault(stage, set()).add(number)
+        pieces = list(seen.values())
+        if len(pieces) > 1 and not set.intersection(*pieces):
+            return "the second copy of the model"
+    return "a rank's later piece of the model"
+
+
 def held_text(timeline: Timeline, held: float) -> str:
     """What is held, as text with its unit.
 
     >>> held_text(Timeline("t", 1, ()), 2**20), held_text(Timeline("t", 1, (), held_unit="x"), 5.5)
     ('1.0 MiB', '5.5 x')
+    >>> both = Timeline("t", 1, (), held_unit="micro-batches")
+    >>> held_text(both, 2.9999), held_text(both, 1.0)
+    ('3 micro-batches', '1 micro-batch')
     """
     if timeline.held_unit == "bytes":
         return bytes_text(held)
-    figure = f"{held:,.0f}" if held == round(held) else f"{held:,.2f}".rstrip("0")
-    return f"{figure} {timeline.held_unit}"
+    figure, unit = f"{held:,.2f}".rstrip("0").rstrip("."), timeline.held_unit
+    if figure == "1":
+        unit = unit.removesuffix("es" if unit.endswith("ches") else "s")
+    return f"{figure} {unit}"
 
 
 def label_of(span: Span, room: int, piece: int = 0, *, coloured: bool = False) -> str:

@@ -25,6 +25,7 @@ from shoal.view.timeline_rows import (
     group_name,
     held_text,
     label_of,
+    later_pieces,
     legend,
     micro_batch_and_stage,
     peaks,
@@ -203,7 +204,7 @@ def packed(words: Sequence[str], between: str, width: int) -> list[str]:
 
 
 def _legend(timelines: Sequence[Timeline], width: int, *, coloured: bool) -> list[Text]:
-    small = f"{'paler' if coloured else 'small letters'}: a rank's later piece of the model"
+    small = f"{'paler' if coloured else 'small letters'}: {later_pieces(timelines)}"
     more = [small] if several_pieces(timelines) else []
     if not coloured:
         words = [f"{kind.letter} {kind.word}" for kind in legend(timelines)]

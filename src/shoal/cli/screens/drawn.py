@@ -18,6 +18,10 @@ from shoal.view.plot import Axis, Chart, Series
 from shoal.view.screen import Formula, Screen
 
 MOST_DRAWN = 300_000
+MOST_NODES = 10_000
+"""That stand by, or are away in the mean: more than any run has."""
+DRAWN_STEPS = 2000
+"""Steps behind each dot of the plot of stragglers, at most."""
 
 
 def failures_screen(
@@ -44,6 +48,7 @@ def failures_screen(
             f"runs = {runs}, days = {days:g}: more than {number(MOST_DRAWN)} failures to draw; "
             f"nearest: " + (f"runs={fewer}" if fewer else f"days={least_days:.0f}")
         )
+    _check_nodes(spares, node_share, repair_hours, mtbf_hours)
     tau = interval_s or best_interval_s(stall_s, restart_s, mean_s, write_s)
     case = drawn.FailureCase(
         gpus, mean_s * gpus, tau, stall_s, restart_s, write_s, spares, repair_hours * HOUR,
@@ -74,6 +79,17 @@ def failures_screen(
     )
 
 
+def _check_nodes(spares: int, node_share: float, repair_hours: float, mtbf_hours: float) -> None:
+    """Refuse more nodes, standing by or away, than any run has."""
+    if spares > MOST_NODES:
+        raise PlanError(f"spares = {spares}: at most {MOST_NODES}; nearest: spares={MOST_NODES}")
+    if node_share * repair_hours > MOST_NODES * mtbf_hours:
+        raise PlanError(
+            f"repair_hours = {repair_hours:g}: more than {MOST_NODES} nodes would be away; "
+            f"nearest: repair_hours={MOST_NODES * mtbf_hours / node_share:g}"
+        )
+
+
 def _failure_formulas(
     case: drawn.FailureCase,
     whole_s: float,
@@ -86,7 +102,12 @@ def _failure_formulas(
     load = case.node_share * case.repair_s / case.mean_s
     away = f"{number(case.node_share)} · {lasting(case.repair_s)} / {lasting(case.mean_s)}"
     return (
-        Formula("failures", f"t/M ≈ {lasting(whole_s)} / {lasting(case.mean_s)}", number(stops)),
+        Formula(
+            "failures",
+            f"t/M = {lasting(whole_s)} / {lasting(case.mean_s)}",
+            number(whole_s / case.mean_s),
+        ),
+        Formula("failures, drawn", f"mean of {runs} runs; none while standing", number(stops)),
         Formula("nodes in repair", f"share · T/M = {away}, if never short", number(load)),
         Formula(
             "short of nodes",
@@ -148,13 +169,16 @@ def stragglers_screen(
     chance, rare = slow.chance_of_slow(gpus, slow_share), slow.waiting_share(one, gpus, 100)
     meeting = "every step" if every == 1 else f"every {every} steps"
     each = f"{lasting(step_s)} ± {percent(spread)}"
+    summed = "" if every == 1 else f": a normal of spread {percent(spread)}/√{every}"
     return Screen(
         title=f"Stragglers: {number(gpus)} GPUs wait for the slowest at {meeting}",
         formulas=(
             Formula("mean step", f"∫ Q(u^(1/n)) du, {distribution}, {each}", lasting(largest_s)),
             Formula("the same, drawn", f"{number(steps)} steps Q(U^(1/n))", lasting(mean_s)),
             Formula("1 step of 100", "takes longer than", lasting(late_s)),
-            Formula("lost to waiting", f"1 − own mean / mean, at {meeting}", percent(share)),
+            Formula(
+                "lost to waiting", f"1 − own mean / mean, at {meeting}{summed}", percent(share)
+            ),
             Formula(
                 "one bad device",
                 f"1 − (1 − q)ⁿ = 1 − (1 − {number(slow_share)})^{gpus}",
@@ -186,8 +210,11 @@ def _waiting_chart(one: slow.StepTimes, gpus: int, every: int, steps: int, seed:
     if every > 1:
         lines = [Series(f"sums of {every} steps", lines[0].points)]
     else:
-        drawn_s = {c: slow.simulate_steps(one, c, steps, seed)[0] for c in counts[::3]}
-        dots = tuple((c, 100 * (1 - one.mean_s / seconds)) for c, seconds in drawn_s.items())
+        few = min(steps, DRAWN_STEPS)
+        drawn_s = {c: slow.simulate_steps(one, c, few, seed)[0] for c in counts[::3]}
+        dots = tuple(
+            (c, 100 * max(0.0, 1 - one.mean_s / seconds)) for c, seconds in drawn_s.items()
+        )
         lines.insert(0, Series(f"drawn, {one.distribution}", dots, dots=True))
     return Chart(
         Axis("devices", log=True, base=2),

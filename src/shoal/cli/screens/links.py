@@ -30,6 +30,7 @@ def collectives_screen(
     inside_gb_per_s: float = 300.0,
 ) -> Screen:
     """Time of an all-reduce by ring, tree, halving-doubling and in two levels."""
+    per_node = min(ranks, per_node)
     if ranks % per_node:
         near = max(per_node, round(ranks / per_node) * per_node)
         raise PlanError(
@@ -110,7 +111,7 @@ def bubble_screen(
         inner, least = chunks if name == "interleaved" else 1, least_micro_batches(name, ranks)
         enough = micro_batches_for(name, ranks, share, forward_ms, backward_ms, inner)
         label = f"interleaved, {chunks} chunks" if name == "interleaved" else name
-        cells = (f"needs {least} micro-batches", "")
+        cells = (f"no formula below {least}", "")
         shares[name] = None
         if micro_batches >= least:
             reached = shares[name] = part(name, micro_batches)

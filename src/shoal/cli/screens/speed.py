@@ -122,7 +122,8 @@ def _speedup_cells(rows: Sequence[scaling.SpeedupRow]) -> tuple[tuple[str, ...],
     head = ("gpus", "as written", "ddp", "fsdp", "q of ddp")
     cells = [(*head, *(f"passed on: {name}" for name in shares))]
     for row in rows:
-        serial = "" if row.ring_serial is None else percent(row.ring_serial)
+        # slower than one device: no serial share gives that
+        serial = "—" if row.ring_serial is None or row.ring < 1 else percent(row.ring_serial)
         passed = [""] * len(shares)
         if row.devices in scaling.FOLK_GPUS:
             place = scaling.FOLK_GPUS.index(row.devices)

@@ -29,6 +29,8 @@ def percent(share: float) -> str:
     ('85.3 %', '0.042 %', '100.0 %')
     """
     shown = 100 * share
+    if abs(shown) >= 1e6:
+        return f"{shown:.1e} %"
     return f"{shown:.1f} %" if abs(shown) >= 1 or shown == 0 else f"{shown:.2g} %"
 
 
@@ -51,8 +53,10 @@ def lasting(seconds: float) -> str:
         return "never"
     for least, size, unit in ((172800, 86400, "days"), (7200, 3600, "h"), (120, 60, "min")):
         if seconds >= least:
+            if seconds >= 1e6 * 86400:
+                return f"{seconds / size:.1e} {unit}"
             return f"{seconds / size:.{2 if unit == 'h' else 1}f} {unit}"
-    if seconds >= 1:
+    if seconds >= 0.99995:  # else 1000.0 ms
         return f"{seconds:.{1 if seconds >= 10 else 2}f} s"
     if seconds == 0:
         return "0 s"
@@ -71,6 +75,8 @@ def rate(bytes_per_s: float) -> str:
     for size, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if bits >= size:
             shown = bits / size
+            if shown >= 1e6:
+                return f"{shown:.1e} {unit}"
             return f"{shown:.{2 if shown < 10 else 1 if shown < 100 else 0}f} {unit}"
     return f"{bits:.0f} bit/s"
 

@@ -28,6 +28,9 @@ from shoal.base.errors import PlanError, one_of
 DISTRIBUTIONS = ("normal", "lognormal", "exponential")
 """All with the same mean and standard deviation; their tails differ."""
 
+MOST_STEPS = 1_000_000
+"""Steps that are drawn at most: about a second."""
+
 _NORMAL = NormalDist()
 
 
@@ -116,7 +119,8 @@ def waiting_share(times: StepTimes, devices: int, every: int = 1) -> float:
         raise PlanError(f"every = {every}: at least 1 step; nearest: every=1")
     if every > 1:
         times = StepTimes(times.mean_s * every, times.spread / math.sqrt(every))
-    return 1 - times.mean_s / largest_mean_s(times, devices)
+    # the sum that stands for the integral is off by 1e-15 where nobody waits
+    return max(0.0, 1 - times.mean_s / largest_mean_s(times, devices))
 
 
 def chance_of_slow(devices: int, slow_share: float) -> float:
@@ -145,8 +149,9 @@ def simulate_steps(
     True
     """
     _check(devices)
-    if steps < 1:
-        raise PlanError(f"steps = {steps}: at least 1; nearest: steps=1000")
+    if not 1 <= steps <= MOST_STEPS:
+        near = 1000 if steps < 1 else MOST_STEPS
+        raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are drawn; nearest: steps={near}")
     draw = random.Random(seed)
     seconds = sorted(
         times.upper_quantile_s(-math.expm1(math.log(1 - draw.random()) / devices))

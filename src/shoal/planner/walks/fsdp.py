@@ -55,7 +55,10 @@ class _Rank:
 
 
 class _World:
-    """n ranks in step with each other: a compute lane, a link lane, and a clock for each."""
+    """n ranks in step with each other: a compute lane, a link lane, and a clock for each.
+
+    kept   units whose activations wait for their backward
+    """
 
     def __init__(self, ranks: int, forward_s: float, backward_s: float) -> None:
         self.weights = first_weights(UNITS, ranks)
@@ -64,6 +67,7 @@ class _World:
         self.compute_s = self.link_s = 0.0
         self.ready_s: dict[int, float] = {}
         self.sent_bytes = 0.0
+        self.kept: set[int] = set()
         self.spans: list[Span] = []
         self.changes: list[tuple[float, str, float]] = []
         self.steps: list[Step] = []
@@ -114,6 +118,7 @@ class _World:
         self.compute_s = start_s + self.forward_s
         self._span("forward", unit, start_s, self.compute_s, "compute")
         self.change(start_s, "activations", ACTIVATION_BYTES)
+        self.kept.add(unit)
         for rank in self.ranks:
             rank.inputs[unit + 1] = rank.inputs[unit] * sum(rank.whole[unit])
         self._write(f"forward of u{unit}", unit, unit + 1 if unit + 1 < UNITS else None)
@@ -133,6 +138,7 @@ class _World:
             rank.upstream *= sum(rank.whole[unit])
         self._write(f"backward of u{unit}", unit, unit - 1 if unit else None)
         self.change(self.compute_s, "activations", -ACTIVATION_BYTES)
+        self.kept.remove(unit)
         self.free(unit)
         self._scatter(unit)
 
@@ -175,8 +181,7 @@ class _World:
                 gradients.append(Cell("1/n", "own"))
             else:
                 gradients.append(Cell("", "none"))
-            forward = unit + 1 in rank.inputs and unit not in rank.shards
-            kept.append(Cell("x", "own") if forward else Cell("", "none"))
+            kept.append(Cell("x", "own") if unit in self.kept else Cell("", "none"))
         when = seconds_text(self.compute_s)
         note = f"until {when} · sent so far {bytes_text(self.sent_bytes)}"
         cells = (tuple(weights), tuple(gradients), tuple(kept))

@@ -66,6 +66,20 @@ def pipeline(name: str, asked: Pipeline) -> Timeline:
     return replace(line, title=title, facts=facts, held_unit="micro-batches")
 
 
+def _figure(count: float) -> str:
+    """Two digits behind the point at most, and no tail of zeros.
+
+    >>> _figure(4.0), _figure(2 / 3), _figure(1234567.0)
+    ('4', '0.67', '1234567')
+    """
+    return f"{count:.2f}".rstrip("0").rstrip(".")
+
+
+def _waiting(count: float) -> str:
+    shown = _figure(count)
+    return f"{shown} micro-batch{'' if shown == '1' else 'es'}"
+
+
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
@@ -112,7 +126,7 @@ def _facts(name: str, line: Timeline, asked: Pipeline, chunks: int) -> dict[str,
         "work of a rank": seconds_text(work),
         "bubble": f"{seconds_text(bubble)} = {bubble / work:.1%} of it{says}",
         "step up to the optimizer's barrier": seconds_text(line.end_s),
-        "held at most": f"{max(held.held_bytes for held in line.memory):g} micro-batches",
+        "held at most": _waiting(max(held.held_bytes for held in line.memory)),
     }
 
 
@@ -127,7 +141,7 @@ def afab_beside_1f1b(asked: Pipeline) -> tuple[tuple[Timeline, Timeline], tuple[
     bubbles = [bubble_of(line) for line in (first, second)]
     alike = "Same bubble" if abs(bubbles[0] - bubbles[1]) < 1e-9 else "Bubbles differ"
     held = [[line.peak_bytes(r) for r in range(line.ranks)] for line in (first, second)]
-    shown = [", ".join(f"{count:g}" for count in counts[:8]) for counts in held]
+    shown = [", ".join(_figure(count) for count in counts[:8]) for counts in held]
     more = " …" if asked.ranks > 8 else ""
     return (first, second), (
         f"{alike}: afab {seconds_text(bubbles[0])}, 1f1b {seconds_text(bubbles[1])}.",
