@@ -189,7 +189,8 @@ def test_measured_machines_bring_their_own_constants() -> None:
     assert found.parts["gradients"] == pytest.approx(2 * plain.parts["gradients"])
     assert found.parts["parameters"] == pytest.approx(3 * plain.parts["parameters"])
     operations = sum(unit.operations * unit.count for unit in FACTS.units)
-    assert found.parts["constants"] == pytest.approx(3 * operations * 4e-5)
+    each_s = operations * 4e-5 * CPU.efficiency["launch"] + CPU.constants_s["micro_batch"]
+    assert found.parts["constants"] == pytest.approx(3 * each_s)
 
 
 def test_which_calibration_counts() -> None:

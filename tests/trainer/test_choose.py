@@ -39,7 +39,9 @@ def digits() -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
-    monkeypatch.setattr(room, "read_measured", lambda cache, ranks: this_cluster(machine, ranks))
+    monkeypatch.setattr(
+        room, "read_measured", lambda cache, ranks, **more: this_cluster(machine, ranks)
+    )
 
 
 def test_the_planner_chooses_and_says_what_else(digits, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_an_unknown_machine_leaves_it_to_the_guide(
     digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, source = digits
-    monkeypatch.setattr(room, "read_measured", lambda cache, ranks: None)
+    monkeypatch.setattr(room, "read_measured", lambda cache, ranks, **more: None)
     assert room.choose(config, source, TwoRanks(), tmp_path) == ({"strategy": "auto"}, "")
 
 

@@ -83,7 +83,7 @@ class ModelFacts:
 
     @property
     def blocks(self) -> int:
-        """How many units are repeated: the depth that a pipeline cuts."""
+        """How many units a pipeline can deal out; an unknown module's first and last are units too."""
         ends = ("embedding", "head")
         return sum(u.count for u in self.units if u.name not in ends and not u.loss_bytes)
 

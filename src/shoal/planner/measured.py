@@ -40,14 +40,19 @@ CORE_STREAM_BYTES_PER_S = 8e9
 STREAMING_CORES = 4
 GLOO = Link("gloo over loopback", 3e-5, 1.5e9, "not measured: typical")
 BETWEEN_MACHINES = network("eth", 1, 10.0, 1)
+BUSY_WAIT_S, BUSY_BYTES = 6e-4, 2.7
+"""In steps on busy cores a collective waits so much longer, and takes so many times as long per
+byte, as in a loop of its own: fitted to 32 runs on two cores (benchmarks/planner/at_hand.py)."""
+
 PROCESS_BYTES = 0.4 * 2**30
 """Interpreter and torch's libraries, resident."""
 
 
-def machine_path(cache: Path, processes: int, kind: str) -> Path:
+def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Path:
     """Where the facts of this machine with `processes` ranks stand.
 
     kind     cpu or gpu: what the ranks compute on
+    threads  of a rank on a CPU; 0: its share of the cores, as runs have it
     """
     try:
         torch_version = importlib.metadata.version("torch")
@@ -55,17 +60,19 @@ def machine_path(cache: Path, processes: int, kind: str) -> Path:
         torch_version = "none"
     cores = usable_cores()
     key = f"{platform.node()}-{cores}-cores-torch-{torch_version}-{processes}-{kind}"
+    if kind == "cpu" and threads not in (0, max(1, cores // processes)):
+        key += f"-{threads}-threads"
     return cache / "machines" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.json"
 
 
-def read_measured(cache: Path, processes: int, kind: str = "") -> Cluster | None:
+def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0) -> Cluster | None:
     """This machine as measured with `processes` ranks; None if it was not, or cannot be read.
 
     cache    the cache folder · kind  cpu or gpu; default: whichever is there, GPUs first
     """
     for which in (kind,) if kind else ("gpu", "cpu"):
         try:
-            path = machine_path(cache, processes, which)
+            path = machine_path(cache, processes, which, threads)
             document = json.loads(path.read_text())
             if document["version"] == VERSION:
                 return corrected(cluster_of(document), learnt(path))
@@ -85,6 +92,8 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
     near = links.get("inside") or links.get("across")
     far = links.get("across")
     inside = _link("within this machine", near) if near else GLOO
+    if device.kind == "cpu":
+        inside = _busy(inside)
     return Cluster(
         device=device,
         nodes=max(1, int(document["processes"]) // local),
@@ -102,6 +111,15 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
         host_bytes_per_s=float(document["host_bytes_per_s"]),
         disk_bytes_per_s=float(document["disk_bytes_per_s"]),
         name="this machine",
+    )
+
+
+def _busy(link: Link) -> Link:
+    """A link between ranks whose cores compute: messages wait for a core, and so do their bytes."""
+    return replace(
+        link,
+        latency_s=link.latency_s + BUSY_WAIT_S,
+        bytes_per_s=link.bytes_per_s / BUSY_BYTES,
     )
 
 

@@ -30,6 +30,7 @@ from shoal.planner.step_parts import (
     units_part,
 )
 from shoal.planner.step_sync import Sync, data_sync
+from shoal.planner.step_work import PRODUCTS_PER_BLOCK, on_ladder
 
 HOST_BYTES_PER_S = 20e9
 """Between device and host where the cluster does not say: PCIe 4.0 x16, in practice."""
@@ -186,9 +187,12 @@ def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
     The update reads gradients (twice: their norm is taken first), reads and writes fp32 weights and
     states, and writes narrow weights.
     """
-    layout, memory = case.layout, case.cluster.device.stream_bytes_per_s
+    layout, device = case.layout, case.cluster.device
     dense, experts = shard_counts(case)
     owned = (stage.parameters - stage.experts) / dense + stage.experts / experts
+    # Tensors are updated one by one, about as many as a block has products.
+    each_bytes = 4 * owned / max(1.0, PRODUCTS_PER_BLOCK * stage.blocks)
+    memory = on_ladder(device.stream_ladder, each_bytes, device.stream_bytes_per_s)
     per_element = 8 + 2 * (4 + case.optimizer_bytes) + case.model.element_bytes
     host = case.cluster.host_bytes_per_s or HOST_BYTES_PER_S
     waits = {"optimizer": owned * per_element / memory}

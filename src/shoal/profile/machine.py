@@ -66,7 +66,8 @@ def measure_machine(
     sizes    what to try; default: a list that takes less than a minute
     again    measure although it is known
     """
-    path = machine_path(cache, world.size, "gpu" if world.device.type == "cuda" else "cpu")
+    kind = "gpu" if world.device.type == "cuda" else "cpu"
+    path = machine_path(cache, world.size, kind, torch.get_num_threads())
     known = None if again else world.broadcast_json(_read(path) if world.is_first else None)
     if known:
         return dict(known)

@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.base.errors import ShoalError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
@@ -50,7 +52,7 @@ def choose(config: Config, source: Source, world: World, folder: Path) -> Choice
 def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[str, Any] | None:
     if kept := _kept(folder, world.size):
         return kept
-    cluster = read_measured(cache_folder(), world.size)
+    cluster = read_measured(cache_folder(), world.size, threads=torch.get_num_threads())
     if cluster is None:
         return None
     compute = formats.resolve(config.precision.compute, world.device)

@@ -47,12 +47,16 @@ EXAMPLES = 2
 def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int) -> ModelFacts:
     """Facts of the configured model, per sample.
 
+    Ours by arithmetic on GPUs; on a CPU every model is traced, because there single operations cost
+    most of what is no matrix product, and arithmetic does not count them one by one.
+
     kernels   cpu or gpu: whose kernels keep what
     Errors    PlanError for a model that shapes alone cannot run, naming the module, and for data
               that can only be iterated, of which no sample can be looked at without taking it
     """
     section = config.model
-    if not section.build and section.name.partition("-")[0] == "llama":
+    own = not section.build and section.name.partition("-")[0] == "llama"
+    if own and (kernels == "gpu" or not is_indexed(source.train)):
         known = {"sequence": config.data.sequence}
         if source.vocabulary:
             known["vocabulary"] = source.vocabulary
@@ -89,7 +93,8 @@ def cluster_here(processes: int, held_bytes: int = 0) -> Cluster:
         memory_bytes=psutil.virtual_memory().total,
         gpus=torch.cuda.device_count(),
     )
-    found = read_measured(cache_folder(), processes) or this_cluster(machine, processes)
+    measured = read_measured(cache_folder(), processes, threads=torch.get_num_threads())
+    found = measured or this_cluster(machine, processes)
     if held_bytes and found.device.kind == "cpu":
         found = replace(found, device=replace(found.device, reserved_bytes=held_bytes))
     return found
@@ -127,7 +132,7 @@ class Learner:
     def __init__(self, predicted: dict[str, Any], compute: str, world: World) -> None:
         self.predicted, self.compute = predicted, compute
         kind = "gpu" if world.device.type == "cuda" else "cpu"
-        self.machine = machine_path(cache_folder(), world.size, kind)
+        self.machine = machine_path(cache_folder(), world.size, kind, torch.get_num_threads())
         # What a machine that was never measured is said to do, no run may correct.
         self.measured = self.machine.exists()
         self.known = learnt(self.machine).get(compute, 1.0)
