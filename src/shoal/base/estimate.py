@@ -83,7 +83,7 @@ class ModelFacts:
 
     @property
     def blocks(self) -> int:
-        """How many units a pipeline can deal out; an unknown module's first and last are units too."""
+        """How many units a pipeline can deal out; all but named ends of a module are such."""
         ends = ("embedding", "head")
         return sum(u.count for u in self.units if u.name not in ends and not u.loss_bytes)
 
