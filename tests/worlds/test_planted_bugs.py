@@ -52,3 +52,13 @@ def test_sums_kept_in_bf16_are_named(worlds) -> None:
     assert report["precision"] == "bf16"
     assert report["cause"]["name"] == "bf16 accumulation", report["cause"]["text"]
     assert worlds(2).call("planted:prove", bug="nothing", **asked)[0]["verdict"] == "equal"
+
+
+def test_a_scaler_that_decides_alone_is_named(worlds) -> None:
+    """fp16's own loss scale: one rank sees an overflow, skips and halves its scale by itself."""
+    asked = {"case": "mlp", "precision": "fp16"}
+    report = worlds(4).call("planted:prove", bug="one rank skips", **asked)[0]
+    assert report["precision"] == "fp16"
+    assert report["cause"]["name"] == "decision on one rank", report["cause"]["text"]
+    assert "was skipped by rank 3 of 4 only" in report["cause"]["text"]
+    assert worlds(4).call("planted:prove", bug="nothing", **asked)[0]["verdict"] == "equal"
