@@ -278,3 +278,21 @@ def test_the_real_program_prints_one_line_on_standard_error(tmp_path: Path) -> N
     assert done.stderr == (
         "shoal: command line: train.micro_bach: no such key; nearest: train.micro_batch\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "--nosuch"), "shoal: train: No such option: --nosuch; help: shoal --help"),
+        (("plan", "--top"), "shoal: plan: Option '--top' requires an argument.; help: shoal"),
+        (("trian",), "shoal: trian: No such command 'trian'."),
+    ],
+)
+def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *words],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(said), done.stderr
+    assert done.stderr.count("\n") == 1

@@ -44,16 +44,31 @@ def options(
 def main() -> None:
     """Run the command line; a ShoalError is one line on standard error and its exit code.
 
-    So is a file or folder that the system refuses: exit status 2, as the user can change it.
+    So is a wrong option, and a file or folder that the system refuses: exit status 2, as the user
+    can change it.
     """
     try:
-        app()
+        # Without words the help is shown, which the library does best on its own.
+        code = app(standalone_mode=False) if sys.argv[1:] else app()
+        sys.exit(code if isinstance(code, int) else 0)
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
         sys.exit(failure.exit_code)
     except BrokenPipeError:
         sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except OSError as failure:
         where = f"{failure.filename}: " if failure.filename else ""
         sys.stderr.write(f"shoal: {where}{failure.strerror or failure}\n")
+        sys.exit(2)
+    except Exception as failure:
+        # typer's own errors: what a version of it calls them differs, that they can format does not
+        told = getattr(failure, "format_message", None)
+        if type(failure).__name__ == "Abort":
+            sys.exit(130)
+        if told is None:
+            raise
+        verb = f"{sys.argv[1]}: " if not sys.argv[1].startswith("-") else ""
+        sys.stderr.write(f"shoal: {verb}{' '.join(told().split())}; help: shoal --help\n")
         sys.exit(2)

@@ -27,10 +27,9 @@ from shoal.planner.model_facts import FAMILIES, NOT_BUILT
 from shoal.planner.model_facts import PUBLISHED as BUILDABLE
 from shoal.planner.published import from_config, published
 from shoal.planner.search import Asked
-from shoal.planner.states import STATE_BYTES
+from shoal.planner.states import STATE_BYTES, WIDTHS
 from shoal.planner.transformer import model_facts, own_family
 
-ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 TOKENS_PER_STEP = 4 * 2**20
 MOST_TOKENS = 16 * 2**20
 """Of a cluster whose batch nobody gave: what models of 1B and more are usually trained with."""
@@ -60,8 +59,8 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     config = loaded.config
     notes: list[str] = list(loaded.notices)
     cluster = find_cluster(config, machines, notes)
-    compute = _format(config.precision.compute, cluster, notes)
-    model = find_model(loaded, cluster, ELEMENT_BYTES[compute], notes)
+    compute = _format(config.precision.compute, config.memory.offload, cluster, notes)
+    model = find_model(loaded, cluster, WIDTHS[compute], notes)
     batch = _batch(loaded, model, cluster, here=not machines)
     notes += [note for note in loaded.notices if note not in notes]
     # What `shoal train` would take on this machine; on others it is the plan's to choose.
@@ -98,8 +97,17 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     from shoal.planner.guide import default_processes
 
     machine = this_machine()
+    asked = config.launch
     if machines:
-        return parse_machines(machines, machine, cache_folder())
+        found = parse_machines(machines, machine, cache_folder())
+        if asked.processes and asked.processes * asked.nodes != found.devices:
+            notes.append(f"--on has {found.devices} devices: launch.processes is left aside")
+        return found
+    if asked.nodes > 1:
+        raise PlanError(
+            f"launch.nodes = {asked.nodes}: a plan for several machines needs to know them; "
+            f'nearest: --on "{asked.nodes}x{max(1, machine.gpus or 8)}xH100-80GB"'
+        )
     degrees = config.layout.degrees()
     processes = config.launch.processes or (
         Layout(**degrees).processes if degrees else default_processes(machine)
@@ -149,6 +157,8 @@ def find_model(
     if not given:
         sequence = shape.positions or PUBLISHED_SEQUENCE
         notes.append(f"data.sequence not given: {sequence}")
+    if shape.positions and sequence > shape.positions:
+        notes.append(f"{shape.name} has {shape.positions} positions, fewer than data.sequence")
     kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
     return model_facts(shape, sequence, element_bytes, kernels)
 
@@ -167,12 +177,17 @@ def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
     return facts_of(config, source, kernels=cluster.device.kind, element_bytes=element_bytes)
 
 
-def _format(asked: str, cluster: Cluster, notes: list[str]) -> str:
+def _format(asked: str, offload: str, cluster: Cluster, notes: list[str]) -> str:
     """The number format: the user's, or bf16 where the device is fast in it."""
     parts = (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
         raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
     if cluster.device.kind != "gpu":
+        if offload != "none":
+            raise PlanError(
+                f"memory.offload = {offload}: there is no device to offload from on a CPU; "
+                f"nearest: memory.offload=none"
+            )
         if asked == "fp16":
             raise PlanError(
                 "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "
@@ -180,7 +195,7 @@ def _format(asked: str, cluster: Cluster, notes: list[str]) -> str:
             )
         return "fp32" if asked == "auto" else asked
     every = [part.device.matrix_flops_per_s for part in parts]
-    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in ELEMENT_BYTES}
+    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}
     if asked == "auto":
         return "bf16" if rates["bf16"] > rates["fp32"] else "fp16"
     narrow = {"bf16": "fp16", "fp16": "bf16"}.get(asked, "")

@@ -106,7 +106,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `shoal train` alone needs none") from None
+        raise ConfigError(f"{path}: no such file; without one the defaults count") from None
     except IsADirectoryError:
         hint = f"; to go on with a run: shoal train --resume {path}"
         raise ConfigError(f"{path}: is a folder, a run.toml is wanted{hint}") from None

@@ -16,7 +16,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.policies import COMPILE
 from shoal.parallel._torch import pytree
-from shoal.parallel.program import Program, blocks, is_single_layer
+from shoal.parallel.program import Program, StandIn, blocks, is_single_layer
 
 
 def apply(program: Program, policy: str) -> Program:
@@ -73,20 +72,12 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-class _Compiled:
-    """Stands in for a block's `forward`.
-
-    An object with the bound method inside, and no closure, so that a deep copy of the model
-    computes with its own weights; the copy compiles anew, which the compiler's cache makes short.
-    """
+class _Compiled(StandIn):
+    """A block's `forward` as compiled code; a copy compiles anew, which a cache makes short."""
 
     def __init__(self, name: str, block: nn.Module) -> None:
-        self.name, self.block = name, block
-        self.replaced = block.__dict__.get("forward")
-        self.forward: Callable[..., Any] = block.forward
         self.fast: Callable[..., Any] | None = None
-        update_wrapper(self, self.forward)  # whoever reads its signature sees the block's own
-        setattr(block, "forward", self)  # noqa: B010
+        super().__init__(name, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward pass. Shapes without data (counting) need no code."""
@@ -106,11 +97,3 @@ class _Compiled:
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block."""
         return {**self.__dict__, "fast": None}
-
-    def take_away(self) -> None:
-        """Leave the block as it was."""
-        if self.block.__dict__.get("forward") is not self:
-            return
-        del self.block.__dict__["forward"]
-        if self.replaced is not None:
-            setattr(self.block, "forward", self.replaced)  # noqa: B010

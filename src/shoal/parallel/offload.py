@@ -245,12 +245,12 @@ def stream_state(
     def undo() -> None:
         del optimizer.__dict__["step"]
         if before is not None:
-            setattr(optimizer, "step", before)  # noqa: B010
+            optimizer.__dict__["step"] = before
         state.take_back()
 
     # A method of the optimizer, with the marks of the former: torch's schedulers look for both.
     update_wrapper(step, optimizer.step)
-    setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
+    optimizer.__dict__["step"] = MethodType(step, optimizer)
     return undo
 
 

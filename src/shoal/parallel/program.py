@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import update_wrapper
 from typing import Any, Protocol
 
 import torch
@@ -173,6 +174,33 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield path, child
         else:
             yield from blocks(child, path)
+
+
+class StandIn:
+    """Something that is called in the place of a block's `forward`, until it is taken away.
+
+    An object with the bound method inside, and no closure, so that a deep copy of the model
+    computes with its own weights. No name in the state dict changes, and hooks stay outside.
+    """
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        self.name, self.block = name, block
+        self.replaced = block.__dict__.get("forward")
+        self.forward: Callable[..., Any] = block.forward
+        update_wrapper(self, self.forward)  # whoever reads its signature sees the block's own
+        block.__dict__["forward"] = self
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What is computed in the place of the block's own forward."""
+        raise NotImplementedError
+
+    def take_away(self) -> None:
+        """Leave the block as it was."""
+        if self.block.__dict__.get("forward") is not self:
+            return
+        del self.block.__dict__["forward"]
+        if self.replaced is not None:
+            self.block.__dict__["forward"] = self.replaced
 
 
 def is_single_layer(block: nn.Module) -> bool:

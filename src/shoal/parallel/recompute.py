@@ -19,10 +19,9 @@ is torch.utils.checkpoint; its own selective mode is not used, for the reasons g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.parallel._torch import TorchDispatchMode, counting_writes, in_backward, pytree
-from shoal.parallel.program import Program, blocks, is_single_layer
+from shoal.parallel.program import Program, StandIn, blocks, is_single_layer
 
 POLICIES = ("none", "selective", "full")
 
@@ -106,21 +105,14 @@ class _Told:
             )
 
 
-class _Recomputed:
-    """Stands in for a block's `forward`.
-
-    It is an object with the bound method inside, and no closure, so that a deep copy of the model
-    computes with its own weights.
-    """
+class _Recomputed(StandIn):
+    """A block's `forward` that runs again in the backward pass."""
 
     def __init__(self, name: str, block: nn.Module, told: _Told) -> None:
-        self.name, self.block, self.told = name, block, told
-        self.replaced = block.__dict__.get("forward")
-        self.forward: Callable[..., Any] = block.forward
+        self.told = told
         self.buffers = _Buffers(name, block, told)
         self.unneeded: set[tuple[Any, int]] = set()
-        update_wrapper(self, self.forward)  # whoever reads its signature sees the block's own
-        setattr(block, "forward", self)  # noqa: B010
+        super().__init__(name, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward pass; without gradients there is nothing to run again."""
@@ -143,14 +135,6 @@ class _Recomputed:
             return nullcontext(), nullcontext()
         kept = _Kept(self.unneeded)
         return _Keep(kept), _Give(kept)
-
-    def take_away(self) -> None:
-        """Leave the block as it was."""
-        if self.block.__dict__.get("forward") is not self:
-            return
-        del self.block.__dict__["forward"]
-        if self.replaced is not None:
-            setattr(self.block, "forward", self.replaced)  # noqa: B010
 
 
 class _Call:

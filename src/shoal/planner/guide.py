@@ -1,4 +1,4 @@
-"""`auto` by rule: the field's selection guide, until the planner can weigh time and memory.
+"""`auto` by rule: the field's selection guide, where the planner has nothing to weigh yet.
 
 The guide people pass on: below 1B parameters data parallel (ddp), 1–10B sharded (fsdp), above that
 tensor × pipeline × data (3-D). It ignores memory, so on a CPU what fits is asked as well (a GPU's

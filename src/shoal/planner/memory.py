@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shoal.base.errors import PlanError, one_of
 from shoal.base.estimate import Case, MemoryEstimate
+from shoal.base.policies import RECOMPUTE
 from shoal.planner.activations import Activations, activations, shares
 from shoal.planner.frameworks import Framework, framework
 from shoal.planner.stage_cut import Stage, cut, is_block
@@ -36,7 +37,6 @@ from shoal.planner.transients import (
     workspace_bytes,
 )
 
-RECOMPUTE = ("none", "selective", "full")
 LOSSES = ("full", "chunked", "parallel")
 UNSURE = 0.09
 """Half-width of the interval as a share of the peak: every error of the published runs is inside

@@ -18,6 +18,7 @@ from shoal.base.cluster import Cluster
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
 from shoal.base.layout import Layout
+from shoal.base.policies import RECOMPUTE
 from shoal.planner.memory import predict_memory
 from shoal.planner.step_time import predict_time
 from shoal.planner.verdict import Verdict, verdict
@@ -30,7 +31,6 @@ LARGEST_MICRO_BATCH = 1024
 APART = 1.5
 """Micro-batches that are looked at differ by this factor at least."""
 
-RECOMPUTE = ("none", "selective", "full")
 SAME = 0.02
 """Step times closer than this share are one: the plainer layout then goes first."""
 

@@ -27,12 +27,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.base.estimate import Case
+from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.collectives import NOTHING, Cost, Group, all_gather, all_reduce, group_of
 from shoal.planner.states import Elements
 from shoal.planner.step_habits import Habits
-
-BUCKET_BYTES = 25e6
-"""Gradients travel in pieces of about this size; the last one cannot be hidden."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +124,7 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     narrow, wide = case.model.element_bytes, max(case.model.element_bytes, habits.root_bytes)
     element, suffix = gradient_bytes(case, habits), groups.dense.suffix
     whole = Elements(blocks * block.dense + outside, blocks * block.experts)
+    # The last bucket cannot be hidden.
     last = min(1.0, BUCKET_BYTES / (sum(whole) * element)) if sum(whole) else 1.0
     if layout.zero == 0:
         return Sync(groups.each(all_reduce, whole, element), 1, last, suffix=suffix)

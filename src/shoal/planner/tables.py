@@ -19,6 +19,8 @@ from shoal.base.cluster import Cluster
 from shoal.base.errors import PlanError, nearest
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
+from shoal.planner.calculators.scaling import FOLK_GPUS, FOLK_SPEEDUPS
+from shoal.planner.calculators.zero import FOLK_MEMORY_GB
 from shoal.planner.memory import predict_memory
 from shoal.planner.published import SHAPES, published
 from shoal.planner.states import Elements, state_bytes
@@ -29,14 +31,11 @@ SIZES = {"7b": "llama-2-7b", "13b": "llama-2-13b", "70b": "llama-2-70b"}
 """Sizes as the copied table names them."""
 
 COPIED_GB = {
-    "llama-2-7b": {"single": 28, "zero2": 14, "fsdp": 7},
-    "llama-2-13b": {"single": 52, "zero2": 26, "fsdp": 13},
-    "llama-2-70b": {"single": 280, "zero2": 140, "fsdp": 70},
+    f"llama-2-{round(parameters / 1e9)}b": dict(zip(("single", "zero2", "fsdp"), row, strict=True))
+    for parameters, row in FOLK_MEMORY_GB.items()
 }
 COPIED_SPEEDUP = {
-    "dp": {2: 1.8, 4: 3.2, 8: 5.5, 16: 8.0},
-    "ddp": {2: 1.9, 4: 3.7, 8: 7.2, 16: 13.0},
-    "fsdp": {2: 1.9, 4: 3.8, 8: 7.5, 16: 14.0},
+    name.lower(): dict(zip(FOLK_GPUS, row, strict=True)) for name, row in FOLK_SPEEDUPS.items()
 }
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 MEMORY_SEQUENCE, SPEED_SEQUENCE, SPEED_MICRO_BATCH = 4096, 2048, 4

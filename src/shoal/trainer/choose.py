@@ -26,8 +26,8 @@ from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.measured import read_measured
 from shoal.planner.search import Asked, Candidate, search
-from shoal.planner.states import STATE_BYTES
-from shoal.trainer.foresee import ELEMENT_BYTES, facts_of
+from shoal.planner.states import STATE_BYTES, WIDTHS
+from shoal.trainer.foresee import facts_of
 from shoal.trainer.proof.material import asked_layout, portions
 
 Choice = tuple[dict[str, Any], str]
@@ -58,9 +58,7 @@ def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[
     compute = formats.resolve(config.precision.compute, world.device)
     batch, micro_batch = portions(config.train)
     try:
-        model = facts_of(
-            config, source, kernels=cluster.device.kind, element_bytes=ELEMENT_BYTES[compute]
-        )
+        model = facts_of(config, source, kernels=cluster.device.kind, element_bytes=WIDTHS[compute])
         asked = Asked(
             batch=batch,
             micro_batch=micro_batch,

@@ -29,14 +29,13 @@ from shoal.planner.frameworks import own_kernels
 from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
 from shoal.planner.refit import learnt, note_run, share_of
-from shoal.planner.states import STATE_BYTES
+from shoal.planner.states import STATE_BYTES, WIDTHS
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts, own_family
 from shoal.profile.trace import trace_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
 
-ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 LEAST_STEPS = 20
 """Steps of a run that says something about the machine."""
 
@@ -171,7 +170,7 @@ def prediction(case: Case) -> dict[str, Any]:
 
 def foresee(config: Config, source: Source, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """The prediction for a run, or {"reason": why there is none}: training goes on without."""
-    width = ELEMENT_BYTES[plan.precision]
+    width = WIDTHS[plan.precision]
     if plan.layout.threads > 1:
         return {"reason": "dp: threads of one process are not foreseen"}
     try:

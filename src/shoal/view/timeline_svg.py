@@ -22,6 +22,7 @@ from shoal.view.timeline_rows import (
     held_by_rank,
     held_text,
     kind_of,
+    later_pieces,
     legend,
     micro_batch_and_stage,
     peaks,
@@ -292,6 +293,6 @@ def _legend(timelines: Sequence[Timeline], y: float, width: float) -> tuple[list
         x += wide
     if several_pieces(timelines):
         y += 22
-        says = "paler boxes: a rank's later piece of the model"
+        says = f"paler boxes: {later_pieces(timelines)}"
         parts.append(words(SIDE, y + 12, says, TEXT, "faint"))
     return parts, y + 20
