@@ -52,7 +52,7 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert record["machine"]["devices"] == 128
     best = record["layouts"][0]
     assert best["verdict"] == "fits"
-    assert not best["runs_here"]
+    assert best["runs_here"]
     assert best["peak_low_bytes"] < best["peak_bytes"] < best["peak_high_bytes"]
 
 
@@ -82,6 +82,35 @@ def test_the_plan_becomes_a_run(tmp_path: Path) -> None:
     assert "exists; nearest: another name" in again.stderr
 
 
+def test_a_pipeline_becomes_a_run_too(tmp_path: Path) -> None:
+    from shoal.config.load import load
+
+    words = (
+        "model.name=llama-3-8b",
+        "--on",
+        "8xH200",
+        "train.batch=64",
+        "layout.pp=2",
+        "layout.tp=2",
+    )
+    words = (*words, "layout.schedule=interleaved", "layout.chunks=4", "train.micro_batch=2")
+    done = plan(*words, "--write", "run.toml", folder=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    layout = load(tmp_path / "run.toml").config.layout
+    assert (layout.pp, layout.tp, layout.schedule, layout.chunks) == (2, 2, "interleaved", 4)
+    assert "next        shoal train run.toml" in done.stdout
+
+
+def test_what_is_asked_for_here_is_searched(tmp_path: Path) -> None:
+    done = plan("layout.tp=2", "layout.pp=2", folder=tmp_path)
+    assert "3d: pp 2 · tp 2" in done.stdout, done.stderr
+    next_line = " ".join(done.stdout[done.stdout.index("next ") :].split())
+    assert next_line.startswith("next shoal train layout.tp=2 layout.pp=2")
+    planned = plan("layout.pp=2", "layout.schedule=dualpipe", folder=tmp_path)
+    assert "°" in planned.stdout, "dualpipe is planned, not run"
+    assert "is about the stages" in plan("layout.schedule=1f1b", folder=tmp_path).stderr
+
+
 def test_tables(tmp_path: Path) -> None:
     done = plan("--table", "memory", "--models", "7b,70b", "--gpus", "8,64", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -99,7 +128,6 @@ def test_tables(tmp_path: Path) -> None:
         (("--on", "8xH1000"), '"H1000" is no device'),
         (("--on", "8x"), "then expected"),
         (("model.name=llama-3-80b",), "nearest: llama-3-8b"),
-        (("model.name=gpt",), "nearest: model.name=gpt-3-6.7b"),
         (("--table", "speed"), "nearest: speedup"),
         (("--table", "memory", "--models", "7x"), "no published model"),
         (("--table", "memory", "--gpus", "2,x"), "--gpus x"),

@@ -41,11 +41,33 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("precision.compute=fp23", "precision.compute = fp23: not one of auto, fp64, fp32, bf16, fp16"),
         ("optimizer.schedule=cosin", "nearest: cosine"),
         ("layout.strategy=dpp", "layout.strategy = dpp: not one of single, dp, ddp, zero1"),
-        ("layout.strategy=tp", "layout.strategy = tp: not built in this version"),
+        ("layout.strategy=cp", "layout.strategy = cp: not built in this version"),
+        ("layout.strategy=dualpipe", "nearest: layout.strategy=zbv"),
+        ("layout.strategy=3d launch.processes=2", "nearest legal: launch.processes=4"),
+        ("layout.strategy=tp layout.zero=1", "nearest: degrees, layout.tp=2 layout.dp_shard=2"),
         ("layout.zero=1 layout.dp_replicate=2", "layout.zero = 1: splits over layout.dp_shard"),
         ("layout.strategy=hsdp", "layout.strategy = hsdp: is at least 2 × 2 processes"),
         ("layout.strategy=ddp layout.threads=2", "only layout.strategy=dp runs replicas in threads"),
-        ("layout.tp=2", "layout.tp = 2: not built in this version"),
+        ("layout.cp=2", "layout.cp = 2: not built in this version"),
+        ("layout.ep=2", "layout.ep: not built in this version (expert parallelism)"),
+        ("layout.tp=3 launch.processes=4", "nearest legal: layout.tp=2 layout.dp_replicate=2"),
+        ("layout.tp=2 launch.processes=4", "nearest legal: layout.dp_replicate=2"),
+        ("layout.schedule=1f1", "layout.schedule = 1f1: not one of gpipe, 1f1b, interleaved"),
+        ("layout.schedule=1f1b launch.processes=2", "layout.schedule = 1f1b: is about the stages of a "
+         "pipeline, and layout.pp is 1; nearest: layout.pp=2"),
+        ("layout.pp=2 layout.dp_shard=2 layout.schedule=zbv", "nearest: layout.schedule=1f1b, or "
+         "layout.zero=2"),
+        ("layout.strategy=interleaved launch.processes=2 train.batch=6 train.micro_batch=2",
+         "nearest: train.micro_batch=3, or train.batch=8, or layout.schedule=1f1b"),
+        ("layout.split=*.q.weight=whole launch.processes=2", "nearest: layout.tp=2, or leave "
+         "layout.split out"),
+        ("layout.sequence_parallel=on launch.processes=2", "layout.tp, which is 1"),
+        ("layout.chunks=-1", "layout.chunks = -1: at least 0 is wanted"),
+        ("layout.split=*.q.weight=colum", "layout.split: *.q.weight = colum: not one of whole, "
+         "column, row; nearest: column"),
+        ("layout.split=*.q.weight", "nearest: layout.split=*.q.weight=column"),
+        ("layout.sequence_parallel=of", "layout.sequence_parallel = of: not one of auto, on, off"),
+        ("layout.strict=yes", "layout.strict = 'yes': true or false is wanted"),
         ("layout.dp_replicate=3 launch.processes=4", "nearest legal: layout.dp_replicate=4"),
         ("layout.strategy=single launch.processes=2", "nearest legal: launch.processes=1"),
         ("train.batch=10 train.micro_batch=4 launch.processes=2", "nearest legal: train.batch=8"),
@@ -252,6 +274,18 @@ def test_aliases_are_answered_with_our_names() -> None:
     loaded = load(None, ["model.seq_len=128", "model.learning_rate=3"])
     assert loaded.config.model.arguments == {"seq_len": 128, "learning_rate": 3}
     assert not loaded.notices, "a builder's own arguments may have any name"
+
+
+def test_a_list_of_texts_may_be_written_plainly(tmp_path: Path) -> None:
+    from shoal.config.load import load
+    from shoal.config.save import to_toml
+
+    loaded = load(None, ["layout.split=*.gate.weight=column, head.*=whole", "layout.tp=2"])
+    assert loaded.config.layout.tensor.overrides == {"*.gate.weight": "column", "head.*": "whole"}
+    (tmp_path / "run.toml").write_text(to_toml(loaded))
+    assert load(tmp_path / "run.toml").config.layout == loaded.config.layout
+    in_toml = load(None, ['layout.split=["*.gate.weight=column", "head.*=whole"]'])
+    assert in_toml.config.layout.split == loaded.config.layout.split
 
 
 def test_a_file_with_a_mistake_names_the_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, randomness, recompute
-from shoal.parallel.program import Program, aliases, trainable
+from shoal.parallel.program import Program, undivided
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 
@@ -29,7 +29,7 @@ def program_of(dropout: float = 0.1) -> Program:
     model = build("llama", arguments, vocabulary=1024, sequence=SEQUENCE).cuda()
     world = start_world({})
     plan = Plan(Layout(), "", BATCH, BATCH, 1, "bf16", 0)
-    program = Program(model, world, plan, trainable(model), aliases(model))
+    program = undivided(model, plan, world)
     return randomness.apply(program, 3)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from shoal.base.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.parallel import ddp
-from shoal.parallel.compose import compose, facts
+from shoal.parallel.compose import compose, divide, facts
 from shoal.planner.buckets import plan_buckets
 from shoal.profile.flops import backward_flops
 from shoal.profile.matmul import matmul_flops_per_s
@@ -107,8 +108,11 @@ def test_buckets_over_nccl_equal_one_process() -> None:
     try:
         world = start_world()
         model = llama().double().cuda()
-        plan = Plan(_single(), "", 8, 2, 4, "fp64", 0, plan_buckets(facts(model), 4096))
-        program = ddp.apply(compose(model, plan, world, seed=0))
+        plan = Plan(_single(), "", 8, 2, 4, "fp64", 0)
+        program = divide(model, plan, world)
+        buckets = plan_buckets(facts(program), 4096)
+        program = replace(program, plan=replace(plan, buckets=buckets))
+        program = ddp.apply(compose(program, seed=0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.utils.data.default_collate([Tokens(97, 32)[i] for i in range(4)])
         from shoal.models.loss import token_loss

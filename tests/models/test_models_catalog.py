@@ -13,6 +13,8 @@ from shoal.base.errors import ConfigError
 from shoal.models.catalog import MODELS, build
 from shoal.models.loss import token_loss
 from shoal.planner.model_facts import FAMILIES, PUBLISHED, parameters, resolve
+from shoal.planner.own_family import own_family
+from shoal.planner.transformer import model_facts
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,12 @@ from shoal.planner.model_facts import FAMILIES, PUBLISHED, parameters, resolve
     [
         ("llama", {}),
         ("llama", {"dim": 96, "heads": 6, "kv_heads": 3, "layers": 3, "tied": False}),
+        ("gpt", {}),
+        ("gpt", {"dim": 96, "heads": 6, "layers": 3, "hidden": 100, "tied": False, "sequence": 7}),
+        ("moe", {}),
+        ("moe", {"dim": 96, "heads": 6, "layers": 3, "experts": 5, "top_k": 3, "tied": False}),
+        ("vit", {}),
+        ("vit", {"image_size": 12, "patch": 3, "image_channels": 3, "classes": 7, "dim": 36}),
         ("mlp", {}),
         ("mlp", {"layers": 1, "hidden": 7, "classes": 3, "inputs": 12}),
         ("resnet", {}),
@@ -40,7 +48,20 @@ def test_published_counts() -> None:
         "llama-2-13b": 13_015_864_320,
         "llama-3-8b": 8_030_261_248,
         "llama-3-70b": 70_553_706_496,
+        "gpt-2": 124_439_808,
+        "gpt-2-medium": 354_823_168,
+        "gpt-2-large": 774_030_080,
+        "gpt-2-xl": 1_557_611_200,
+        "mixtral-8x7b": 46_702_792_704,
+        "vit-b": 86_567_656,
+        "vit-l": 304_326_632,
     }
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe", "vit", "llama", *PUBLISHED])
+def test_the_planner_counts_the_same(name: str) -> None:
+    shape = own_family(name)
+    assert model_facts(shape, shape.positions or 64, 4).trainable == parameters(name)
 
 
 def test_counting_needs_no_torch() -> None:
@@ -96,11 +117,21 @@ def test_demo_is_small_and_follows_the_data() -> None:
          "tokenizer; nearest legal: model.vocabulary=512"),
         ("llama", {"sequence": 16}, "model.sequence = 16: less than the 64 of data.sequence; "
          "nearest legal: model.sequence=64"),
-        ("lama", {}, "model.name = lama: not one of llama, mlp, resnet, llama-2-7b, llama-2-13b, "
-         "llama-3-8b, llama-3-70b; nearest: model.name=llama; any other model: "
-         "model.build=pkg.mod:function"),
-        ("gpt", {}, "model.name = gpt: not built in this version, which has llama, mlp, resnet, "
-         "llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b; any other model: "
+        ("moe", {"experts": 4, "top_k": 5}, "model.top_k = 5: more than model.experts = 4; nearest "
+         "legal: model.top_k=4"),
+        ("moe", {"balance": -1.0}, "model.balance = -1.0: at least 0; nearest legal: "
+         "model.balance=0"),
+        ("gpt", {"dim": 250}, "model.dim = 250: not divisible by model.heads = 4; nearest legal: "
+         "model.dim=248"),
+        ("gpt", {"kv_heads": 2}, "model.kv_heads: no such argument of gpt; nearest: model.heads"),
+        ("gpt", {"sequence": 16}, "model.sequence = 16: less than the 64 of data.sequence; "
+         "nearest legal: model.sequence=64"),
+        ("vit", {"patch": 3}, "model.patch = 3: does not divide model.image_size = 8; nearest "
+         "legal: model.patch=2"),
+        ("vit", {"dim": 30}, "model.dim = 30: not divisible by model.heads = 4; nearest legal: "
+         "model.dim=28"),
+        ("lama", {}, f"model.name = lama: not one of {', '.join([*FAMILIES, *PUBLISHED])}; "
+         "nearest: model.name=llama; any other model: hf:PATH of a config.json, or "
          "model.build=pkg.mod:function"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from shoal.fabric.coded_sums import Int8Sum, LargestSum, Residual, ScatteredInt8
 from shoal.fabric.low_rank import LowRankSum, Matrix
 from shoal.fabric.place import Place
 from shoal.parallel import compress
-from shoal.parallel.program import Program
+from shoal.parallel.program import Program, undivided
 
 ALONE = World(Place(), torch.device("cpu"), None)
 ELEMENTS = 3000
@@ -321,8 +322,9 @@ def program_of(compress: str, reducer: object) -> Program:
     buckets = (Bucket(("w",), 3, "float32", 4),)
     plan = Plan(Layout(dp_replicate=2), "", 4, 2, 1, "fp32", 3, buckets, compress=compress)
     world = World(Place(rank=0, size=2), torch.device("cpu"), None)
-    parameters = {"w": nn.Parameter(torch.zeros(3))}
-    return Program(nn.Linear(1, 1), world, plan, parameters, {}, reducer=reducer)
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(3))
+    return replace(undivided(module, plan, world), reducer=reducer)
 
 
 def test_it_goes_between_reducer_and_world_and_says_so() -> None:

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
-from shoal.fabric import start_world
+from shoal.fabric import World
+from shoal.fabric.place import Place
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, recompute
-from shoal.parallel.program import Program, aliases, trainable
+from shoal.parallel.program import Program, undivided
 
 CPU = torch.device("cpu")
 
@@ -31,10 +32,10 @@ def one_thread():
 
 
 def program_of(model: nn.Module, device: str = "cpu", layout: Layout | None = None) -> Program:
-    world = start_world({})
-    world.device = torch.device(device)
-    plan = Plan(layout or Layout(), "", 8, 2, 4, "fp64", 0)
-    return Program(model, world, plan, trainable(model), aliases(model))
+    layout = layout or Layout()
+    world = World(Place(size=layout.processes), torch.device(device), None)
+    plan = Plan(layout, "", 8, 2, 4, "fp64", 0)
+    return undivided(model, plan, world)
 
 
 def test_offload_without_a_device_is_refused() -> None:

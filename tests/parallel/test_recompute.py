@@ -19,7 +19,7 @@ from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import batch_norm, loose_buffers, randomness, recompute
-from shoal.parallel.program import Program, aliases, trainable
+from shoal.parallel.program import Program, undivided
 
 POLICIES = ["selective", "full"]
 both = pytest.mark.parametrize("policy", POLICIES)
@@ -35,7 +35,7 @@ def one_thread():
 
 def program_of(model: nn.Module, policy: str) -> Program:
     plan = Plan(Layout(), "", 8, 2, 4, "fp64", 0)
-    program = Program(model, start_world({}), plan, trainable(model), aliases(model))
+    program = undivided(model, plan, start_world({}))
     program = randomness.apply(program, 3)
     program = batch_norm.apply(program)
     program = loose_buffers.apply(program)

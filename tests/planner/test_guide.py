@@ -45,12 +45,14 @@ def test_the_guide_between_one_and_ten_billion_is_fsdp() -> None:
     assert "1–10B: fsdp on 8 processes" in why
 
 
-def test_above_ten_billion_the_rule_is_not_built() -> None:
+def test_above_ten_billion_the_degrees_are_the_users() -> None:
     with pytest.raises(PlanError) as caught:
         choose_layout("auto", {}, 8, int(70e9), SERVER)
-    assert "the guide says 3d (tp × pp × dp), which this version does not build" in str(
+    assert "the guide says 3d (tp × pp × dp), whose degrees auto does not choose" in str(
         caught.value
     )
+    assert "nearest: layout.strategy=3d" in str(caught.value)
+    assert choose_layout("3d", {}, 8, int(70e9), SERVER)[0].processes == 8
 
 
 def test_a_layout_that_is_given_is_not_judged_by_the_guide() -> None:

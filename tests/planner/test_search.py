@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.base.degrees import planned_degrees
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout, planned_degrees
+from shoal.base.layout import Layout
 from shoal.planner.explain import ask_guide, dies_first, guide_layout, why_before
 from shoal.planner.machines import parse_machines
 from shoal.planner.published import published

@@ -18,7 +18,7 @@ from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
 from shoal.parallel import randomness, recompute
-from shoal.parallel.program import Program, aliases, trainable
+from shoal.parallel.program import Program, undivided
 
 POLICIES = ("none", "selective", "full")
 
@@ -72,7 +72,7 @@ def fsdp(world: World) -> dict[str, dict[str, Any]]:
 def _fsdp(world: World, policy: str) -> dict[str, Any]:
     model = cases.build("llama").double()
     plan = Plan(Layout(), "", 8, 2, 2, "fp64", 0)
-    program = Program(model, world, plan, trainable(model), aliases(model))
+    program = undivided(model, plan, world)
     program = recompute.apply(randomness.apply(program, 3), policy)
     for block in model.blocks:
         fully_shard(block)
@@ -102,7 +102,7 @@ def fsdp_undo(world: World) -> bool:
     """What recompute replaced can be taken away after FSDP2 changed the blocks' classes."""
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
     plan = Plan(Layout(), "", 8, 2, 2, "fp64", 0)
-    program = Program(model, world, plan, trainable(model), aliases(model))
+    program = undivided(model, plan, world)
     program = recompute.apply(program, "full")
     fully_shard(model[0])
     for undo in program.on_close:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import default_collate
 
 import cases
 from shoal.fabric import World, start_world
+from shoal.models.catalog import build as catalog
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
@@ -24,6 +27,11 @@ OPTIMIZERS = {
     "lamb": lambda p: LAMB(p, lr=1e-2),
     "muon": lambda p: MuonWithAdamW(p, lr=1e-2),
 }
+DEEP = {
+    "fused": ("gpt", {"dim": 32, "layers": 4, "heads": 4, "dropout": 0.1}),
+    "grouped": ("llama", {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1}),
+}
+"""Enough layers for four stages: one projection for q, k and v; fewer key heads than 4 ranks."""
 SLICED, WHOLE = ("sgd", "adamw", "lion", "rmsprop"), ("adafactor", "lamb", "muon")
 
 
@@ -48,12 +56,56 @@ def leg(
     }
 
 
+class Columns(nn.Module):
+    """A linear layer whose weight is [inputs, outputs], as GPT-2's own are."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(like.weight.detach().t().contiguous())
+        self.bias = nn.Parameter(like.bias.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def columns() -> nn.Module:
+    """A GPT with a tied head and q, k and v in the columns of one weight."""
+    torch.manual_seed(7)
+    model = cases.GPT(dim=24, layers=4)
+    for block in model.blocks:
+        block.heads, block.qkv = 4, Columns(block.qkv)
+    return model
+
+
+def build(case: str) -> nn.Module:
+    """One of `DEEP`, or of the battery's models; float32, with fixed weights."""
+    if case == "columns":
+        return columns()
+    if case not in DEEP:
+        return cases.build(case)
+    torch.manual_seed(7)
+    name, arguments = DEEP[case]
+    return catalog(name, arguments, vocabulary=61, sequence=12)
+
+
+def dataset(case: str) -> Any:
+    """The data that goes with it."""
+    return cases.Tokens() if case in (*DEEP, "columns") else cases.dataset(case)
+
+
 def train(
-    world: World, folder: Path, case: str, optimizer: str, layout: Any, steps: int
+    world: World,
+    folder: Path,
+    case: str,
+    optimizer: str,
+    layout: Any,
+    steps: int,
+    average: float = 0.0,
 ) -> dict[str, Any]:
     """What `leg` gives of one run; the world stays open for others."""
+    data = dataset(case)
     run = parallelize(
-        lambda: cases.build(case),
+        lambda: build(case),
         OPTIMIZERS[optimizer],
         cases.loss(case),
         layout=layout,
@@ -62,12 +114,14 @@ def train(
         precision="fp64",
         clip=1.0,
         seed=3,
+        sample=lambda: default_collate([data[k] for k in range(3)]),
+        average=average,
         folder=folder,
         world=world,
     )
     restored = run.restore()
     began, curve = run.step_count, []
-    loader = run.loader(cases.dataset(case))
+    loader = run.loader(data)
     while len(curve) < steps:
         for batch in loader:
             result = run.step(batch)

@@ -18,6 +18,8 @@ class ParameterFacts:
     """One trainable parameter: its name, shape and element type.
 
     compute   the type that forward passes read, where that is a narrower copy; "" for the same
+    held      who else holds it, in words that only equality is asked of: gradients that are summed
+              over other ranks do not travel together
     """
 
     name: str
@@ -25,6 +27,7 @@ class ParameterFacts:
     dtype: str
     element_bytes: int
     compute: str = ""
+    held: str = ""
 
     @property
     def elements(self) -> int:

@@ -2,15 +2,19 @@
 
 Axes, outermost (slowest link) first: islands · pp · dp_replicate · dp_shard · cp · tp. The product
 of the degrees is the number of processes. A strategy name expands to degrees at once, so that
-everything later multiplies degrees and nothing asks for names.
+everything later multiplies degrees and nothing asks for names; degrees that a user gives are
+checked in degrees.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shoal.base.errors import PlanError, one_of
+from shoal.base.schedules import canonical, settle_schedule, stages_per_rank
 
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -23,19 +27,29 @@ STRATEGIES = {
     "zero3": "zero2, with the parameters split as well; the same as fsdp",
     "fsdp": "zero3",
     "hsdp": "groups of processes that hold one copy in shards, several copies",
+    "tp": "every layer is split over all processes",
+    "pp": "the layers are dealt to the processes, in the order 1f1b",
+    "gpipe": "pp: all forward passes, then all backward passes",
+    "afab": "gpipe",
+    "1f1b": "pp: one forward pass, one backward pass",
+    "interleaved": "pp: 1f1b with several stages per process",
+    "zero-bubble": "pp: 1f1b with the backward pass cut in two",
+    "zbv": "pp: zero-bubble with two stages per process, in a V",
+    "3d": "tp × pp × dp: 2 × 2 × the rest",
 }
 """Strategies that this version builds."""
 
 PLANNED = (
-    "tp", "cp", "ep", "pp", "gpipe", "afab",
-    "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe", "3d", "local-sgd", "diloco",
-    "streaming-diloco", "sparse-loco", "noloco", "fedavg", "fedprox", "fedopt", "scaffold",
-    "branch-train-merge", "parameter-server",
+    "cp", "ep", "dualpipe", "local-sgd", "diloco", "streaming-diloco", "sparse-loco", "noloco",
+    "fedavg", "fedprox", "fedopt", "scaffold", "branch-train-merge", "parameter-server",
 )  # fmt: skip
 """Strategies of the vocabulary that are not built yet: naming one is a clear refusal."""
 
-BUILT_AXES = ("dp_replicate", "dp_shard")
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
+"""What dp_shard splits, by strategy."""
+
+PIPELINES = ("pp", "gpipe", "afab", "1f1b", "interleaved", "zero-bubble", "zbv")
+"""Strategies that are a pipeline; all but `pp` are the names of its schedule too."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,8 @@ class Layout:
     zero      what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too,
               3 parameters too
     threads   replicas within one process (`dp`); no axis of the mesh
+    schedule  the order of a pipeline's passes; "" without one, or where it is still open
+    chunks    stages per rank under `interleaved`
     """
 
     islands: int = 1
@@ -55,6 +71,18 @@ class Layout:
     tp: int = 1
     zero: int = 0
     threads: int = 1
+    schedule: str = ""
+    chunks: int = 1
+
+    @staticmethod
+    def of(degrees: Mapping[str, int]) -> Layout:
+        """The layout with these degrees and nothing else.
+
+        >>> Layout.of({"tp": 2, "dp_replicate": 2}).processes
+        4
+        """
+        given: dict[str, Any] = dict(degrees)
+        return Layout(**given)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -76,6 +104,15 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def stages(self) -> int:
+        """Pieces into which a pipeline cuts the model.
+
+        >>> Layout(pp=2, schedule="interleaved", chunks=4).stages, Layout(tp=2).stages
+        (8, 1)
+        """
+        return self.pp * stages_per_rank(self.schedule, self.chunks)
+
+    @property
     def strategy(self) -> str:
         """The name of this layout in the vocabulary.
 
@@ -88,14 +125,18 @@ class Layout:
             return "dp" if self.threads > 1 else "single"
         names = [axis for axis in ("pp", "cp", "tp") if self.degrees[axis] > 1]
         if not names:
-            return self._data_strategy
-        if self.data_degree > 1 and names == ["pp", "tp"]:
+            return self.data_strategy
+        if names == ["pp", "tp"]:
             return "3d"
-        return " + ".join(([self._data_strategy] if self.data_degree > 1 else []) + names)
+        return " + ".join(([self.data_strategy] if self.data_degree > 1 else []) + names)
 
     @property
-    def _data_strategy(self) -> str:
-        """The name of what the data-parallel axes do."""
+    def data_strategy(self) -> str:
+        """The name of what the data-parallel axes do, whatever else is split.
+
+        >>> Layout(pp=2, dp_shard=2, zero=1, tp=2).data_strategy, Layout(tp=2).data_strategy
+        ('zero1', 'ddp')
+        """
         if self.dp_shard == 1:
             return "ddp"
         if self.zero < 3:
@@ -103,35 +144,76 @@ class Layout:
         return "fsdp" if self.dp_replicate == 1 else "hsdp"
 
     def text(self) -> str:
-        """As a person writes it: the strategy, then the degrees that are not 1.
+        """As a person writes it: the strategy, then the degrees that are not 1, then a schedule.
 
         >>> Layout(dp_replicate=2).text(), Layout(threads=2).text()
         ('ddp (dp_replicate = 2)', 'dp (threads = 2)')
+        >>> Layout(pp=2, schedule="1f1b").text(), Layout(pp=2, dp_replicate=2, tp=2).text()
+        ('pp (pp = 2, schedule = 1f1b)', '3d (pp = 2, dp_replicate = 2, tp = 2)')
         """
         shown = {**self.degrees, "threads": self.threads}
         if self.strategy == "3d" and self.zero:
             shown["zero"] = self.zero
-        degrees = ", ".join(f"{k} = {v}" for k, v in shown.items() if v != 1)
-        return f"{self.strategy} ({degrees})" if degrees else self.strategy
+        words = [f"{k} = {v}" for k, v in shown.items() if v != 1]
+        if self.schedule:
+            words.append(f"schedule = {self.schedule}")
+        if self.chunks > 1:
+            words.append(f"chunks = {self.chunks}")
+        return f"{self.strategy} ({', '.join(words)})" if words else self.strategy
 
 
-def expand(strategy: str, processes: int, *, threads: int = 0, zero: int | None = None) -> Layout:
+def expand(
+    strategy: str,
+    processes: int,
+    *,
+    threads: int = 0,
+    zero: int | None = None,
+    schedule: str = "",
+    chunks: int = 0,
+) -> Layout:
     """The degrees that a strategy name means on `processes` processes.
 
     threads   replicas of `dp`; 0: two · zero  a stage that the user gave beside the name
+    schedule, chunks   of a pipeline, that the user gave beside the name; "", 0: by the name
     Errors    PlanError for an unknown name, one that is not built yet, or an impossible size
 
     >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
     (4, 2, 2)
+    >>> expand("afab", 4).text(), expand("3d", 8).text()  # doctest: +NORMALIZE_WHITESPACE
+    ('pp (pp = 4, schedule = gpipe)',
+     '3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)')
     """
     if strategy in PLANNED:
         raise PlanError(
             f"layout.strategy = {strategy}: not built in this version, which has "
-            f"{', '.join(STRATEGIES)}; nearest: layout.strategy=ddp"
+            f"{', '.join(STRATEGIES)}; nearest: layout.strategy="
+            f"{'zbv' if strategy == 'dualpipe' else 'ddp'}"
         )
     if strategy not in STRATEGIES:
         raise PlanError(one_of("layout.strategy", strategy, [*STRATEGIES, *PLANNED]))
+    _check_beside(strategy, threads, zero)
+    if strategy in ("single", "dp"):
+        settle_schedule(schedule, chunks, 1)  # refuses a schedule
+        return _one_process(strategy, processes, threads)
+    if strategy in PIPELINES and strategy != "pp":
+        schedule = _same_schedule(strategy, schedule)
+    if processes == 1:
+        return Layout()
+    layout = _of_several(strategy, processes)
+    schedule, chunks = settle_schedule(schedule, chunks, layout.pp)
+    return replace(layout, schedule=schedule, chunks=chunks)
+
+
+def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
+    """Errors: PlanError for a stage or for threads that the name does not have."""
     stage = STAGES.get(strategy, 0)
+    if zero and strategy in ("tp", "3d", *PIPELINES):
+        axis = {"tp": "tp", "3d": "tp=2 layout.pp"}.get(strategy, "pp")
+        raise PlanError(
+            f"layout.zero = {zero}: splits over layout.dp_shard, of which layout.strategy = "
+            f"{strategy} has none; nearest: degrees, layout.{axis}=2 layout.dp_shard=2 "
+            f"layout.zero={zero}"
+        )
     if zero is not None and zero != stage:
         names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
         raise PlanError(
@@ -143,14 +225,38 @@ def expand(strategy: str, processes: int, *, threads: int = 0, zero: int | None 
             f"layout.threads = {threads}: only layout.strategy=dp runs replicas in threads, "
             f"{strategy} has processes; nearest: launch.processes={threads}"
         )
-    if strategy in ("single", "dp"):
-        return _one_process(strategy, processes, threads)
-    if processes == 1:
-        return Layout()
+
+
+def _same_schedule(strategy: str, schedule: str) -> str:
+    """The schedule that a strategy is named after."""
+    own = canonical(strategy)
+    if schedule and canonical(schedule) != own:
+        raise PlanError(
+            f"layout.schedule = {schedule}: layout.strategy = {strategy} names another; nearest: "
+            f"layout.strategy={schedule}, or leave layout.schedule out"
+        )
+    return own
+
+
+def _of_several(strategy: str, processes: int) -> Layout:
+    """Degrees on at least two processes."""
     if strategy == "ddp":
         return Layout(dp_replicate=processes)
+    if strategy == "tp":
+        return Layout(tp=processes)
+    if strategy in PIPELINES:
+        return Layout(pp=processes)
+    if strategy == "3d":
+        if processes % 4:
+            raise PlanError(
+                f"layout.strategy = 3d: is tp 2 × pp 2 × data-parallel ranks, got "
+                f"launch.processes = {processes}; nearest legal: "
+                f"launch.processes={max(4, processes // 4 * 4)}, or degrees: layout.tp, layout.pp, "
+                f"layout.dp_replicate"
+            )
+        return Layout(tp=2, pp=2, dp_replicate=processes // 4)
     if strategy != "hsdp":
-        return Layout(dp_shard=processes, zero=stage)
+        return Layout(dp_shard=processes, zero=STAGES[strategy])
     if processes % 2 or processes < 4:
         raise PlanError(
             f"layout.strategy = hsdp: is at least 2 × 2 processes, got launch.processes = "
@@ -167,80 +273,3 @@ def _one_process(strategy: str, processes: int, threads: int) -> Layout:
             f"nearest legal: launch.processes=1, or layout.strategy=ddp"
         )
     return Layout(threads=threads or 2) if strategy == "dp" else Layout()
-
-
-def check_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
-    """The layout with exactly these degrees; their product must be the number of processes.
-
-    zero     what `dp_shard` splits; default: everything (3)
-    Errors   PlanError with the nearest legal choice, or for an axis that is not built yet
-
-    >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
-    ('ddp', 'fsdp')
-    """
-    for axis, degree in degrees.items():
-        if axis not in AXES:
-            raise PlanError(one_of("layout", axis, AXES))
-        if degree > 1 and axis not in BUILT_AXES:
-            raise PlanError(
-                f"layout.{axis} = {degree}: not built in this version, which splits "
-                f"{' and '.join(BUILT_AXES)} only; nearest: layout.{axis}=1"
-            )
-    layout = Layout(**degrees)
-    if layout.processes != processes:
-        named = " × ".join(f"{k} {v}" for k, v in degrees.items())
-        raise PlanError(
-            f"layout: {named} = {layout.processes} processes, but launch.processes = {processes}; "
-            f"nearest legal: layout.dp_replicate={processes}, or "
-            f"launch.processes={layout.processes}"
-        )
-    return replace(layout, zero=_stage(layout, zero))
-
-
-def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
-    """A layout to be planned: any axis of the vocabulary; data-parallel degrees left out follow.
-
-    zero     what `dp_shard` splits; default: everything (3)
-    Errors   PlanError where the degrees do not divide the processes
-
-    >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
-    4
-    """
-    for axis, degree in degrees.items():
-        if degree < 1:
-            raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
-    layout = Layout(**degrees)
-    if "dp_replicate" not in degrees and processes % layout.processes == 0:
-        layout = replace(layout, dp_replicate=processes // layout.processes)
-    if layout.processes != processes:
-        named = " × ".join(f"{k} {v}" for k, v in degrees.items())
-        raise PlanError(
-            f"layout: {named} = {layout.processes} devices, but there are {processes}; nearest "
-            f"legal: leave layout.dp_replicate out, or degrees whose product divides {processes}"
-        )
-    return replace(layout, zero=_stage(layout, zero))
-
-
-def _stage(layout: Layout, zero: int | None) -> int:
-    """The stage that these degrees carry."""
-    if zero is not None and zero not in (0, 1, 2, 3):
-        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
-    if layout.dp_shard == 1:
-        if zero:
-            raise PlanError(
-                f"layout.zero = {zero}: splits over layout.dp_shard, which is 1; nearest: "
-                f"layout.dp_shard={max(2, layout.dp_replicate)}"
-            )
-        return 0
-    if zero == 0:
-        raise PlanError(
-            f"layout.zero = 0: splits nothing over layout.dp_shard = {layout.dp_shard}; nearest: "
-            f"layout.zero=3, or layout.dp_replicate={layout.processes}"
-        )
-    if zero in (1, 2) and layout.dp_replicate > 1:
-        raise PlanError(
-            f"layout.zero = {zero}: carries dp_shard alone, got dp_replicate = "
-            f"{layout.dp_replicate} × dp_shard = {layout.dp_shard}; nearest: layout.zero=3 (hsdp), "
-            f"or layout.dp_shard={layout.processes}"
-        )
-    return 3 if zero is None else zero

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal.base.layout import Layout
+from shoal.base.policies import TensorPolicy
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Plan:
     compile       what becomes fused kernels: none, blocks
     defer_sync    zero2, zero3: gradients are summed once a step, at the cost of one full copy
     compress      what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
+    tensor        how layers are split over tp
     parameters    trainable elements · buckets  gradient buffers, in sending order
     """
 
@@ -67,6 +69,7 @@ class Plan:
     compile: str = "none"
     defer_sync: bool = False
     compress: str = "none"
+    tensor: TensorPolicy = TensorPolicy()
 
     def arithmetic(self) -> str:
         """The batch equation with this run's numbers.
@@ -98,6 +101,8 @@ class Plan:
         record: dict[str, Any] = json.loads(text)
         record.pop("strategy", None)
         record["layout"] = Layout(**record["layout"])
+        tensor = record.get("tensor", {})
+        record["tensor"] = TensorPolicy(**{**tensor, "split": tuple(tensor.get("split", ()))})
         record["buckets"] = tuple(
             Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
             for b in record["buckets"]

@@ -11,6 +11,8 @@ PROOFS = ("quick", "off")
 COMPILE = ("none", "blocks")
 REDUCTIONS = ("auto", "fp32", "bf16")
 COMPRESS = ("none", "int8", "powersgd", "topk")
+SPLITS = ("whole", "column", "row")
+SEQUENCE_PARALLEL = ("auto", "on", "off")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
 
 
@@ -113,10 +115,69 @@ class CompressPolicy:
         raise ConfigError(f"layout.compress = {text}: {wanted}")
 
 
+@dataclass(frozen=True)
+class TensorPolicy:
+    """How layers are split over the tensor-parallel ranks; its keys stand in [layout]."""
+
+    strict: bool = False
+    """refuse a model of which a part would stay whole, instead of naming that part"""
+    sequence_parallel: str = "auto"
+    """auto, on, off: between split layers every rank holds a part of the sequence only"""
+    split: tuple[str, ...] = ()
+    """PATTERN=whole, =column or =row: parameter names, and how they are split"""
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """What the user said of parameters: pattern of names → whole, column or row.
+
+        Errors: ConfigError with the nearest right spelling.
+
+        >>> TensorPolicy(split=("*.q.weight=column", "head.*=whole")).overrides
+        {'*.q.weight': 'column', 'head.*': 'whole'}
+        """
+        found: dict[str, str] = {}
+        for text in self.split:
+            pattern, equals, word = (part.strip() for part in text.rpartition("="))
+            if not (pattern and equals):
+                raise ConfigError(
+                    f"layout.split = {text}: is written PATTERN=WORD; nearest: "
+                    f"layout.split={text.strip('=')}=column"
+                )
+            if word not in SPLITS:
+                raise ConfigError(one_of(f"layout.split: {pattern}", word, SPLITS))
+            if found.setdefault(pattern, word) != word:
+                raise ConfigError(
+                    f"layout.split: {pattern} is both {found[pattern]} and {word}; nearest: "
+                    f"layout.split={pattern}={word}"
+                )
+        return found
+
+    def check(self, tp: int | None = None) -> None:
+        """Errors: ConfigError for a word outside the vocabulary, or with nothing to split.
+
+        tp   degree, where it is known
+        """
+        if self.sequence_parallel not in SEQUENCE_PARALLEL:
+            raise ConfigError(
+                one_of("layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL)
+            )
+        if self.overrides and tp == 1:
+            raise ConfigError(
+                f"layout.split = {self.split[0]}: says how layers are split over layout.tp, which "
+                f"is 1; nearest: layout.tp=2, or leave layout.split out"
+            )
+        if self.sequence_parallel == "on" and tp == 1:
+            raise ConfigError(
+                "layout.sequence_parallel = on: splits the sequence over layout.tp, which is 1; "
+                "nearest: layout.tp=2, or layout.sequence_parallel=auto"
+            )
+
+
 def check_compress(text: str, strategy: str, precision: str = "", reduce: str = "") -> None:
     """Refuse a way of compressing that a layout or a precision cannot carry.
 
-    strategy    the layout's name · precision, reduce  the formats of matrix products and of sums
+    strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split
+    precision, reduce   the formats of matrix products and of sums
     Errors      ConfigError for a text that is none; PlanError with the nearest right choice
     """
     method = CompressPolicy.parse(text).method

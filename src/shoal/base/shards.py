@@ -47,6 +47,25 @@ class Shard:
         """
         return sum(math.prod(stop - start for start, stop in box) for box in self.slices)
 
+    def part(self, start: int, stop: int) -> tuple[Box, ...]:
+        """The boxes that elements start … stop − 1 of what is held here fill, in stored order.
+
+        >>> rows = Shard("w", (8, 2), "float32", (((0, 2), (0, 2)), ((4, 6), (0, 2))))
+        >>> rows.part(2, 6)
+        (((1, 2), (0, 2)), ((4, 5), (0, 2)))
+        """
+        found: list[Box] = []
+        place = 0
+        for box in self.slices:
+            sizes = [high - low for low, high in box]
+            size = math.prod(sizes)
+            inner = flat_slices(sizes, max(start - place, 0), min(stop - place, size))
+            for piece in inner:
+                moved = zip(box, piece, strict=True)
+                found.append(tuple((low + a, low + b) for (low, _), (a, b) in moved))
+            place += size
+        return tuple(found)
+
 
 def flat_slices(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """The boxes that elements start … stop − 1 of a tensor fill, elements counted row by row.

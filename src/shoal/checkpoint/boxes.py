@@ -7,10 +7,97 @@ the tensor, which is what `untiled` checks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.base.shards import Box
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A box within flat memory: from which element on, and how far apart its neighbours lie there.
+
+    strides   in elements, per dim of the box
+    """
+
+    box: Box
+    begin: int
+    strides: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box."""
+        return extents(self.box)
+
+
+@functools.lru_cache(64)  # a weight, its gradient and its moments are cut alike
+def patches(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
+    """Boxes that are stored one after another, with runs of thin ones seen as one box.
+
+    A weight whose columns are cut within segments (q, k and v in one, transposed) is held as one
+    box per row and segment: thousands of slices where one per segment says the same.
+
+    >>> [patch.box for patch in patches((((0, 1), (2, 4)), ((1, 2), (2, 4))))]
+    [((0, 2), (2, 4))]
+    >>> rows = tuple(((k, k + 1), part) for k in range(5) for part in ((0, 2), (6, 8)))
+    >>> patches(rows)[1]
+    Patch(box=((0, 5), (6, 8)), begin=2, strides=(4, 1))
+    """
+    found: list[Patch] = []
+    begin = 0
+    for box in slices:
+        found.append(Patch(box, begin, _dense(extents(box))))
+        begin += elements(box)
+    for dim in reversed(range(len(slices[0]) if len(slices) > 1 else 0)):
+        found = _joined(found, dim)
+    return tuple(found)
+
+
+def _joined(found: list[Patch], dim: int) -> list[Patch]:
+    """Patches that follow each other along `dim`, evenly spaced in memory, made one.
+
+    Only thin ones (of extent 1): which boxes make one must not depend on what else a rank holds,
+    or else ranks that hold copies of a box would not offer the same box.
+    """
+    rows: dict[tuple[Box, tuple[int, ...]], list[Patch]] = {}
+    for patch in found:
+        before, (start, stop), after = patch.box[:dim], patch.box[dim], patch.box[dim + 1 :]
+        thick = (start, stop) if stop - start != 1 else (-1, -1)
+        rest = (*patch.strides[:dim], *patch.strides[dim + 1 :])
+        rows.setdefault(((*before, thick, *after), rest), []).append(patch)
+    done: list[Patch] = []
+    for row in rows.values():
+        run = [row[0]]
+        for patch in row[1:]:
+            follows = patch.box[dim] == (run[-1].box[dim][1], run[-1].box[dim][1] + 1)
+            spaced = len(run) == 1 or patch.begin - run[-1].begin == run[1].begin - run[0].begin
+            if not (follows and spaced):
+                done.append(_one(run, dim))
+                run = []
+            run.append(patch)
+        done.append(_one(run, dim))
+    return sorted(done, key=lambda patch: patch.begin)
+
+
+def _one(run: list[Patch], dim: int) -> Patch:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    span = (first.box[dim][0], run[-1].box[dim][1])
+    strides = list(first.strides)
+    strides[dim] = run[1].begin - first.begin
+    return Patch((*first.box[:dim], span, *first.box[dim + 1 :]), first.begin, tuple(strides))
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The shape of what a box holds."""
+    return tuple(stop - start for start, stop in box)
 
 
 def elements(box: Box) -> int:

@@ -37,7 +37,7 @@ class Piece:
 class Block:
     """One slice that this rank holds; `data` has any shape, and is flat once in host memory.
 
-    piece, begin   which piece it was cut from, and at which element; −1: it is the whole piece
+    piece, patch   which piece it was cut from, and where it lies there; None: it is all of it
     """
 
     name: str
@@ -46,7 +46,7 @@ class Block:
     box: Box
     data: torch.Tensor
     piece: int
-    begin: int
+    patch: boxes.Patch | None
 
     @property
     def key(self) -> str:
@@ -63,7 +63,7 @@ class Block:
     @property
     def shape(self) -> tuple[int, ...]:
         """The slice's own shape."""
-        return tuple(stop - start for start, stop in self.box)
+        return boxes.extents(self.box)
 
     def with_data(self, data: torch.Tensor) -> Block:
         """The same slice with its elements at another place."""
@@ -72,9 +72,7 @@ class Block:
     def found_in(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Its data in the pieces of a later save, which have the same shards in the same order."""
         data = pieces[self.piece].data
-        if self.begin < 0:
-            return data
-        return data.reshape(-1)[self.begin : self.begin + boxes.elements(self.box)]
+        return data if self.patch is None else seen(data.reshape(-1), self.patch)
 
     def memory(self) -> memoryview:
         """The bytes of the slice, not copied."""
@@ -197,19 +195,21 @@ def _cut(piece: Piece, place: int) -> list[Block]:
         raise CheckpointError(
             f"{shard.name}: dtype {dtype} cannot be saved; a checkpoint holds {', '.join(DTYPES)}"
         )
-    whole = len(shard.slices) == 1
-    if not whole:  # flattening copies what is not contiguous
-        data = data.reshape(-1)
-    blocks: list[Block] = []
-    position = 0
-    for box in shard.slices:
-        count = boxes.elements(box)
-        if count or 0 in shard.global_shape:
-            part = data if whole else data[position : position + count]
-            begin = -1 if whole else position
-            blocks.append(Block(shard.name, shard.global_shape, dtype, box, part, place, begin))
-        position += count
-    return blocks
+    kind = (shard.name, shard.global_shape, dtype)
+    if len(shard.slices) == 1:
+        held = data.numel() or 0 in shard.global_shape
+        return [Block(*kind, shard.slices[0], data, place, None)] if held else []
+    flat = data.reshape(-1)  # copies what is not contiguous
+    return [
+        Block(*kind, patch.box, seen(flat, patch), place, patch)
+        for patch in boxes.patches(shard.slices)
+        if boxes.elements(patch.box) or 0 in shard.global_shape
+    ]
+
+
+def seen(flat: torch.Tensor, patch: boxes.Patch) -> torch.Tensor:
+    """A box of what lies in flat memory, not copied."""
+    return flat.as_strided(patch.shape, patch.strides, flat.storage_offset() + patch.begin)
 
 
 def _to_host(block: Block) -> Block:

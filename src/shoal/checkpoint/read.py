@@ -28,6 +28,7 @@ from shoal.checkpoint.catalog import Found, find, read_manifest, verify
 from shoal.checkpoint.exchange import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.manifest import Manifest, StoredSlice, StoredTensor
+from shoal.checkpoint.pieces import seen
 from shoal.checkpoint.storedfile import StoredReader
 from shoal.fabric import World
 
@@ -170,21 +171,19 @@ def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> tor
             f"{shown(path)}: {shard.name} is {tensor.dtype} {list(tensor.shape)} there, "
             f"{shard.dtype} {list(shard.global_shape)} here: another model or precision wrote it"
         )
-    flat = torch.empty(shard.elements, dtype=getattr(torch, shard.dtype))
-    position = 0
     for box in shard.slices:
         if not boxes.fits(box, shard.global_shape):
             raise CheckpointError(
                 f"{shard.name}: slice {list(box)} lies outside shape {list(shard.global_shape)}"
             )
-        count = boxes.elements(box)
-        part = flat[position : position + count].view(_shape(box))
-        position += count
+    flat = torch.empty(shard.elements, dtype=getattr(torch, shard.dtype))
+    for patch in boxes.patches(shard.slices):
+        box, part = patch.box, seen(flat, patch)
         for piece in tensor.slices:
             if boxes.overlap(piece.box, box) is not None:
                 slices = plan.setdefault(piece.file, {})
                 slices.setdefault((name, piece), []).append(Target(box, part))
-    return flat.view(_shape(shard.slices[0])) if len(shard.slices) == 1 else flat
+    return flat.view(boxes.extents(shard.slices[0])) if len(shard.slices) == 1 else flat
 
 
 def _fill(
@@ -194,20 +193,16 @@ def _fill(
     piece: StoredSlice,
     targets: Sequence[Target],
 ) -> None:
-    direct = len(targets) == 1 and targets[0].box == piece.box
+    direct = len(targets) == 1 and targets[0].box == piece.box and targets[0].data.is_contiguous()
     count = boxes.elements(piece.box)
     room = targets[0].data if direct else torch.empty(count, dtype=getattr(torch, tensor.dtype))
     flat = room.view(-1).view(torch.uint8)
     reader.read(name, tensor.shape, tensor.dtype, piece, flat.numpy().data)
     if direct:
         return
-    source = room.view(_shape(piece.box))
+    source = room.view(boxes.extents(piece.box))
     for target in targets:
         shared = boxes.overlap(piece.box, target.box)
         if shared is not None:
             part = source[boxes.inside(shared, piece.box)]
             target.data[boxes.inside(shared, target.box)] = part
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)

@@ -156,8 +156,10 @@ def _check_layout_keys(section: LayoutSection) -> None:
 
 def _own_folder(config: Config) -> Path:
     """`compare/NAME` beside the folder of the runs, made here; the first free number."""
+    from shoal.config.resolve import model_label
+
     parent = Path(config.run.folder).parent / "compare"
-    model = "custom" if config.model.build else config.model.name
+    model = model_label(config.model)
     stem = config.run.name or f"{model}-{config.data.source.split(':')[0].replace('.', '-')}"
     number = 1
     while True:

@@ -16,7 +16,7 @@ from shoal.base.errors import ConfigError, PlanError, UserError, one_of
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import PLANNED, STRATEGIES, Layout, expand
 from shoal.base.units import bytes_text, count_text
-from shoal.planner.guide import STATE_BYTES_PER_PARAMETER
+from shoal.planner.guide import STATE_BYTES_PER_PARAMETER, check_micro_batches
 
 ONE_PROCESS = ("single", "dp")
 NOISE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
@@ -108,6 +108,7 @@ def _plan_row(name: str, count: int, batch: int, micro_batch: int) -> RowPlan:
         else:
             row.layout = expand(name, count)
         check_batch(batch, micro_batch, row.layout.data_degree)
+        check_micro_batches(row.layout, batch, micro_batch)
     except UserError as failure:
         row.reason = str(failure)
     return row
@@ -117,12 +118,15 @@ def needed_bytes(layout: Layout, parameters: int) -> int:
     """Memory of the states of all ranks of `layout` together, each split as its stage says.
 
     Formula   per rank 16 bytes = weights 4 + gradients 4 + Adam 8, each of which is divided by
-              dp_shard from stage 3, 2, 1 on; a further thread of `dp` holds gradients again
+              dp_shard from stage 3, 2, 1 on, and all by tp and pp; a further thread of `dp` holds
+              gradients again
 
     >>> needed_bytes(Layout(dp_replicate=2), 10), needed_bytes(Layout(dp_shard=2, zero=3), 10)
     (320, 160)
+    >>> needed_bytes(Layout(tp=2), 10)
+    160
     """
-    quarter = STATE_BYTES_PER_PARAMETER * parameters / 4
+    quarter = STATE_BYTES_PER_PARAMETER * parameters / (4 * layout.tp * layout.pp)
     shard = layout.dp_shard
     held = [quarter / (shard if layout.zero >= stage else 1) for stage in (3, 2, 1, 1)]
     copies = quarter * (layout.threads - 1)

@@ -28,7 +28,7 @@ def measure_here(arguments: list[str]) -> None:
     paths = [Path(a) for a in arguments if "=" not in a]
     config = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config
     degrees = config.layout.degrees()
-    asked = config.launch.processes or (Layout(**degrees).processes if degrees else 0)
+    asked = config.launch.processes or (Layout.of(degrees).processes if degrees else 0)
     processes = asked or default_processes(this_machine())
     typer.echo(
         f"measuring this machine with {processes} process{'es' if processes > 1 else ''}, "

@@ -23,6 +23,7 @@ WRITE = typer.Option(None, "--write", metavar="FILE", help="Write the best layou
 TABLE = typer.Option("", "--table", metavar="memory|speedup", help="A well-known table instead.")
 MODELS = typer.Option("7b,13b,70b", "--models", help="For --table memory.")
 GPUS = typer.Option("2,4,8,16", "--gpus", help="For the tables.")
+EXPLAIN = typer.Option(False, "--explain", help="What becomes of every parameter, and why.")
 MEASURE = typer.Option(False, "--measure", help="Measure this machine first (under a minute).")
 
 
@@ -36,10 +37,12 @@ def plan(
     models: str = MODELS,
     gpus: str = GPUS,
     measure: bool = MEASURE,
+    explain: bool = EXPLAIN,
 ) -> None:
     """Rank layouts before a run: step time, memory, what fills them, and what to change.
 
     Examples: shoal plan model.name=llama-3-8b --on 8xH100-80GB
+    shoal plan --explain layout.tp=2 layout.dp_shard=2
     shoal plan model.build=my.module:build data.source=my.module:data launch.processes=2
     shoal plan --table memory --models 7b,70b --gpus 8,64
     Exit status: 0 something fits, 1 nothing does, 2 something to correct.
@@ -48,6 +51,11 @@ def plan(
         from shoal.cli.plan_tables import print_table
 
         print_table(table, models, gpus, on, as_json)
+        return
+    if explain:
+        from shoal.cli.plan_explain import explain as explain_layout
+
+        explain_layout(arguments or [], on, as_json)
         return
     if measure:
         from shoal.cli.measure import measure_here
@@ -95,9 +103,26 @@ def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> s
         fix = record["fixes"][0]["set"].split() if record["fixes"] else []
         return " ".join(["shoal plan", *words, *fix, *shown]) if fix else ""
     if not on and best.built:
-        case = best.case
-        same = any(word.startswith("memory.recompute=") for word in words)
-        wanted = case.recompute != "none" and not same
-        recompute = [f"memory.recompute={case.recompute}"] if wanted else []
-        return " ".join(["shoal train", *words, *recompute])
+        chosen = _chosen(best.case)
+        given = {word.partition("=")[0] for word in words}
+        if "layout.strategy" in given:  # a name is a whole layout
+            chosen = {key: value for key, value in chosen.items() if not key.startswith("layout.")}
+        settings = [f"{key}={value}" for key, value in chosen.items() if key not in given]
+        return " ".join(["shoal train", *words, *settings])
     return " ".join(["shoal plan", *words, *shown, "--write run.toml"])
+
+
+def _chosen(case: Any) -> dict[str, Any]:
+    """What a run must be told to be this case, where its own defaults come to something else."""
+    layout, chosen = case.layout, {}
+    if layout.tp * layout.pp > 1:  # what `auto` would not take by itself
+        chosen = {f"layout.{axis}": n for axis, n in layout.degrees.items() if n > 1}
+        if layout.zero:
+            chosen["layout.zero"] = layout.zero
+    if layout.pp > 1 and case.schedule != "1f1b":
+        chosen["layout.schedule"] = case.schedule
+        if case.schedule == "interleaved":
+            chosen["layout.chunks"] = case.chunks
+    if case.recompute != "none":
+        chosen["memory.recompute"] = case.recompute
+    return chosen

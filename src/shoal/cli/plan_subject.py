@@ -13,9 +13,11 @@ from pathlib import Path
 
 from shoal.base.batches import default_micro_batch
 from shoal.base.cluster import Cluster
+from shoal.base.degrees import planned_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimate import ModelFacts
-from shoal.base.layout import Layout, expand, planned_degrees
+from shoal.base.layout import Layout, expand
+from shoal.base.schedules import BUILT, canonical, settle_schedule
 from shoal.base.units import count_text
 from shoal.config.load import Loaded
 from shoal.config.resolve import resolve_batch
@@ -23,21 +25,19 @@ from shoal.config.sections import Config
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.machines import parse_machines
 from shoal.planner.measured import read_measured, this_cluster
-from shoal.planner.model_facts import FAMILIES, NOT_BUILT
+from shoal.planner.model_facts import FAMILIES, LANGUAGE
 from shoal.planner.model_facts import PUBLISHED as BUILDABLE
+from shoal.planner.own_family import own_family
 from shoal.planner.published import from_config, published
 from shoal.planner.search import Asked
 from shoal.planner.states import STATE_BYTES, WIDTHS
-from shoal.planner.transformer import model_facts, own_family
+from shoal.planner.transformer import model_facts
 
 TOKENS_PER_STEP = 4 * 2**20
 MOST_TOKENS = 16 * 2**20
 """Of a cluster whose batch nobody gave: what models of 1B and more are usually trained with."""
 
 PUBLISHED_SEQUENCE = 8192
-
-SIZED = {"gpt": "gpt-3-6.7b", "moe": "mixtral-8x7b", "vit": "vit-b"}
-"""A published size for every family that is only named."""
 
 
 @dataclass
@@ -70,6 +70,7 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     zero = None if config.layout.zero < 0 else config.layout.zero
     if zero is not None and zero > 3:
         raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
+    schedule, chunks = _schedule(config, degrees.get("pp", 1))
     asked = Asked(
         batch=batch,
         layout=_layout(config, cluster),
@@ -83,11 +84,25 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
         defer_sync=config.train.defer_sync,
         average=bool(config.optimizer.average),
         compiled=config.train.compile != "none",
-        built=not machines,
+        schedule=schedule,
+        chunks=chunks,
+        # `auto` leaves these axes whole; whoever asks for them wants them searched.
+        built=not machines and not {"tp", "pp", "cp"} & degrees.keys(),
     )
     if config.layout.compress != "none":
         notes.append(f"layout.compress = {config.layout.compress} is left out of the figures")
     return Subject(model, cluster, asked, notes)
+
+
+def _schedule(config: Config, pp: int) -> tuple[str, int]:
+    """The schedule that the user fixed beside degrees, and its chunks; "" leaves it open."""
+    section = config.layout
+    if section.strategy != "auto" or not (section.schedule or section.chunks):
+        return "", 1
+    name = canonical(section.schedule or "interleaved")
+    if pp > 1 and name not in BUILT:  # planned, not run
+        return name, 1
+    return settle_schedule(name, section.chunks, pp)
 
 
 def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
@@ -110,7 +125,7 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
         )
     degrees = config.layout.degrees()
     processes = config.launch.processes or (
-        Layout(**degrees).processes if degrees else default_processes(machine)
+        Layout.of(degrees).processes if degrees else default_processes(machine)
     )
     measured = read_measured(cache_folder(), processes)
     if measured is None:
@@ -128,7 +143,7 @@ def find_model(
     config = loaded.config
     section = config.model
     given = "data.sequence" in loaded.origins
-    if section.build or (section.name in FAMILIES and section.name != "llama"):
+    if section.build or (section.name in FAMILIES and section.name not in LANGUAGE):
         return _traced(config, cluster, element_bytes)
     sequence = config.data.sequence
     if section.name in FAMILIES:
@@ -140,11 +155,6 @@ def find_model(
         return model_facts(shape, sequence, element_bytes, kernels)
     if section.name.startswith("hf:"):
         shape = from_config(Path(section.name[3:]))
-    elif section.name in NOT_BUILT:
-        raise ConfigError(
-            f"model.name = {section.name}: a family without a size; nearest: "
-            f"model.name={SIZED[section.name]}"
-        )
     elif section.name in BUILDABLE and section.arguments:
         shape = own_family(section.name, section.arguments)
     else:
@@ -246,4 +256,11 @@ def _layout(config: Config, cluster: Cluster) -> Layout | None:
     zero = None if section.zero < 0 else section.zero
     if section.strategy == "auto" or section.degrees():
         return None
-    return expand(section.strategy, cluster.devices, threads=section.threads, zero=zero)
+    return expand(
+        section.strategy,
+        cluster.devices,
+        threads=section.threads,
+        zero=zero,
+        schedule=section.schedule,
+        chunks=section.chunks,
+    )

@@ -40,7 +40,8 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> None:
     loaded.replace("precision", ORIGIN, compute=case.compute)
     cluster = case.cluster
     loaded.replace("launch", ORIGIN, processes=cluster.per_node, nodes=cluster.nodes)
-    extra = ""
     if case.layout.pp > 1:
-        extra = f"# pipeline schedule: {case.schedule}, stages per rank: {case.chunks}\n"
-    write_whole(path, extra + to_toml(loaded))
+        loaded.replace("layout", ORIGIN, schedule=case.schedule)
+        if case.schedule == "interleaved":
+            loaded.replace("layout", ORIGIN, chunks=case.chunks)
+    write_whole(path, to_toml(loaded))

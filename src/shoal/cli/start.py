@@ -24,7 +24,7 @@ from shoal.config.resolve import check_reads, resolve_batch, resolve_folder, res
 from shoal.config.save import keep_origins, to_toml
 from shoal.launch import supervise
 from shoal.launch.machine import this_machine
-from shoal.planner.guide import choose_layout, default_processes
+from shoal.planner.guide import check_micro_batches, choose_layout, default_processes
 from shoal.planner.model_facts import parameters as count_parameters
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
@@ -89,7 +89,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
     if not chosen:
         chosen = 1 if section.strategy in ("single", "dp") else default_processes(machine)
         if degrees:
-            chosen = Layout(**degrees).processes
+            chosen = Layout.of(degrees).processes
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
     _check_paths(loaded)
     parameters = None
@@ -105,8 +105,14 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
         machine,
         zero=None if section.zero < 0 else section.zero,
         threads=section.threads,
+        schedule=section.schedule,
+        chunks=section.chunks,
     )
+    section.tensor.check(layout.tp)
     resolve_batch(loaded, layout.data_degree)
+    train = loaded.config.train
+    if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):
+        loaded.notices.append(pipeline)
     resolve_length(loaded)
     return layout
 

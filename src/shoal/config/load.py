@@ -28,6 +28,7 @@ from shoal.base.policies import (
     SCHEDULES,
     check_compress,
 )
+from shoal.base.schedules import canonical
 from shoal.config.sections import Config
 
 ALIASES = {
@@ -46,7 +47,6 @@ ALIASES = {
 
 NOT_BUILT = {
     "islands": "training across slow links",
-    "layout.schedule": "pipeline schedules",
     "layout.context": "context parallelism",
     "layout.ep": "expert parallelism",
 }
@@ -156,6 +156,8 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         raise ConfigError(f"{origin}: {section}.{key}: no such key{_nearest_key(section, key)}")
     if hints[key] is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
+    if hints[key] == tuple[str, ...] and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         typed = msgspec.convert(value, type=hints[key], strict=True)
     except msgspec.ValidationError:
@@ -229,6 +231,9 @@ def _check_values(config: Config) -> None:
         )
     layout = config.layout
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
+    if layout.schedule:
+        canonical(layout.schedule)
+    layout.tensor.check()
     at_least = {
         "train.steps": 0, "train.epochs": 0, "train.batch": 0, "train.micro_batch": 0,
         "train.accumulate": 0, "train.validate_every": 0, "train.skip_limit": 1, "train.seed": 0,
@@ -236,6 +241,7 @@ def _check_values(config: Config) -> None:
         "optimizer.weight_decay": 0, "optimizer.average": 0, "precision.loss_scale": 0,
         "optimizer.warmup_steps": -1, "checkpoint.every": 0,
         "checkpoint.keep": 1, "launch.processes": 0, "launch.nodes": 1, "launch.restarts": 0,
+        "layout.chunks": 0,
     }  # fmt: skip
     for name, low in at_least.items():
         section, key = name.split(".")

@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
 from shoal.config.load import Loaded
+from shoal.config.sections import ModelSection
 
 DEFAULT_BATCH = 16
 DEFAULT_STEPS = 150
@@ -79,11 +80,27 @@ def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
     find_kind      says what the data are: tokens, images or numbers; asked only where it matters
     Errors         ConfigError with the nearest model that reads such data
     """
-    if model.partition("-")[0] == "llama" and (gives := find_kind()) != "tokens":
+    on_tokens = model.partition("-")[0] in ("llama", "gpt", "moe", "mixtral")
+    if on_tokens and (gives := find_kind()) != "tokens":
+        nearest = "resnet or model.name=vit" if gives == "images" else "mlp"
         raise ConfigError(
             f"model.name = {model}: reads tokens, data.source = {source} gives {gives}; nearest: "
-            f"model.name={'resnet' if gives == 'images' else 'mlp'}"
+            f"model.name={nearest}"
         )
+
+
+def model_label(model: ModelSection) -> str:
+    """What files about runs of a model are called: its name; of `hf:PATH` the last part.
+
+    >>> model_label(ModelSection(name="hf:models/tiny/config.json"))
+    'tiny'
+    """
+    if model.build:
+        return "custom"
+    if not model.name.startswith("hf:"):
+        return model.name
+    path = Path(model.name.removeprefix("hf:"))
+    return (path.parent if path.suffix == ".json" else path).resolve().name
 
 
 def resolve_folder(loaded: Loaded) -> Path:
@@ -91,7 +108,7 @@ def resolve_folder(loaded: Loaded) -> Path:
     run = loaded.config.run
     if run.name:
         return Path(run.folder) / run.name
-    model = loaded.config.model.name if not loaded.config.model.build else "custom"
+    model = model_label(loaded.config.model)
     source = loaded.config.data.source.split(":")[0].replace(".", "-")
     number = 1
     while (Path(run.folder) / f"{model}-{source}-{number}").exists():

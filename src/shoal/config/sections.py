@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.base.layout import AXES
+from shoal.base.layout import AXES, STAGES
 from shoal.base.policies import (
     CheckpointPolicy,
     MemoryPolicy,
     OptimizerPolicy,
     PrecisionPolicy,
+    TensorPolicy,
 )
 
 
@@ -23,7 +24,7 @@ class ModelSection:
     """What is trained: a name or a builder, then the model's own arguments."""
 
     name: str = "llama"
-    """llama, mlp, resnet, or a published size such as llama-3-8b"""
+    """llama, gpt, moe, mlp, resnet, vit, a published size such as llama-3-8b, or hf:PATH"""
     build: str = ""
     """pkg.mod:function giving an nn.Module, instead of a name"""
     loss: str = ""
@@ -89,7 +90,7 @@ class LayoutSection:
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"
-    """auto, single, dp, ddp, zero1, zero2, zero3 (= fsdp), hsdp"""
+    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, 3d, or a schedule; else degrees"""
     dp_replicate: int = 0
     """replicas of the whole model"""
     dp_shard: int = 0
@@ -101,18 +102,33 @@ class LayoutSection:
     compress: str = "none"
     """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
     pp: int = 0
-    """pipeline stages; not built yet"""
+    """ranks to which the layers are dealt: a pipeline"""
     cp: int = 0
     """ranks that share a sequence; not built yet"""
     tp: int = 0
-    """ranks that share a layer; not built yet"""
+    """ranks that share every layer, each with a part of its weights"""
+    schedule: str = ""
+    """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv"""
+    chunks: int = 0
+    """stages per rank under interleaved; 0: two"""
+    strict: bool = False
+    """refuse a model of which tp would leave a part whole, instead of naming that part"""
+    sequence_parallel: str = "auto"
+    """auto, on, off: under tp, ranks hold a part of the sequence between split layers"""
+    split: tuple[str, ...] = ()
+    """for tp, PATTERN=whole, =column or =row: parameter names, and how their weights are cut"""
 
     def named(self) -> str:
         """The strategy, as far as the name and the degrees tell before processes are counted."""
-        if self.strategy != "auto" or self.dp_shard < 2:
+        if self.strategy in STAGES or self.dp_shard < 2:
             return self.strategy
         stage = "hsdp" if self.dp_replicate > 1 else "fsdp"
         return {1: "zero1", 2: "zero2"}.get(self.zero, stage)
+
+    @property
+    def tensor(self) -> TensorPolicy:
+        """What is said of splitting layers."""
+        return TensorPolicy(self.strict, self.sequence_parallel, self.split)
 
     def degrees(self) -> dict[str, int]:
         """Degrees that were given, by axis."""

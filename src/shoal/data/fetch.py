@@ -11,6 +11,7 @@ Worker processes are torch's own. They die with their parent, even a killed one.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import hashlib
@@ -23,13 +24,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shoal.base.errors import ClusterError, ShoalError, UserError
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
 from shoal.data.order import Indices, samples_at
 
 Collate = Callable[[list[Any]], Any]
@@ -118,6 +120,27 @@ def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
     except Exception as error:
         hint = "" if collate else "; unequal samples need data.collate=pkg.mod:function"
         raise load_error(f"data.collate: joining {where}{hint}", error) from error
+
+
+def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
+    """The first samples as one batch, to look at; data and generators stay as they were.
+
+    data     map-style, or an iterable with `state_dict()`
+    Errors   ConfigError for an iterable that could not be put back
+    """
+    with kept_draws():
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            samples = [data[place] for place in range(min(count, len(data)))]
+        elif hasattr(data, "state_dict"):
+            state = copy.deepcopy(data.state_dict())
+            samples = list(islice(iter(data), count))
+            data.load_state_dict(state)
+        else:
+            raise ConfigError(
+                "data.source: can only be iterated, so no sample can be looked at without taking "
+                "it; nearest: a dataset with __getitem__ and __len__, or with state_dict()"
+            )
+    return join(samples, collate, "the first samples")
 
 
 @dataclass(frozen=True)

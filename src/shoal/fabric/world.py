@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError, PlanError
 from shoal.fabric._torch import all_gather_single
@@ -47,6 +47,8 @@ class World:
     rank, size          this process and how many there are
     local_rank          its number on this machine; picks the GPU
     device              where its tensors live
+    ranks               its members' numbers among all processes
+    parts, meshes       made of it so far (see `axes`)
     traffic             what it sent and how long it waited
     """
 
@@ -70,7 +72,9 @@ class World:
         self.store = store
         self.traffic = Traffic()
         self._turns = itertools.count()
-        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.ranks = tuple(range(place.size))
+        self.parts: dict[tuple[int, ...], World] = {}
+        self.meshes: dict[Any, DeviceMesh] = {}
         _worlds.add(self)
 
     @property
@@ -116,15 +120,6 @@ class World:
         with self.traffic.waiting():
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return int(told.item())
-
-    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        """A mesh of all ranks with these axes, outermost first; degrees multiply to `size`."""
-        key = tuple(axes.items())
-        if key not in self._meshes:  # each makes process groups, which stay until the end
-            self._meshes[key] = init_device_mesh(
-                self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
-            )
-        return self._meshes[key]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack one equal-shaped tensor of every rank: [...] → [size, ...]."""

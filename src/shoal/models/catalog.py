@@ -1,4 +1,4 @@
-"""Builds a model by name: `llama`, `mlp`, `resnet`, or a published size such as `llama-3-8b`.
+"""Builds a model by name: ours (`llama`, `gpt`, `resnet`, …), a published size, or `hf:PATH`.
 
 Names, arguments, defaults and checks are facts without torch and live in
 `shoal.planner.model_facts`; this page only joins each family to its module. Build under
@@ -10,14 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.models.foreign import build_foreign
+from shoal.models.gpt import GPT
 from shoal.models.llama import Llama
+from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
+from shoal.models.moe import MoE, balanced_loss
 from shoal.models.resnet import ResNet
-from shoal.planner.model_facts import resolve
+from shoal.models.vit import ViT
+from shoal.planner.foreign import is_foreign
+from shoal.planner.model_facts import family_of, resolve
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"llama": Llama, "mlp": MLP, "resnet": ResNet}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "llama": Llama,
+    "gpt": GPT,
+    "moe": MoE,
+    "mlp": MLP,
+    "resnet": ResNet,
+    "vit": ViT,
+}
 """Family name → module class; the argument names of each are in `model_facts.FAMILIES`."""
 
 
@@ -30,12 +43,25 @@ def build(
 ) -> nn.Module:
     """The model `name` with these arguments, its weights drawn from torch's default generator.
 
+    name         of a family, of a published size, or hf:PATH for a transformers model, whose
+                 weights are read if they lie beside its config.json
     arguments    keys of [model]
     vocabulary   what the data's tokenizer has · sequence  tokens per sample; None if unknown
-    Errors       ConfigError, as `model_facts.resolve`
+    Errors       ConfigError, as `model_facts.resolve` and `foreign.build_foreign`
 
     >>> build("mlp", {"hidden": 8}).head.in_features
     8
     """
+    if is_foreign(name):
+        return build_foreign(name, arguments, vocabulary=vocabulary, sequence=sequence)
     resolved = resolve(name, arguments, vocabulary=vocabulary, sequence=sequence)
     return MODELS[resolved.family](**resolved.arguments)
+
+
+def loss_of(name: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
+    """The loss that a model is trained with where the user names none.
+
+    >>> loss_of("moe").__name__, loss_of("gpt-2").__name__
+    ('balanced_loss', 'token_loss')
+    """
+    return balanced_loss if family_of(name) == "moe" else token_loss

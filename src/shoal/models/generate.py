@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.models.loss import Unprojected
+from shoal.models.loss import Unprojected, find_logits
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def generate(
 ) -> Tensor:
     """Tokens [batch, seq] continued to [batch, seq + steps], in eval mode; the mode is put back.
 
-    model        gives `Unprojected`, or logits [batch, seq, vocabulary]
+    model        gives `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds them
     temperature  above 0; lower is safer, 0 always the likeliest
     generator    of the model's device, for text that can be repeated
     window       the model sees this many last tokens; not more than its own `sequence`
@@ -36,7 +36,7 @@ def generate(
             outputs = model(tokens[:, -window:])
             if isinstance(outputs, Unprojected):  # only the last position is projected
                 outputs = Unprojected(outputs.hidden[:, -1:], outputs.weight).logits()
-            last = outputs[:, -1].float()
+            last = find_logits(outputs)[:, -1].float()
             if temperature == 0:
                 following = last.argmax(-1, keepdim=True)
             else:

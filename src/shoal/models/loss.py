@@ -6,6 +6,7 @@ Protocol  rows are cut into chunks. A chunk's logits are made in one reused buff
           their own gradient in place, multiplied into the gradients of `hidden` and `weight`, and
           forgotten. The backward pass only multiplies by the scalar that comes from above.
           Peak: one chunk of fp32 logits, where plain code needs 12 bytes × tokens × vocabulary.
+          Where every rank holds some rows of the head: `split_head.py`.
 Source    the idea is Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), here in stock ops
 """
 
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.base.errors import ConfigError
 from shoal.models._torch import pytree
+from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_gradient
 
 IGNORED = -100
 """The target that counts for nothing (padding), as everywhere in PyTorch."""
@@ -32,22 +34,26 @@ class Unprojected:
     """What our language models return instead of logits: the last hidden states and the head.
 
     hidden [..., dim] · weight [vocabulary, dim]. The loss multiplies them chunk by chunk; whoever
-    wants logits asks for them.
+    wants logits asks for them. With `vocabulary`, weight holds this rank's rows only.
     """
 
     hidden: Tensor
     weight: Tensor
+    vocabulary: Vocabulary | None = None
 
     def logits(self) -> Tensor:
         """All logits at once, [..., vocabulary]; large."""
-        return F.linear(self.hidden.to(self.weight.dtype), self.weight)
+        hidden = self.hidden.to(self.weight.dtype)
+        if self.vocabulary is not None:
+            return self.vocabulary.logits(hidden, self.weight)
+        return F.linear(hidden, self.weight)
 
 
 pytree.register_pytree_node(
     # The head is a parameter, no output: who looks for tensors in outputs (sharding) finds hidden.
     Unprojected,
-    lambda outputs: ([outputs.hidden], outputs.weight),
-    lambda children, weight: Unprojected(next(iter(children)), weight),
+    lambda outputs: ([outputs.hidden], (outputs.weight, outputs.vocabulary)),
+    lambda children, head: Unprojected(next(iter(children)), *head),
 )
 
 
@@ -62,9 +68,15 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
-        return linear_cross_entropy(outputs.hidden, outputs.weight, targets.long())
+        hidden, weight, vocabulary = outputs.hidden, outputs.weight, outputs.vocabulary
+        return linear_cross_entropy(hidden, weight, targets.long(), vocabulary=vocabulary)
     logits = find_logits(outputs)
     _check_shapes(tuple(logits.shape[:-1]), targets)
+    if (vocabulary := getattr(logits, "vocabulary", None)) is not None:
+        flat = targets.reshape(-1).long()
+        valid = flat != IGNORED
+        _check_targets(flat, valid, vocabulary.size)
+        return split_logits_loss(logits, flat, ~valid, vocabulary), valid.sum()
     rows = logits.reshape(-1, logits.shape[-1])
     flat = targets.reshape(-1).long()
     valid = flat != IGNORED
@@ -81,11 +93,13 @@ def linear_cross_entropy(
     *,
     ignore_index: int = IGNORED,
     chunk_rows: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of `hidden @ weight.T`, and the count of targets that are not ignored.
 
     hidden       [..., dim] · weight [vocabulary, dim] · targets int64 [...]
     chunk_rows   rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`
+    vocabulary   weight holds this rank's rows of the head only; every rank must call at once
     Gives        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars
     Errors       ConfigError for a target outside the vocabulary (on CPU; on CUDA its own)
     Source       chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in
@@ -97,18 +111,21 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
     valid = flat != ignore_index
-    _check_targets(flat, valid, weight.shape[0])
+    _check_targets(flat, valid, weight.shape[0] if vocabulary is None else vocabulary.size)
     ignored = None if flat.device.type == "cpu" and bool(valid.all()) else ~valid
     product = _product_dtype(hidden, weight)
     settings = _Settings(
         chunk_rows=chunk_rows
         or default_chunk_rows(
-            weight.shape[0], hidden.device.type, narrow=product != _wide(product)
+            weight.shape[0] if vocabulary is None else vocabulary.most,
+            hidden.device.type,
+            narrow=product != _wide(product),
         ),
         product_dtype=product,
         # inside a Function grad mode is always off, so what is wanted is decided here
         hidden_gradient=torch.is_grad_enabled() and hidden.requires_grad,
         weight_gradient=torch.is_grad_enabled() and weight.requires_grad,
+        vocabulary=vocabulary,
     )
     safe = flat if ignored is None else flat.masked_fill(ignored, 0)
     total: Tensor = _LinearCrossEntropy.apply(rows, weight, safe, ignored, settings)
@@ -151,6 +168,8 @@ class _Room(NamedTuple):
 def _room(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
     """Rows per chunk such that logits, copies and numbers per row stay within the budget."""
     (vocabulary, dim), product = weight.shape, settings.product_dtype
+    if settings.vocabulary is not None:
+        vocabulary = settings.vocabulary.most  # ranks must agree, whatever each of them holds
     wide_bytes, narrow_bytes = _wide(product).itemsize, product.itemsize
     budget_bytes = settings.chunk_rows * vocabulary * wide_bytes
     row_bytes = vocabulary * wide_bytes + 8 * ROW_NUMBERS
@@ -159,7 +178,7 @@ def _room(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
         stripe = min(STRIPE, vocabulary)
         # a narrow chunk; hidden states and their gradient; a transposed stripe of the chunk
         row_bytes += (vocabulary + 3 * dim + stripe) * narrow_bytes + dim * wide_bytes
-        copy_bytes = weight.numel() * narrow_bytes
+        copy_bytes = vocabulary * dim * narrow_bytes
         stripe_bytes = 2 * stripe * dim * narrow_bytes
         keep_weight = weight.dtype != product and copy_bytes <= budget_bytes // 2
         budget_bytes -= stripe_bytes + (copy_bytes if keep_weight else 0)
@@ -171,6 +190,7 @@ class _Settings(NamedTuple):
     product_dtype: torch.dtype
     hidden_gradient: bool
     weight_gradient: bool
+    vocabulary: Vocabulary | None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -207,6 +227,7 @@ def _all_chunks(
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     product, wide = settings.product_dtype, _wide(settings.product_dtype)
     chunk, keep_weight = _room(hidden, weight, settings)
+    shared = settings.vocabulary
     logits = hidden.new_empty(chunk, vocabulary, dtype=wide)
     narrow = logits if product == wide else torch.empty_like(logits, dtype=product)
     low_weight = weight.to(product) if keep_weight else weight
@@ -223,7 +244,9 @@ def _all_chunks(
         if low.dtype != wide:
             block.copy_(low)
         picked = targets[here, None]
-        if grad_hidden is None and grad_weight is None:
+        if shared is not None:
+            losses = to_split_gradient(block, picked, skip, shared)
+        elif grad_hidden is None and grad_weight is None:
             torch.log_softmax(block, 1, out=block)
             losses = block.gather(1, picked).neg_()
         else:
@@ -235,6 +258,8 @@ def _all_chunks(
             _multiply_back(grad_hidden[here], low, low_weight)
         if grad_weight is not None:
             _add_product(grad_weight, low, low_hidden)
+    if shared is not None and grad_hidden is not None:
+        shared.sum(grad_hidden)  # each rank saw its own classes only
     return total, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

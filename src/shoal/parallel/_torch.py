@@ -12,10 +12,19 @@ __all__ = [
     "BatchNorm",
     "Convolution",
     "TorchDispatchMode",
+    "UncompiledMode",
     "counting_writes",
     "in_backward",
     "pytree",
 ]
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode for code that nobody compiles; torch's guard would import its compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def in_backward() -> bool:

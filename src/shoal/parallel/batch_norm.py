@@ -37,11 +37,11 @@ def apply(program: Program) -> Program:
     layers = [
         m
         for m in program.module.modules()
-        if isinstance(m, BatchNorm) and m.running_mean is not None
+        if isinstance(m, BatchNorm) and m.running_mean is not None and not m.running_mean.is_meta
     ]
     if not layers:
         return program
-    rule = _Rule(layers, program.world)
+    rule = _Rule(layers, program.data)
     return replace(
         program,
         on_begin=(*program.on_begin, rule.begin),
@@ -65,11 +65,11 @@ class _Rule:
     def __init__(self, layers: list[BatchNorm], world: World) -> None:
         self.layers = layers
         self.world = world
-        self.rows: list[torch.Tensor] = []
+        self.seen: dict[int, dict[int, torch.Tensor]] = {}
 
     def begin(self) -> None:
         """Forget the statistics of a step that was skipped, or that failed half-way."""
-        self.rows = []
+        self.seen = {}
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
@@ -80,43 +80,53 @@ class _Rule:
             yield
             if index < 0:
                 return  # a pass that only joins the others' collectives: not of the step
-            self.rows.append(self._row(index, {layer for layer, _ in kept}))
+            self._note(index, {layer for layer, _ in kept})
         finally:
             for layer, buffers in kept:
                 _set(layer, *buffers)
 
-    def _row(self, index: int, moved: set[BatchNorm]) -> torch.Tensor:
-        """[index, k of each layer, s of each layer's mean and variance] as float64."""
-        device = self.world.device
-        parts = [torch.tensor([index], dtype=torch.float64, device=device)]
-        sums = []
-        for layer in self.layers:
+    def _note(self, index: int, moved: set[BatchNorm]) -> None:
+        """Keep [k, mean, variance] of every layer that ran, as float64.
+
+        A pipeline comes back to a micro-batch: for its next stage, whose layers ran now, and for
+        its backward pass, in which a layer that ran before may run again only to be recomputed.
+        """
+        known = self.seen.setdefault(index, {})
+        for number, layer in enumerate(self.layers):
             mean, variance, calls = _running(layer)
-            if layer not in moved:  # its buffers are no scratch: they say nothing of this step
-                mean, variance, calls = (torch.zeros_like(b) for b in (mean, variance, calls))
-            parts.append(calls.double().reshape(1))
-            sums += [mean.double(), variance.double()]
-        return torch.cat([*parts, *sums])
+            # Not `moved`: its buffers are no scratch, so they say nothing of this step.
+            if layer in moved and calls and number not in known:
+                parts = [calls.double().reshape(1), mean.double(), variance.double()]
+                known[number] = torch.cat(parts)
+
+    def _row(self, index: int) -> torch.Tensor:
+        """[index, then k, mean, variance of each layer], zeros for one that did not run."""
+        known = self.seen[index]
+        parts = [torch.tensor([index], dtype=torch.float64, device=self.world.device)]
+        for number, layer in enumerate(self.layers):
+            width = 1 + 2 * _running(layer)[0].numel()
+            parts.append(known.get(number, parts[0].new_zeros(width)))
+        return torch.cat(parts)
 
     @torch.no_grad()
     def commit(self, counts: list[int]) -> None:
         """Apply the step's statistics; `counts` are the micro-batches that each rank ran."""
-        width = 1 + len(self.layers)
-        width += sum(2 * _running(layer)[0].numel() for layer in self.layers)
+        width = 1 + sum(1 + 2 * _running(layer)[0].numel() for layer in self.layers)
         mine = torch.full((max(counts), width), -1.0, dtype=torch.float64)
         mine = mine.to(self.world.device)
-        for place, row in enumerate(self.rows):
-            mine[place] = row
+        for place, index in enumerate(self.seen):
+            mine[place] = self._row(index)
         everyone = self.world.gather(mine).reshape(-1, width)  # [ranks × most, width]
         for row in sorted((r for r in everyone if r[0] >= 0), key=lambda r: float(r[0])):
             self._advance(row)
-        self.rows = []
+        self.seen = {}
 
     def _advance(self, row: torch.Tensor) -> None:
-        place = 1 + len(self.layers)
-        for number, layer in enumerate(self.layers):
+        place = 1
+        for layer in self.layers:
             mean, variance, tracked = _running(layer)
-            calls, before = int(row[1 + number]), int(tracked)
+            calls, before = int(row[place]), int(tracked)
+            place += 1
             for buffer in (mean, variance):
                 told = row[place : place + buffer.numel()].to(buffer.dtype)
                 place += buffer.numel()

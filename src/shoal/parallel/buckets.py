@@ -166,6 +166,10 @@ class BucketReducer:
         """The flat buffers, or this rank's parts of them."""
         return [self._own(number) for number in range(len(self.flats))]
 
+    def summed(self) -> list[str]:
+        """The first parameter of every buffer."""
+        return [bucket.names[0] for bucket in self.plan]
+
     def _own(self, number: int) -> torch.Tensor:
         flat, cuts = self.flats[number], self.plan[number].cuts
         if not cuts:

@@ -24,7 +24,7 @@ from torch import nn
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.policies import COMPILE
 from shoal.parallel._torch import pytree
-from shoal.parallel.program import Program, StandIn, blocks, is_single_layer
+from shoal.parallel.program import Program, StandIn, is_single_layer, own_blocks
 
 
 def apply(program: Program, policy: str) -> Program:
@@ -44,7 +44,7 @@ def apply(program: Program, policy: str) -> Program:
             "which a compiled block no longer has; nearest: memory.recompute=full"
         )
     check_compiler(program.world.device)
-    found = {id(b): (n, b) for n, b in blocks(program.module) if not is_single_layer(b)}
+    found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}
     if not found:
         program.notices.append(
             "train.compile = blocks: nothing to compile: the model has no ModuleList or Sequential "

@@ -5,7 +5,11 @@ Each line is one technique, one file and one verb. None of them knows another.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 from torch import nn
 
 from shoal.base.facts import ParameterFacts
@@ -17,6 +21,7 @@ from shoal.parallel import (
     compress,
     ddp,
     dp,
+    joined,
     loose_buffers,
     offload,
     placement,
@@ -27,21 +32,43 @@ from shoal.parallel import (
     single,
     zero,
 )
-from shoal.parallel.program import Program, aliases, dtype_of, frozen, trainable
+from shoal.parallel.program import Program, dtype_of, undivided
+from shoal.profile.flops import meta_twin
+
+Look = Callable[[Program, nn.Module], Any]
+"""Runs a module's forward pass on a few samples, as the program prepares them."""
 
 
-def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Program:
-    """The program that runs `module` by `plan` on `world`.
+def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None) -> Program:
+    """The part of `module` that this rank holds under `plan`; the rest of it is free afterwards.
 
-    module    already on the world's device and in the plan's parameter format
-    Errors    PlanError when ranks hold different models
+    module    whole, on the world's device and in the plan's parameter format
+    look      needed for tp and pp, which are derived from what the model does
+    Errors    PlanError when ranks hold different models, or where this one cannot be divided so
     """
-    program = Program(module, world, plan, trainable(module), aliases(module), frozen(module))
+    program = undivided(module, plan, world)
+    if look is not None:
+        program = replace(program, twin=meta_twin(module))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = same_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
     program = placement.apply(program)
     program = precision.apply(program)
+    if look is None:
+        return program
+    # Modules that other layouts do without.
+    from shoal.parallel import pipeline, tensor_parallel
+
+    run = partial(look, program)
+    # Where stages end is seen on whole layers; what a stage then holds of a layer is its part.
+    cut = pipeline.plan(program, run)
+    program = tensor_parallel.apply(program, run)
+    return pipeline.apply(program, cut, tensor_parallel.Crossing(program.tensor))
+
+
+def compose(program: Program, *, seed: int) -> Program:
+    """What `divide` left to this rank, made ready to run by the program's plan."""
+    plan = program.plan
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
     program = randomness.apply(program, seed)
     program = batch_norm.apply(program)
@@ -54,27 +81,44 @@ def compose(module: nn.Module, plan: Plan, world: World, *, seed: int) -> Progra
     program = offload.apply(program, plan.offload)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
     # replace them after it.
-    layout = plan.layout
+    program = _by_layout(program)
+    # After the reducer is there: it goes between the reducer and the wire.
+    program = compress.apply(program)
+    # Around the reducer: sums that only the finished sum over data ranks can go into.
+    return joined.apply(program)
+
+
+def _by_layout(program: Program) -> Program:
+    layout = program.plan.layout
     if layout.zero == 3:
         from shoal.parallel import fsdp  # half a second of imports that other layouts do without
 
         return fsdp.apply(program)
-    copied = any(bucket.compute for bucket in plan.buckets)
     if layout.zero:
-        program = zero.apply(program)
-    elif layout.threads > 1:
-        program = dp.apply(program)
-    else:
-        summed = layout.processes > 1 or copied
-        program = ddp.apply(program) if summed else single.apply(program)
-    # After the reducer is there: it goes between the reducer and the wire.
-    return compress.apply(program)
+        return zero.apply(program)
+    if layout.threads > 1:
+        return dp.apply(program)
+    copied = any(bucket.compute for bucket in program.plan.buckets)
+    return ddp.apply(program) if layout.processes > 1 or copied else single.apply(program)
 
 
-def facts(module: nn.Module, compute: str, device: torch.device) -> list[ParameterFacts]:
-    """What the planner needs to know of the trainable parameters."""
-    narrow = precision.copies(module, compute, device)
+def facts(program: Program) -> list[ParameterFacts]:
+    """What the planner needs to know of the trainable parameters that this rank holds."""
+    narrow = precision.copies(program.module, program.plan.precision, program.world.device)
     return [
-        ParameterFacts(name, tuple(p.shape), dtype_of(p), p.element_size(), narrow.get(name, ""))
-        for name, p in trainable(module).items()
+        ParameterFacts(
+            name,
+            tuple(p.shape),
+            dtype_of(p),
+            p.element_size(),
+            compute=narrow.get(name, ""),
+            held=_held(program, name),
+        )
+        for name, p in program.parameters.items()
     ]
+
+
+def _held(program: Program, name: str) -> str:
+    """A word for who holds a parameter and where its gradient is summed."""
+    worlds = [world.ranks for world in program.joined.get(name, ())]
+    return f"{program.holders.get(name, 1)} {worlds}" if name in program.holders or worlds else ""

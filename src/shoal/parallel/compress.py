@@ -50,7 +50,7 @@ def apply(program: Program) -> Program:
     policy = CompressPolicy.parse(compress)
     if policy.method == "none":
         return program
-    if program.world.size == 1:
+    if program.data.size == 1:
         program.notices.append(
             f"layout.compress = {compress}: one process sends no gradients, so none is compressed"
         )
@@ -58,10 +58,9 @@ def apply(program: Program) -> Program:
     if not isinstance(program.reducer, Sends):
         raise BugError(f"layout.compress met a reducer without buckets: {program.plan.layout}")
     senders = [
-        _sender(policy, bucket, program.parameters, program.world)
-        for bucket in program.plan.buckets
+        _sender(policy, bucket, program.parameters, program.data) for bucket in program.plan.buckets
     ]
-    sums = CompressedSums(program.world, senders)
+    sums = CompressedSums(program.data, senders)
     program.reducer.world = sums
     program.notices.append(
         f"layout.compress = {compress}: what one step leaves out is added in the next and is not "

@@ -13,41 +13,38 @@ import torch
 from torch import nn
 
 from shoal.base.plan import Bucket
-from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.parallel.buckets import BucketReducer
-from shoal.parallel.program import Local, Program, dtype_of, whole_locals
+from shoal.parallel.program import Local, Program, whole_locals
 
 
 def apply(program: Program) -> Program:
     """Give the program a reducer that sums over all ranks in the plan's buckets."""
     plan = program.plan
-    local = whole_locals(program.parameters)
-    masters = _masters(program.parameters, plan.buckets)
+    local = whole_locals(program)
+    masters = _masters(program)
     local.update(masters)
     reducer = _Reducer(
-        program.parameters, plan.buckets, program.world, local, plan.reduce, masters=masters
+        program.parameters, plan.buckets, program.data, local, plan.reduce, masters=masters
     )
     return replace(
         program,
         reducer=reducer,
         local=local,
         parts={name: (one.parameter.detach(), one.shard) for name, one in masters.items()},
-        copies=program.world.size,
+        copies=program.data.size,
         on_close=(*program.on_close, reducer.close),
     )
 
 
-def _masters(
-    parameters: Mapping[str, nn.Parameter], buckets: tuple[Bucket, ...]
-) -> dict[str, Local]:
+def _masters(program: Program) -> dict[str, Local]:
     """fp32 masters of the parameters that become narrow copies, which they are from here on."""
     found = {}
-    for bucket in buckets:
+    for bucket in program.plan.buckets:
         for name in bucket.names if bucket.compute else ():
-            parameter = parameters[name]
+            parameter = program.parameters[name]
             master = nn.Parameter(parameter.detach().clone())
-            found[name] = Local(master, Shard.whole(name, tuple(master.shape), dtype_of(master)))
+            found[name] = Local(master, program.place(name))
             parameter.data = parameter.data.to(getattr(torch, bucket.compute))
     return found
 

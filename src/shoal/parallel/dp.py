@@ -36,7 +36,7 @@ def apply(program: Program) -> Program:
     )
     return replace(
         program,
-        local=whole_locals(program.parameters),
+        local=whole_locals(program),
         reducer=AddedGradients(program.parameters, replicas.others),
         run=replicas.run,
         around=(*program.around, replicas.watch),
@@ -181,6 +181,10 @@ class AddedGradients:
     def sums(self) -> list[torch.Tensor]:
         """The gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def summed(self) -> list[str]:
+        """The parameters that have one."""
+        return [name for name, p in self.parameters.items() if p.grad is not None]
 
     def publish(self) -> None:
         """Replicas share the weights' memory."""

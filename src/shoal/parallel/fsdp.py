@@ -20,6 +20,7 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.base.errors import PlanError
 from shoal.base.shards import Shard
 from shoal.fabric import World
+from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.parallel._torch import pytree
 from shoal.parallel.buckets import REDUCE
@@ -50,16 +52,15 @@ from shoal.profile.flops import meta_twin
 def apply(program: Program) -> Program:
     """Shard the module in place; its parameters become DTensors of which ranks step local rows."""
     module, world, plan = program.module, program.world, program.plan
+    layout = plan.layout
     _check(program)
-    axes = {"dp_shard": plan.layout.dp_shard}
-    if plan.layout.dp_replicate > 1:
-        axes = {"dp_replicate": plan.layout.dp_replicate, **axes}
-    twin = meta_twin(module)  # sharded modules cannot be copied any more
+    axes = ["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else ["dp_shard"]
+    twin = program.twin or meta_twin(module)  # sharded modules cannot be copied any more
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
             parameter.data = parameter.data.contiguous()
-    scatter = ScatterGradients(world.traffic, plan.layout.dp_replicate)
-    detours = _wrap(program, world.mesh(axes), scatter)
+    scatter = ScatterGradients(world.traffic, layout.dp_replicate)
+    detours = _wrap(program, mesh(world, layout.degrees, axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     parameters = trainable(module)
     reducer = ShardedGradients(module, parameters, scatter, plan.defer_sync)
@@ -69,7 +70,7 @@ def apply(program: Program) -> Program:
         shard.reshard()
     still = frozen(module)
     parts = {
-        name: (_local(p).detach(), row_shard(name, p, world, plan.layout.dp_shard))
+        name: (_local(p).detach(), row_shard(program.place(name), p, program.data, layout.dp_shard))
         for name, p in {**parameters, **still}.items()
     }
     local = {
@@ -90,7 +91,7 @@ def apply(program: Program) -> Program:
         local=local,
         parts=parts,
         reducer=reducer,
-        copies=plan.layout.dp_replicate,
+        copies=layout.dp_replicate,
         together=True,
         twin=twin,
         on_evaluated=(*program.on_evaluated, reshard),
@@ -98,17 +99,19 @@ def apply(program: Program) -> Program:
     )
 
 
-def _wrap(program: Program, mesh: DeviceMesh, scatter: ScatterGradients) -> list[RemovableHandle]:
+def _wrap(program: Program, over: DeviceMesh, scatter: ScatterGradients) -> list[RemovableHandle]:
     """Shard every unit and the root; gives the hooks of ours that this needs."""
     module, plan = program.module, program.plan
     host = CPUOffloadPolicy() if plan.offload == "parameters" else OffloadPolicy()
     detours = []
+    foreign = {p for p in module.parameters() if p.is_meta}  # of other stages
     for unit in [*units(module), module]:
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=over,
+            ignored_params=foreign,
             reshard_after_forward=unit is not module,
             mp_policy=_formats(unit, program, root=unit is module),
             offload_policy=host,
@@ -161,20 +164,24 @@ def units(module: nn.Module) -> list[nn.Module]:
             for parameter in part.parameters(recurse=False):
                 here[id(parameter)] = here.get(id(parameter), 0) + 1
         shared = any(homes[key] != count for key, count in here.items())
-        if here and not shared and any(block.children()):
+        elsewhere = any(p.is_meta for p in block.parameters())  # on another stage
+        if here and not shared and not elsewhere and any(block.children()):
             found.append(block)
     return found
 
 
-def row_shard(name: str, parameter: torch.Tensor, world: World, degree: int) -> Shard:
-    """Which rows of the whole tensor this rank holds: torch deals ceil(rows / degree) to each."""
+def row_shard(whole: Shard, parameter: torch.Tensor, data: World, degree: int) -> Shard:
+    """Which rows of `whole` this rank holds: torch deals ceil(rows / degree) to each.
+
+    whole   what the ranks of `data` hold together · degree  of dp_shard
+    """
     shape = tuple(parameter.shape)
     rows = -(-shape[0] // degree)
-    place = world.rank % degree  # dp_shard is the inner axis of the mesh
+    place = data.rank % degree  # dp_shard is the inner axis
     start, stop = min(place * rows, shape[0]), min((place + 1) * rows, shape[0])
+    width = math.prod(shape[1:])
     dtype = str(parameter.dtype).removeprefix("torch.")
-    box = ((start, stop), *((0, n) for n in shape[1:]))
-    return Shard(name, shape, dtype, (box,) if stop > start else ())
+    return replace(whole, dtype=dtype, slices=whole.part(start * width, stop * width))
 
 
 class ShardedGradients:
@@ -255,6 +262,10 @@ class ShardedGradients:
     def sums(self) -> list[torch.Tensor]:
         """Gradients of this rank's rows."""
         return [p.parameter.grad for p in self.local.values() if p.parameter.grad is not None]
+
+    def summed(self) -> list[str]:
+        """Parameters whose rows have a gradient."""
+        return [name for name, p in self.local.items() if p.parameter.grad is not None]
 
     def _seen(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:

@@ -25,11 +25,12 @@ def apply(program: Program) -> Program:
         (f"{path}.{name}" if path else name, module, name)
         for path, module in program.module.named_modules()
         if not isinstance(module, BatchNorm)
-        for name, _ in module.named_buffers(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
     ]
     if not homes:
         return program
-    watch = _Watch(homes, program.world, program.notices)
+    watch = _Watch(homes, program.data, program.notices)
     return replace(
         program,
         on_begin=(*program.on_begin, watch.begin),

@@ -7,7 +7,7 @@ and never needs to know which layout it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import update_wrapper
@@ -16,9 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shoal.base.errors import BugError
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.fabric import World
+from shoal.fabric.axes import along
 
 
 class Reducer(Protocol):
@@ -50,22 +52,39 @@ class Reducer(Protocol):
     def sums(self) -> list[torch.Tensor]:
         """The tensors that hold this rank's part of the sum, for scaling and norms."""
 
+    def summed(self) -> list[str]:
+        """For each of `sums()` one parameter that lies in it: all there are held alike."""
+
     def publish(self) -> None:
         """The optimizer stepped this rank's part: now every rank sees all new weights."""
 
 
 class Pass(Protocol):
-    """One micro-batch, ready to run forward and backward.
+    """One micro-batch, ready to run forward and backward, at once or in pieces.
 
-    index   its number in the step; negative: it only joins the others' collectives
+    index       its number in the step; negative: it only joins the others' collectives
+    signature   what its inputs' shapes are; equal for micro-batches that a graph serves alike
     """
 
     @property
     def index(self) -> int:
         """Which micro-batch."""
 
+    @property
+    def signature(self) -> Hashable:
+        """The shapes and formats of its inputs."""
+
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
         """Run it on the module; alone: no other pass runs at the same time."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Around any piece of its work, forward or backward; may be entered again and again."""
+
+    def outputs(self, module: nn.Module) -> Any:
+        """The forward pass: what the module gives for its inputs."""
+
+    def total(self, outputs: Any) -> torch.Tensor:
+        """The sum of losses to call backward on; loss and count of targets are noted here."""
 
 
 def in_turn(program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
@@ -92,25 +111,24 @@ Part = tuple[torch.Tensor, Shard]
 """A local tensor and where its elements belong; no slices where a rank holds nothing."""
 
 
-def whole_locals(parameters: Mapping[str, nn.Parameter]) -> dict[str, Local]:
-    """Every parameter whole, as one process and `ddp` step them."""
-    return {
-        name: Local(p, Shard.whole(name, tuple(p.shape), dtype_of(p)))
-        for name, p in parameters.items()
-    }
-
-
 @dataclass(frozen=True)
 class Program:
     """A module, made ready.
 
-    parameters    trainable ones by name, tied ones once, in the module's order
+    world         all processes · data  those that hold the same parts of the model as this one, and
+                  run other micro-batches; `tensor`: that split its layers; `pipe`: its stages
+    parameters    trainable ones of this rank by name, tied ones once, in the module's order
+    names         trainable ones of the whole model, the same on every rank
+    places        where this rank's part of a parameter lies in the whole, unless it is the whole
+    holders       over `tensor` and `pipe`: how many ranks hold the same part, unless it is one
+    joined        worlds over which a parameter's gradient is summed beyond `data`, by name
     local         the part of each that this rank's optimizer steps; absent where it has none
     parts         what is kept of parameters that no rank holds whole (or not in their own format)
     frozen        the others by name; they must stay frozen, since nothing sums their gradients
     aliases       other names of tied tensors → the name under which they are kept
     run           runs the passes of a step on the module, telling the reducer of each
-    copies        how many ranks hold the same element of `reducer.sums()`
+    forward       a pass for evaluation; gives None where the outputs are not on this rank
+    copies        how many ranks of `data` hold the same element of `reducer.sums()`
     twin          the module without data, for counting, where it cannot be copied itself
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
@@ -130,11 +148,19 @@ class Program:
     plan: Plan
     parameters: dict[str, nn.Parameter]
     aliases: dict[str, str]
+    data: World
+    tensor: World
+    pipe: World
+    names: tuple[str, ...]
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
+    places: dict[str, Shard] = field(default_factory=dict)
+    holders: dict[str, int] = field(default_factory=dict)
+    joined: dict[str, tuple[World, ...]] = field(default_factory=dict)
     local: dict[str, Local] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     reducer: Reducer | None = None
     run: Callable[[Program, Sequence[Pass], Reducer], None] = in_turn
+    forward: Callable[[Program, Pass], Any] = lambda program, one: one.outputs(program.module)
     copies: int = 1
     together: bool = False
     twin: nn.Module | None = None
@@ -148,6 +174,43 @@ class Program:
     on_evaluated: tuple[Callable[[], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     notices: list[str] = field(default_factory=list)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss counts: of those that compute the same, the first."""
+        return self.tensor.rank == 0
+
+    def place(self, name: str) -> Shard:
+        """Where this rank's parameter or buffer `name` lies in the whole model's tensor."""
+        if name in self.places:
+            return self.places[name]
+        tensor = self.parameters.get(name, self.frozen.get(name))
+        if tensor is None:
+            raise BugError(f"{name} is no parameter of this rank")
+        return Shard.whole(name, tuple(tensor.shape), dtype_of(tensor))
+
+
+def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
+    """A program of the whole module, which nothing has been added to."""
+    degrees = plan.layout.degrees
+    parameters = trainable(module)
+    return Program(
+        module,
+        world,
+        plan,
+        parameters,
+        aliases(module),
+        data=along(world, degrees, ["dp_replicate", "dp_shard"]),
+        tensor=along(world, degrees, ["tp"]),
+        pipe=along(world, degrees, ["pp"]),
+        names=tuple(parameters),
+        frozen=frozen(module),
+    )
+
+
+def whole_locals(program: Program) -> dict[str, Local]:
+    """Every parameter as this rank has it, as one process and `ddp` step them."""
+    return {name: Local(p, program.place(name)) for name, p in program.parameters.items()}
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
@@ -176,6 +239,13 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield from blocks(child, path)
 
 
+def own_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The `blocks` whose parameters are on this rank, and not on another stage of a pipeline."""
+    for name, block in blocks(module):
+        if not any(p.is_meta for p in block.parameters()):
+            yield name, block
+
+
 class StandIn:
     """Something that is called in the place of a block's `forward`, until it is taken away.
 
@@ -187,7 +257,8 @@ class StandIn:
         self.name, self.block = name, block
         self.replaced = block.__dict__.get("forward")
         self.forward: Callable[..., Any] = block.forward
-        update_wrapper(self, self.forward)  # whoever reads its signature sees the block's own
+        # Whoever reads its signature sees the block's own; what it holds itself stays its own.
+        update_wrapper(self, self.forward, updated=())
         block.__dict__["forward"] = self
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -210,12 +281,12 @@ def is_single_layer(block: nn.Module) -> bool:
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by their first name; a tied parameter appears once."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
 
 
 def frozen(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that do not train, by their first name."""
-    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    return {n: p for n, p in module.named_parameters() if not p.requires_grad and not p.is_meta}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

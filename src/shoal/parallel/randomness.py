@@ -41,12 +41,15 @@ def apply(program: Program, seed: int) -> Program:
         hooks.append(block.register_forward_pre_hook(_enter(keyed, name)))
         hooks.append(block.register_forward_hook(_leave(keyed, name)))
 
+    hooks.append(program.module.register_forward_pre_hook(lambda module, inputs: keyed.again()))
+
     def remove() -> None:
         for hook in hooks:
             hook.remove()
 
     return replace(
         program,
+        on_begin=(*program.on_begin, keyed.begin),
         around=(*program.around, keyed.micro_batch),
         on_close=(*program.on_close, remove),
     )
@@ -55,8 +58,9 @@ def apply(program: Program, seed: int) -> Program:
 class _Keyed:
     """Where the step is now; blocks are keyed only while a micro-batch runs.
 
-    `calls` counts how often a block was entered in this micro-batch; `arrived` remembers with which
-    generator seed each call arrived, since checkpointing puts that seed back before it recomputes.
+    `calls` counts how often a block was entered in this forward pass; `arrived` remembers with
+    which generator seed each call arrived, since checkpointing puts that seed back before it
+    recomputes; a pipeline comes back to a micro-batch after it ran others, so each has its own.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -67,7 +71,17 @@ class _Keyed:
             self.generators.append(torch.cuda.default_generators[device.index or 0])
         self.calls: dict[str, int] = {}
         self.arrived: dict[tuple[str, int], int] = {}
+        self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self.inside: dict[str, list[int]] = {}
+
+    def begin(self) -> None:
+        """A step begins: nobody recomputes anything of the one before."""
+        self.arrivals = {}
+
+    def again(self) -> None:
+        """The model's forward pass begins, on a pipeline's rank once for each of its stages."""
+        if not in_backward():
+            self.calls, self.inside = {}, {}
 
     def enter(self, block: str) -> None:
         """A block begins: key the generators by its name and by which of its calls this is."""
@@ -101,7 +115,8 @@ class _Keyed:
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         kept = [generator.get_state() for generator in self.generators]
         self.at = (step, index)
-        self.calls, self.arrived, self.inside = {}, {}, {}
+        self.calls, self.inside = {}, {}
+        self.arrived = self.arrivals.setdefault((step, index), {})
         self._set("", 0)
         try:
             yield

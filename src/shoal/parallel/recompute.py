@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.parallel._torch import TorchDispatchMode, counting_writes, in_backward, pytree
-from shoal.parallel.program import Program, StandIn, blocks, is_single_layer
+from shoal.parallel.program import Program, StandIn, is_single_layer, own_blocks
 
 POLICIES = ("none", "selective", "full")
 
@@ -46,7 +46,7 @@ def apply(program: Program, policy: str) -> Program:
         raise ConfigError(one_of("memory.recompute", policy, POLICIES))
     if policy == "none":
         return program
-    found = {id(b): (n, b) for n, b in blocks(program.module) if not is_single_layer(b)}
+    found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}
     if not found:
         program.notices.append(
             f"memory.recompute = {policy}: nothing to recompute: the model has no ModuleList or "

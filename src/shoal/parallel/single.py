@@ -15,7 +15,7 @@ def apply(program: Program) -> Program:
     return replace(
         program,
         reducer=LocalGradients(program.parameters),
-        local=whole_locals(program.parameters),
+        local=whole_locals(program),
     )
 
 
@@ -53,3 +53,7 @@ class LocalGradients:
     def sums(self) -> list[torch.Tensor]:
         """The gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def summed(self) -> list[str]:
+        """The parameters that have one."""
+        return [name for name, p in self.parameters.items() if p.grad is not None]

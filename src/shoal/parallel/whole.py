@@ -6,6 +6,8 @@ read `gather_weights` and `gather_gradients`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from shoal.base.errors import ConfigError
@@ -16,6 +18,8 @@ from shoal.parallel.program import Part, Program, dtype_of
 
 def held(program: Program) -> dict[str, Part]:
     """Parameters and persistent buffers by first name, each as the part that this rank holds.
+
+    What belongs to other stages of a pipeline is left out.
 
     Errors: ConfigError for a module whose state holds something that is no tensor.
     """
@@ -28,8 +32,12 @@ def held(program: Program) -> dict[str, Part]:
                 f"model: {name} keeps a {type(value).__name__} in its state; tensors can be saved "
                 f"(register_buffer), other objects cannot"
             )
+        if value.is_meta:
+            continue  # another stage's
         if name in program.parts:
             found[name] = program.parts[name]
+        elif name in program.places:
+            found[name] = (value.detach(), program.places[name])
         else:
             found[name] = (value.detach(), Shard.whole(name, tuple(value.shape), dtype_of(value)))
     return found
@@ -37,8 +45,7 @@ def held(program: Program) -> dict[str, Part]:
 
 def gather_weights(program: Program) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, on the CPU of every rank."""
-    parts = held(program)
-    return {name: whole(part, program.world) for name, part in parts.items()}
+    return assembled(held(program), program.world)
 
 
 def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -46,23 +53,36 @@ def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str
 
     After `update` they are the clipped mean gradient; a parameter that nobody used has zeros.
     """
+    parts: dict[str, Part] = {}
+    used: list[str] = []
+    for name, local in program.local.items():
+        gradient = local.parameter.grad
+        if gradient is not None:
+            used.append(name)
+        kept = torch.zeros_like(local.parameter) if gradient is None else gradient
+        parts[name] = (kept.detach(), local.shard)
+    by_any = {name for told in program.world.gather_json(used) for name in told}
+    return assembled(parts, program.world), by_any
+
+
+def assembled(parts: Mapping[str, Part], world: World) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU of every rank; a rank may hold nothing of some, others nothing else.
+
+    Order: as the lowest rank that has a name lists it.
+    """
+    mine = {name: (list(shard.global_shape), shard.dtype) for name, (_, shard) in parts.items()}
+    known: dict[str, tuple[list[int], str]] = {}
+    for told in world.gather_json(mine):
+        for name, (shape, dtype) in told.items():
+            known.setdefault(name, (shape, dtype))
     found: dict[str, torch.Tensor] = {}
-    used: set[str] = set()
-    shapes = {name: tuple(p.shape) for name, p in program.parameters.items()}
-    for name, parameter in program.parameters.items():
-        local = program.local.get(name)
-        gradient = None if local is None else local.parameter.grad
-        if local is None:
-            nothing = torch.zeros(0, dtype=parameter.dtype, device=program.world.device)
-            part: Part = (nothing, Shard(name, shapes[name], dtype_of(parameter), ()))
-        else:
-            piece = local.parameter
-            kept = torch.zeros_like(piece) if gradient is None else gradient
-            part = (kept.detach(), local.shard)
-        if not program.world.all_true(gradient is None):
-            used.add(name)
-        found[name] = whole(part, program.world)
-    return found, used
+    for name, (shape, dtype) in known.items():
+        part = parts.get(name)
+        if part is None:
+            nothing = torch.zeros(0, dtype=getattr(torch, dtype), device=world.device)
+            part = (nothing, Shard(name, tuple(shape), dtype, ()))
+        found[name] = whole(part, world)
+    return found
 
 
 def whole(part: Part, world: World) -> torch.Tensor:

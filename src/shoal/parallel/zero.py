@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.base.plan import Bucket
-from shoal.base.shards import Shard, flat_slices
+from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.parts import PendingSum
 from shoal.parallel.buckets import REDUCE, BucketReducer, places, second_gradient
@@ -34,8 +34,8 @@ IN_FLIGHT = 2
 
 def apply(program: Program) -> Program:
     """Cut weights, sums of gradients and what the optimizer steps over all ranks."""
-    plan, world = program.plan, program.world
-    weights = FlatWeights(program.parameters, plan.buckets, world)
+    plan, world = program.plan, program.data
+    weights = FlatWeights(program)
     local = weights.local()
     reducer: _ZeroOne | ScatterReducer
     if plan.layout.zero == 1 or plan.defer_sync:
@@ -61,10 +61,10 @@ class FlatWeights:
               own where forward passes read narrow copies
     """
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], buckets: tuple[Bucket, ...], world: World
-    ) -> None:
+    def __init__(self, program: Program) -> None:
+        parameters, buckets, world = program.parameters, program.plan.buckets, program.data
         self.parameters, self.buckets, self.world = parameters, buckets, world
+        self.place = program.place
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         for bucket in buckets:
@@ -97,11 +97,13 @@ class FlatWeights:
                 if first >= last:
                     continue
                 shape = tuple(self.parameters[name].shape)
-                slices = flat_slices(shape, first - start, last - start)
                 piece = master[first - low : last - low]
                 whole = (first, last) == (start, stop)  # then matrices stay matrices (Muon)
                 part = nn.Parameter(piece.view(shape) if whole else piece)
-                found[name] = Local(part, Shard(name, shape, bucket.dtype, slices))
+                here = self.place(name)
+                slices = here.part(first - start, last - start)
+                shard = Shard(name, here.global_shape, bucket.dtype, slices)
+                found[name] = Local(part, shard)
         # The module's own order, so that sums over parameters run as they would elsewhere.
         return {name: found[name] for name in self.parameters if name in found}
 
@@ -110,7 +112,7 @@ class FlatWeights:
         found: dict[str, Part] = {}
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             for name in bucket.names if bucket.compute else ():
-                nothing = Shard(name, tuple(self.parameters[name].shape), bucket.dtype, ())
+                nothing = Shard(name, self.place(name).global_shape, bucket.dtype, ())
                 found[name] = (master[:0], nothing)
                 if name in local:
                     found[name] = (local[name].parameter.detach(), local[name].shard)
@@ -251,6 +253,10 @@ class ScatterReducer:
     def sums(self) -> list[torch.Tensor]:
         """This rank's parts of the sum, one tensor per bucket."""
         return self.parts
+
+    def summed(self) -> list[str]:
+        """The first parameter of every bucket."""
+        return [bucket.names[0] for bucket in self.plan]
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         number = self.bucket_of[name]

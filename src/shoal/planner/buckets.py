@@ -36,16 +36,16 @@ def plan_buckets(
     [('c', 'b'), ('a',)]
     """
     buckets: list[Bucket] = []
-    open_names: dict[tuple[str, str], list[ParameterFacts]] = {}
+    open_names: dict[tuple[str, str, str], list[ParameterFacts]] = {}
 
-    def close(kind: tuple[str, str]) -> None:
+    def close(kind: tuple[str, str, str]) -> None:
         held = open_names.pop(kind)
         total = sum(p.elements for p in held)
         names = tuple(p.name for p in held)
         buckets.append(Bucket(names, total, kind[0], held[0].element_bytes, compute=kind[1]))
 
     for parameter in reversed(parameters):
-        kind = parameter.dtype, parameter.compute
+        kind = parameter.dtype, parameter.compute, parameter.held
         held = open_names.get(kind, [])
         size_bytes = sum(p.elements for p in held) * parameter.element_bytes
         if held and size_bytes + parameter.elements * parameter.element_bytes > bucket_bytes:

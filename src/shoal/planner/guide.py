@@ -7,13 +7,20 @@ memory is not looked into yet). The rule that spoke is said in one line, with wh
 
 from __future__ import annotations
 
+from shoal.base.degrees import check_degrees
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import STAGES, Layout, check_degrees, expand
+from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout, expand
+from shoal.base.schedules import canonical, settle_schedule
 from shoal.base.units import bytes_text, count_text
+from shoal.planner.bubble import bubble_s
+from shoal.planner.schedules import legal
 
 DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
 """Parameters: the guide's bounds."""
+
+AUTO_AXES = ("dp_replicate", "dp_shard")
+"""Axes that `auto` splits by itself; the others are split where they are asked for."""
 
 WEIGHT_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 16
@@ -40,12 +47,15 @@ def choose_layout(
     *,
     zero: int | None = None,
     threads: int = 0,
+    schedule: str = "",
+    chunks: int = 0,
 ) -> tuple[Layout, str]:
     """The layout to run and the line that says why.
 
     strategy    `auto` or a name · degrees  axes given by the user, which then must multiply out
     parameters  elements of the model; None when it is a builder that was not called yet
     zero        what `dp_shard` splits, if the user says · threads  replicas of `dp`
+    schedule, chunks   of the pipeline, if the user says
     Errors      PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
@@ -55,14 +65,21 @@ def choose_layout(
     """
     if degrees:
         named = zero if zero is not None or strategy == "auto" else STAGES.get(strategy)
-        layout = check_degrees(degrees, processes, named)
+        if strategy in PIPELINES and strategy != "pp":
+            schedule = schedule or strategy
+        layout = check_degrees(
+            degrees, processes, named, threads=threads, schedule=schedule, chunks=chunks
+        )
         _check_name(strategy, layout)
         return layout, f"layout given: {layout.text()}"
     if strategy != "auto":
-        layout = expand(strategy, processes, threads=threads, zero=zero)
+        layout = expand(
+            strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks
+        )
         alone = strategy not in ("single", "dp") and processes == 1
         given = f"{strategy} on one process = " if alone else ""
         return layout, f"strategy given: {given}{layout.text()}"
+    settle_schedule(schedule, chunks, 1)  # what auto takes here has no pipeline
     check_guide(parameters)
     size = (
         "a model of unknown size" if parameters is None else f"{count_text(parameters)} parameters"
@@ -94,11 +111,64 @@ def choose_layout(
 def _check_name(strategy: str, layout: Layout) -> None:
     """Errors: PlanError where the name means something else than the degrees."""
     same = {"zero3": "fsdp"}.get(strategy, strategy)
+    if strategy in PIPELINES and strategy != "pp" and canonical(strategy) == layout.schedule:
+        same = "pp"
     if strategy != "auto" and same != layout.strategy:
+        named = layout.strategy in STRATEGIES
+        nearest = f"layout.strategy={layout.strategy}" if named else "leave layout.strategy out"
         raise PlanError(
             f"layout.strategy = {strategy}: the degrees given with it are {layout.text()}; "
-            f"nearest: layout.strategy={layout.strategy}, or leave the degrees out"
+            f"nearest: {nearest}, or leave the degrees out"
         )
+
+
+def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
+    """Can the schedule of a layout's pipeline run a step's micro-batches? Gives a line about it.
+
+    batch, micro_batch   samples per step over all ranks, per forward pass; they divide
+    Gives    how long the fullest rank stands still in a step; "" without a pipeline
+    Errors   PlanError with the nearest batch and micro-batch that it can run
+
+    >>> check_micro_batches(Layout(pp=4, schedule="1f1b"), 16, 2)
+    'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'
+    >>> check_micro_batches(Layout(pp=4, schedule="gpipe"), 16, 8).split("; ")[1]
+    'fewer micro-batches than stages, more is better: train.micro_batch=4'
+    """
+    if layout.pp == 1:
+        return ""
+    samples = batch // layout.data_degree
+    count = samples // micro_batch
+    name, ranks = layout.schedule, layout.pp
+    if not _runs(layout, count):
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and _runs(layout, n)]
+        cut = min(fitting, key=lambda n: abs(n - count), default=0)
+        whole = next(n for n in range(count, count + 2 * ranks + 1) if _runs(layout, n))
+        nearest = [f"train.micro_batch={samples // cut}"] if cut else []
+        nearest += [f"train.batch={whole * micro_batch * layout.data_degree}"]
+        raise PlanError(
+            f"layout.schedule = {name}: needs micro-batches per step in a multiple of layout.pp = "
+            f"{ranks}, got {count} per data-parallel rank (train.batch {batch}, train.micro_batch "
+            f"{micro_batch}); nearest: {', or '.join([*nearest, 'layout.schedule=1f1b'])}"
+        )
+    # A backward is about two forwards, half of it for the weights.
+    idle_s = bubble_s(name, ranks, count, 1.0, 1.0, 1.0, layout.chunks)
+    text = (
+        f"pipeline: {name} over {layout.stages} stages, {count} micro-batch"
+        f"{'es' if count > 1 else ''} per step: {idle_s / (idle_s + 3 * count):.0%} of it is bubble"
+    ).replace("%", " %")
+    finer = next((m for m in range(micro_batch - 1, 0, -1) if samples % m == 0), 0)
+    if count < ranks and finer:
+        text += f"; fewer micro-batches than stages, more is better: train.micro_batch={finer}"
+    return text
+
+
+def _runs(layout: Layout, micro_batches: int) -> bool:
+    """Whether a schedule can run so many micro-batches."""
+    try:
+        legal(layout.schedule, layout.pp, micro_batches, layout.chunks)
+    except PlanError:
+        return False
+    return True
 
 
 def _fits(strategy: str, parameters: int | None, processes: int, machine: MachineFacts) -> bool:
@@ -131,7 +201,7 @@ def _too_large(parameters: int, processes: int, machine: MachineFacts) -> str:
 
 
 def check_guide(parameters: int | None) -> None:
-    """Refuse a model for which the guide names a layout that this version does not build.
+    """Refuse a model for which the guide names a layout that `auto` does not choose.
 
     Errors: PlanError with the rule and what can be done.
     """
@@ -139,7 +209,7 @@ def check_guide(parameters: int | None) -> None:
         return
     raise PlanError(
         f"layout.strategy = auto: {count_text(parameters)} parameters, above 10B: the guide says "
-        f"3d (tp × pp × dp), which this version does not build; nearest: layout.strategy=fsdp, "
-        f"if {bytes_text(parameters * STATE_BYTES_PER_PARAMETER)} of states fit on all ranks "
-        f"together"
+        f"3d (tp × pp × dp), whose degrees auto does not choose; nearest: layout.strategy=3d, or "
+        f"layout.strategy=fsdp, if {bytes_text(parameters * STATE_BYTES_PER_PARAMETER)} of states "
+        f"fit on all ranks together"
     )

@@ -21,12 +21,12 @@ from shoal.base.estimate import Case, MemoryEstimate
 from shoal.base.policies import RECOMPUTE
 from shoal.planner.activations import Activations, activations, shares
 from shoal.planner.frameworks import Framework, framework
+from shoal.planner.on_way import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
 from shoal.planner.stage_cut import Stage, cut, is_block
 from shoal.planner.states import WIDTHS, Elements, state_bytes
 from shoal.planner.transients import (
     Sharded,
     block_share,
-    bucket_bytes,
     carried_bytes,
     head_share,
     idle_bytes,
@@ -34,6 +34,7 @@ from shoal.planner.transients import (
     loss_bytes,
     rank_sum,
     sharded_bytes,
+    waiting_head_bytes,
     workspace_bytes,
 )
 
@@ -120,7 +121,10 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     elements = rank_sum(case, stage.units, stage.tied)
     weights, gradients, optimizer = state_bytes(case, elements)
     sharded = sharded_bytes(case, stage)
-    instants = _instants(case, habits, stage, elements, sharded)
+    if gathers_on_gloo(case):
+        instants = _instants_on_gloo(case, habits, stage, elements)
+    else:
+        instants = _instants(case, habits, stage, elements, sharded)
     best = max(instants, key=lambda instant: instant.size + instant.made * gradients)
     parts = {
         "weights": weights,
@@ -134,7 +138,8 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     }
     allocated = sum(parts.values())
     idle = idle_bytes(case, habits, stage, best.when, sharded)
-    if case.layout.zero == 3:  # made on a stream of their own, whose pool stays reserved
+    if case.layout.zero == 3 and case.cluster.device.kind != "cpu":
+        # made on a stream of their own, whose pool stays reserved
         idle += (1 - best.made) * gradients
     parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
     parts["context"] = case.cluster.device.reserved_bytes
@@ -146,51 +151,58 @@ def _instants(
 ) -> list[_Instant]:
     """The moments that can be the peak."""
     held = activations(case, habits, stage)
-    buckets = bucket_bytes(case, elements)
+    way = on_way(case, elements)
     carried = carried_bytes(case, habits)
-    # Without accumulation a step begins without gradients, unless buffers for them are kept: by
-    # the reducer of several processes, and where narrow gradients are added to fp32 ones.
-    alone = case.layout.processes == 1 and WIDTHS[case.compute] >= 4
-    fresh = case.accumulate == 1 and (case.layout.zero == 3 or alone)
+    fresh = _fresh(case)
     begun, ended = (head_share(case, stage, elements), 1 - block_share(case, stage, elements))
-    on_way = buckets + sharded.block + sharded.head
-    updating = habits.update_bytes * local_elements(case, elements)
-    last = _last(case, held, stage)
+    sent = sharded.block + sharded.head
+    # A tied head's gradient waits for the embedding's; others are added to what is kept.
+    tied = stage.head is not None and stage.head.tied_to and case.layout.zero < 3
+    waiting = waiting_head_bytes(case, stage) if tied else 0.0
+    working = carried + held.working + waiting + (0.0 if fresh else arriving_bytes(case, stage))
+    updating = workspace_bytes(case, habits) + habits.update_bytes * local_elements(case, elements)
+    first, last = held.kept - held.head + held.again, _last(case, held, stage)
+    loss = loss_bytes(case, habits, stage)
+    made = 0.0 if fresh else 1.0
+    begun, ended = max(made, begun), max(made, ended)
     return [
-        _Instant(
-            "loss",
-            0.0 if fresh else 1.0,
-            sharded.gathered,
-            buckets,
-            held.kept,
-            loss_bytes(case, habits, stage),
-            carried,
-        ),
-        _Instant(
-            "backward",
-            begun if fresh else 1.0,
-            sharded.gathered,
-            on_way,
-            held.kept - held.head + held.again,
-            0.0,
-            carried + held.working,
-        ),
-        _Instant(
-            "backward",
-            ended if fresh else 1.0,
-            sharded.gathered,
-            on_way,
-            last,
-            0.0,
-            carried + held.working,
-        ),
-        _Instant(
-            "update",
-            1.0,
-            buckets=sharded.root,
-            working=workspace_bytes(case, habits) + updating,
-        ),
+        _Instant("loss", made, sharded.gathered, way.before, held.kept, loss, carried),
+        _Instant("backward", begun, sharded.gathered, sent + way.first, first, 0.0, working),
+        _Instant("backward", ended, sharded.gathered, sent + way.last, last, 0.0, working),
+        _Instant("backward", 1.0, buckets=way.sent),
+        _Instant("update", 1.0, buckets=sharded.root, working=updating),
+        _Instant("update", 1.0, way.published),
     ]
+
+
+def _instants_on_gloo(
+    case: Case, habits: Framework, stage: Stage, elements: Elements
+) -> list[_Instant]:
+    """The same where zero 3 gathers and sends through gloo."""
+    held = activations(case, habits, stage)
+    way = sharded_on_gloo(case, stage)
+    made = 0.0 if _fresh(case) else 1.0
+    instants = [
+        _Instant("loss", made, way.loss, 0.0, held.kept, loss_bytes(case, habits, stage)),
+        _Instant("backward", 1.0, buckets=way.root),
+        _Instant("update", 1.0, working=habits.update_bytes * local_elements(case, elements)),
+    ]
+    for moment in way.blocks:
+        kept = max(0.0, held.kept - held.head - moment.through * held.block)
+        again, working = (held.again, held.working) if moment.works else (0.0, 0.0)
+        instants.append(
+            _Instant("backward", made, moment.gathered, moment.sent, kept + again, 0.0, working)
+        )
+    return instants
+
+
+def _fresh(case: Case) -> bool:
+    """Whether a step begins without gradients: one micro-batch, and no buffers kept for them.
+
+    Such are kept by the reducer of several processes, and where narrow ones are added to fp32 ones.
+    """
+    alone = case.layout.processes == 1 and WIDTHS[case.compute] >= 4
+    return case.accumulate == 1 and (case.layout.zero == 3 or alone)
 
 
 def _finish(parts: dict[str, float], allocated: float, when: str, stage: int) -> MemoryEstimate:

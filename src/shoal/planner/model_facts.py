@@ -1,11 +1,8 @@
-"""Shoal's own models as facts without torch: arguments, published sizes, parameter counts.
+"""Shoal's own models as facts without torch: their arguments checked, their parameters counted.
 
 The command line checks `[model]` and counts parameters with this page before any process starts;
-`shoal.models.catalog` builds the modules from the same page.
-
-Counts    llama   V·d·(1 or 2) + layers·(2d + d·h·(2·heads + 2·kv_heads) + 3·d·f) + d
-                  V vocabulary, d dim, h = d / heads, f hidden
-Source    Llama 2: Touvron et al. 2023, table 1 and config.json; Llama 3: 2407.21783, table 3
+`shoal.models.catalog` builds the modules from the same page. Tables: `families.py`; formulas of the
+counts: `model_counts.py`; transformers models (`hf:PATH`): `foreign.py`.
 """
 
 from __future__ import annotations
@@ -15,23 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest
+from shoal.planner.families import FAMILIES, LANGUAGE, PUBLISHED, Argument, Value
+from shoal.planner.foreign import foreign_config, is_foreign
+from shoal.planner.model_counts import COUNTS
 
-Value = int | float | bool
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One key of [model]: its type and default, its least value, and one line about it.
-
-    `derived` says how a default of 0 is filled in; such a key may be left at 0.
-    """
-
-    name: str
-    kind: type[int] | type[float] | type[bool]
-    default: Value
-    least: float
-    text: str
-    derived: str = ""
+__all__ = ["FAMILIES", "LANGUAGE", "PUBLISHED", "Resolved", "family_of", "parameters", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -42,71 +27,13 @@ class Resolved:
     arguments: dict[str, Any]
 
 
-_DROPOUT = Argument("dropout", float, 0.0, 0.0, "share of activations set to 0 in training")
+def family_of(name: str) -> str:
+    """The family of a name: its own, or that of a published size; any other name is given back.
 
-FAMILIES: dict[str, tuple[Argument, ...]] = {
-    "llama": (
-        Argument("vocabulary", int, 0, 1, "tokens it knows", "the tokenizer's, or 2048"),
-        Argument("dim", int, 256, 2, "width of the residual stream"),
-        Argument("layers", int, 4, 1, "blocks"),
-        Argument("heads", int, 4, 1, "query heads"),
-        Argument("kv_heads", int, 0, 1, "key/value heads", "heads / 2, or heads if odd"),
-        Argument("hidden", int, 0, 1, "width of SwiGLU", "8/3 · dim, rounded up to 64"),
-        Argument("sequence", int, 0, 1, "longest sample in tokens", "data.sequence, or 256"),
-        Argument("rope_theta", float, 10000.0, 1.0, "base of the rotary angles"),
-        Argument("norm_epsilon", float, 1e-5, 0.0, "added to the mean square in RMSNorm"),
-        Argument("tied", bool, True, 0, "the head shares the embedding's weight"),
-        _DROPOUT,
-    ),
-    "mlp": (
-        Argument("inputs", int, 64, 1, "numbers per sample, after flattening"),
-        Argument("hidden", int, 128, 1, "width of the hidden layers"),
-        Argument("layers", int, 2, 1, "hidden layers"),
-        Argument("classes", int, 10, 1, "labels"),
-        _DROPOUT,
-    ),
-    "resnet": (
-        Argument("classes", int, 10, 1, "labels"),
-        Argument("image_channels", int, 1, 1, "1 for grey, 3 for colour"),
-        Argument("channels", int, 16, 1, "channels after the first convolution"),
-        Argument("width", int, 1, 1, "widening factor of every stage (Wide ResNet's k)"),
-        Argument("stages", int, 3, 1, "each but the first halves the image, doubles the channels"),
-        Argument("blocks", int, 1, 1, "residual blocks per stage"),
-    ),
-}
-"""The models of this version and their arguments, in the builder's order."""
-
-
-def _published(
-    dim: int, layers: int, heads: int, kv_heads: int, hidden: int, rest: tuple[int, int, float]
-) -> dict[str, Value]:
-    vocabulary, sequence, rope_theta = rest
-    return {
-        "vocabulary": vocabulary,
-        "dim": dim,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "hidden": hidden,
-        "sequence": sequence,
-        "rope_theta": rope_theta,
-        "tied": False,
-    }
-
-
-_LLAMA_2 = (32000, 4096, 10000.0)
-_LLAMA_3 = (128256, 8192, 500000.0)
-
-PUBLISHED: dict[str, tuple[str, dict[str, Value]]] = {
-    "llama-2-7b": ("llama", _published(4096, 32, 32, 32, 11008, _LLAMA_2)),
-    "llama-2-13b": ("llama", _published(5120, 40, 40, 40, 13824, _LLAMA_2)),
-    "llama-3-8b": ("llama", _published(4096, 32, 32, 8, 14336, _LLAMA_3)),
-    "llama-3-70b": ("llama", _published(8192, 80, 64, 8, 28672, _LLAMA_3)),
-}
-"""Sizes by the names the field gives them: the family, and the arguments that differ from it."""
-
-NOT_BUILT = ("gpt", "moe", "vit")
-"""Names of the vocabulary that this version does not build: naming one is a clear refusal."""
+    >>> family_of("gpt-2"), family_of("resnet"), family_of("hf:here")
+    ('gpt', 'resnet', 'hf:here')
+    """
+    return PUBLISHED[name][0] if name in PUBLISHED else name
 
 
 def resolve(
@@ -126,7 +53,7 @@ def resolve(
     >>> resolve("llama", {"dim": 64}, vocabulary=512, sequence=32).arguments["hidden"]
     192
     """
-    if name in NOT_BUILT or (name not in FAMILIES and name not in PUBLISHED):
+    if name not in FAMILIES and name not in PUBLISHED:
         raise ConfigError(_unknown_model(name))
     family, published = PUBLISHED.get(name, (name, {}))
     specs = {spec.name: spec for spec in FAMILIES[family]}
@@ -136,8 +63,7 @@ def resolve(
             raise ConfigError(_unknown_argument(name, key, list(specs)))
         given[key] = _check_value(specs[key], value)
     full: dict[str, Any] = {key: given.get(key, spec.default) for key, spec in specs.items()}
-    if family == "llama":
-        _finish_llama(full, vocabulary, sequence)
+    _FINISH.get(family, _finish_nothing)(full, vocabulary, sequence)
     return Resolved(family, full)
 
 
@@ -147,30 +73,29 @@ def parameters(
     *,
     vocabulary: int | None = None,
     sequence: int | None = None,
-) -> int:
+) -> int | None:
     """How many numbers model `name` learns, by arithmetic alone; tied weights count once.
 
-    Arguments and errors as in `resolve`. BatchNorm's running statistics are not learnt.
+    Arguments and errors as in `resolve`. None for a transformers model (`hf:PATH`): what its
+    config.json means only transformers knows; that it is there is checked (`foreign_config`).
 
     >>> parameters("llama-3-8b")
     8030261248
     """
+    if is_foreign(name):
+        foreign_config(name, arguments)
+        return None
     resolved = resolve(name, arguments, vocabulary=vocabulary, sequence=sequence)
-    return _COUNTS[resolved.family](**resolved.arguments)
+    return COUNTS[resolved.family](**resolved.arguments)
 
 
 def _unknown_model(name: str) -> str:
     names = ", ".join([*FAMILIES, *PUBLISHED])
-    if name in NOT_BUILT:
-        return (
-            f"model.name = {name}: not built in this version, which has {names}; "
-            f"any other model: model.build=pkg.mod:function"
-        )
     close = nearest(name, [*FAMILIES, *PUBLISHED])
     hint = f"nearest: model.name={close}; " if close else ""
     return (
         f"model.name = {name}: not one of {names}; {hint}"
-        f"any other model: model.build=pkg.mod:function"
+        f"any other model: hf:PATH of a config.json, or model.build=pkg.mod:function"
     )
 
 
@@ -212,11 +137,69 @@ def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
+def _finish_nothing(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
+    """For families without derived arguments and without rules between them."""
+
+
 def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
     """Fill in what llama derives, then check what must divide what."""
     heads = full["heads"]
     full["kv_heads"] = full["kv_heads"] or (heads // 2 if heads % 2 == 0 else heads)
-    full["hidden"] = full["hidden"] or -(-8 * full["dim"] // (3 * 64)) * 64
+    used = full.get("top_k", 1)  # experts of a token together are as wide as a dense SwiGLU
+    full["hidden"] = full["hidden"] or -(-8 * full["dim"] // (3 * 64 * used)) * 64
+    _cover_data(full, vocabulary, sequence)
+    kv_heads = full["kv_heads"]
+    if heads % kv_heads:
+        legal = min(
+            (n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: _far(n, kv_heads)
+        )
+        raise ConfigError(
+            f"model.kv_heads = {kv_heads}: does not divide model.heads = {heads}; "
+            f"nearest legal: model.kv_heads={legal}"
+        )
+    _check_heads(full["dim"], heads, 2 * heads)
+
+
+def _finish_moe(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
+    """As llama, and no token uses more experts than there are."""
+    if full["top_k"] > full["experts"]:
+        raise ConfigError(
+            f"model.top_k = {full['top_k']}: more than model.experts = {full['experts']}; "
+            f"nearest legal: model.top_k={full['experts']}"
+        )
+    _finish_llama(full, vocabulary, sequence)
+
+
+def _finish_gpt(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
+    """The feed-forward part is four times as wide; heads divide the width."""
+    full["hidden"] = full["hidden"] or 4 * full["dim"]
+    _cover_data(full, vocabulary, sequence)
+    _check_heads(full["dim"], full["heads"], full["heads"])
+
+
+def _finish_vit(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
+    """As gpt, and patches tile the image; the data say nothing that a classifier derives."""
+    full["hidden"] = full["hidden"] or 4 * full["dim"]
+    _check_heads(full["dim"], full["heads"], full["heads"])
+    size, patch = full["image_size"], full["patch"]
+    if size % patch:
+        legal = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: _far(n, patch))
+        raise ConfigError(
+            f"model.patch = {patch}: does not divide model.image_size = {size}; "
+            f"nearest legal: model.patch={legal}"
+        )
+
+
+_FINISH: dict[str, Callable[[dict[str, Any], int | None, int | None], None]] = {
+    "llama": _finish_llama,
+    "gpt": _finish_gpt,
+    "moe": _finish_moe,
+    "vit": _finish_vit,
+}
+
+
+def _cover_data(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
+    """Vocabulary and sequence: the data's where they are left open, never less than the data's."""
     for key, needed, usual, owner in (
         ("vocabulary", vocabulary, 2048, "the tokenizer"),
         ("sequence", sequence, 256, "data.sequence"),
@@ -227,16 +210,10 @@ def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | 
                 f"model.{key} = {full[key]}: less than the {needed} of {owner}; "
                 f"nearest legal: model.{key}={needed}"
             )
-    dim, kv_heads = full["dim"], full["kv_heads"]
-    if heads % kv_heads:
-        legal = min(
-            (n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: _far(n, kv_heads)
-        )
-        raise ConfigError(
-            f"model.kv_heads = {kv_heads}: does not divide model.heads = {heads}; "
-            f"nearest legal: model.kv_heads={legal}"
-        )
-    unit = 2 * heads
+
+
+def _check_heads(dim: int, heads: int, unit: int) -> None:
+    """The width is a multiple of `unit`: the heads, or twice them for rotary pairs."""
     if dim % unit:
         why = "not divisible by" if dim % heads else "gives an odd head size (rotary pairs) with"
         legal = max(
@@ -249,46 +226,3 @@ def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | 
 
 def _far(a: int, b: int) -> int:
     return abs(a - b)
-
-
-def _count_llama(
-    *,
-    vocabulary: int,
-    dim: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    hidden: int,
-    tied: bool,
-    **_: Any,
-) -> int:
-    attention = dim * (dim // heads) * (2 * heads + 2 * kv_heads)
-    block = 2 * dim + attention + 3 * dim * hidden
-    return vocabulary * dim * (1 if tied else 2) + layers * block + dim
-
-
-def _count_mlp(*, inputs: int, hidden: int, layers: int, classes: int, **_: Any) -> int:
-    inner = (layers - 1) * (hidden * hidden + hidden)
-    return inputs * hidden + hidden + inner + hidden * classes + classes
-
-
-def _count_resnet(
-    *, classes: int, image_channels: int, channels: int, width: int, stages: int, blocks: int
-) -> int:
-    total = image_channels * channels * 9 + 2 * channels
-    inputs = channels
-    for stage in range(stages):
-        outputs = channels * width * 2**stage
-        for _ in range(blocks):
-            total += 9 * inputs * outputs + 9 * outputs * outputs + 4 * outputs
-            if inputs != outputs:
-                total += inputs * outputs + 2 * outputs
-            inputs = outputs
-    return total + inputs * classes + classes
-
-
-_COUNTS: dict[str, Callable[..., int]] = {
-    "llama": _count_llama,
-    "mlp": _count_mlp,
-    "resnet": _count_resnet,
-}

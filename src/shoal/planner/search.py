@@ -19,6 +19,8 @@ from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
 from shoal.base.layout import Layout
 from shoal.base.policies import RECOMPUTE
+from shoal.base.schedules import BUILT, stages_per_rank
+from shoal.planner.guide import AUTO_AXES
 from shoal.planner.memory import predict_memory
 from shoal.planner.step_time import predict_time
 from shoal.planner.verdict import Verdict, verdict
@@ -44,7 +46,8 @@ class Asked:
     zero         what dp_shard splits
     micro_batch, recompute, compute, offload, defer_sync, compiled  as in the configuration
     optimizer_bytes  of the optimizer's state per fp32 element
-    built        only layouts that this version runs
+    schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
+    built        only layouts that `auto` may take in a run here
     """
 
     batch: int
@@ -59,6 +62,8 @@ class Asked:
     defer_sync: bool = False
     average: bool = False
     compiled: bool = False
+    schedule: str = ""
+    chunks: int = 1
     built: bool = False
 
 
@@ -79,7 +84,7 @@ class Candidate:
     @property
     def built(self) -> bool:
         """Whether this version runs it."""
-        return is_built(self.case.layout)
+        return is_built(self.case)
 
     @property
     def per_s(self) -> float:
@@ -98,9 +103,9 @@ class Candidate:
         return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
 
 
-def is_built(layout: Layout) -> bool:
-    """Whether this version runs a layout: the data-parallel family."""
-    return layout.tp == layout.pp == layout.cp == 1
+def is_built(case: Case) -> bool:
+    """Whether this version runs a case: all axes but cp, the schedules but dualpipe."""
+    return case.layout.cp == 1 and (case.layout.pp == 1 or case.schedule in BUILT)
 
 
 def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
@@ -181,7 +186,7 @@ def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[C
             continue
         for micro_batch in _micro_batches(layout, asked):
             room = False
-            for schedule, chunks in _schedules(model, layout, asked.batch, micro_batch):
+            for schedule, chunks in _schedules(model, layout, asked, micro_batch):
                 case = Case(
                     model,
                     layout,
@@ -252,7 +257,7 @@ def _every_layout(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator
 def _tensor_degrees(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[int]:
     """1, and what divides heads, nodes and devices: across nodes it never pays."""
     yield 1
-    if asked.built or not model.heads:
+    if (asked.built and "tp" not in AUTO_AXES) or not model.heads:
         return
     for tp in range(2, cluster.per_node + 1):
         if not (model.heads % tp or cluster.per_node % tp or cluster.devices % tp):
@@ -262,7 +267,11 @@ def _tensor_degrees(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterat
 def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
     yield 1
     cp = 2
-    while not asked.built and model.sequence // cp >= LONG_SEQUENCE // 2 and cp <= 16:
+    while (
+        not (asked.built and "cp" not in AUTO_AXES)
+        and model.sequence // cp >= LONG_SEQUENCE // 2
+        and cp <= 16
+    ):
         if devices % cp == 0:
             yield cp
         cp *= 2
@@ -271,7 +280,7 @@ def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[
 def _pipeline_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
     """Depths that leave every stage at least one block."""
     yield 1
-    if asked.built:
+    if asked.built and "pp" not in AUTO_AXES:
         return
     for pp in range(2, min(DEEPEST_PIPELINE, model.blocks, devices) + 1):
         if devices % pp == 0:
@@ -314,10 +323,15 @@ def _micro_batches(layout: Layout, asked: Asked) -> Iterator[int]:
 
 
 def _schedules(
-    model: ModelFacts, layout: Layout, batch: int, micro_batch: int
+    model: ModelFacts, layout: Layout, asked: Asked, micro_batch: int
 ) -> Iterator[tuple[str, int]]:
+    rounds = asked.batch // (micro_batch * layout.data_degree)
+    given, chunks = layout.schedule or asked.schedule, max(layout.chunks, asked.chunks)
+    if layout.pp > 1 and given:
+        if given != "interleaved" or rounds % layout.pp == 0:
+            yield given, stages_per_rank(given, chunks)
+        return
     yield "1f1b", 1
-    rounds = batch // (micro_batch * layout.data_degree)
     if layout.pp == 1:
         return
     if layout.zero < 3 and rounds >= layout.pp:

@@ -1,24 +1,33 @@
 """Which units of a model one pipeline rank holds, and how many micro-batches it keeps.
 
-Blocks are dealt in equal runs; what is left over goes to the middle, since the first rank has the
-embedding and the last one the head. zbv folds the pipeline (embedding and head on rank 0), dualpipe
-keeps two copies fed from both ends (both on the first and on the last rank).
+    Shoal    blocks are dealt in runs, so that the largest stage cost is as small as it can be; what
+             comes before the blocks goes with the first, what comes after them with the last one
+             cost of a unit = its share of the forward FLOP + its share of the parameters; a tied
+             table counts where it is read again, the loss is no part of the model
+    others   equal runs; what is left over goes to the middle, since the first rank has the
+             embedding and the last one the head; dualpipe too, which Shoal does not run yet
+
+zbv folds the pipeline (embedding and head on rank 0), interleaved deals several stages to a rank,
+dualpipe keeps two copies fed from both ends (both on the first and on the last rank).
 
 In flight on rank i of p, of m micro-batches (v chunks per rank):
     gpipe m · 1f1b min(m, p − i) · zero-bubble, zbv min(m, p) · dualpipe min(m, p + 1)
     interleaved min(m, (2(p − i − 1) + (v − 1)p + 1)/v)
 
-Source: Narayanan et al. 2021 (2104.04473) §2.2; Qi et al. 2023; DeepSeek-V3 report, table 2.
-tests/planner holds the formulas to the schedules that shoal.planner.schedules makes.
+Source: Narayanan et al. 2021 (2104.04473) §2.2; Qi et al. 2023; DeepSeek-V3 report, table 2. The
+rule is that of `shoal.parallel.pipe.deal`, which cuts the real module; tests/worlds hold the two
+together, tests/planner hold the formulas to the schedules that shoal.planner.schedules makes.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
-from shoal.planner.bubble import canonical
+from shoal.base.schedules import canonical, stages_per_rank
+from shoal.planner.partition import partition
 
 
 class Stage(NamedTuple):
@@ -69,7 +78,16 @@ def is_block(unit: UnitFacts) -> bool:
 
 def block_count(model: ModelFacts) -> int:
     """How many blocks a pipeline can deal out."""
-    return sum(unit.count for unit in model.units if is_block(unit))
+    first, stop = _repeated(model)
+    return sum(unit.count for unit in model.units[first:stop])
+
+
+def _repeated(model: ModelFacts) -> tuple[int, int]:
+    """Where the units that repeat begin and end; where nothing does, all but the ends."""
+    units = model.units
+    found = [n for n, u in enumerate(units) if u.count > 1 or u.name.endswith("block")]
+    found = found or [n for n, unit in enumerate(units) if is_block(unit)]
+    return (found[0], found[-1] + 1) if found else (0, 0)
 
 
 def cut(case: Case, index: int) -> Stage:
@@ -82,36 +100,64 @@ def cut(case: Case, index: int) -> Stage:
         every = [(unit, float(unit.count)) for unit in units]
         head = next((unit for unit in reversed(units) if unit.loss_bytes), None)
         return Stage(0, every, [pair for pair in every if is_block(pair[0])], head)
-    blocks = [unit for unit in units if is_block(unit)]
+    first, stop = _repeated(case.model)
     total = block_count(case.model)
+    stages = ranks * stages_per_rank(canonical(case.schedule), case.chunks)
     if ranks > total:
         raise PlanError(
             f"layout.pp = {ranks}: more stages than the {total} blocks of {case.model.name}; "
             f"nearest legal: layout.pp={max(1, total)}"
         )
-    first, last, copies = _ends(canonical(case.schedule), index, ranks)
-    held = _held(blocks, *_range(total, ranks, index))
+    runs, copies = _runs(case, index, min(stages, total), total)
+    held = [pair for start, end in runs for pair in _held(list(units[first:stop]), start, end)]
     every = [(unit, count * copies) for unit, count in held]
+    starts = any(start == 0 for start, _ in runs) or (copies > 1 and index == ranks - 1)
+    ends = any(end == total for _, end in runs) or (copies > 1 and index == 0)
     tied = 0.0
-    if first and not is_block(units[0]):
-        every.insert(0, (units[0], 1.0))
-    if last and not is_block(units[-1]):
-        every.append((units[-1], 1.0))
-        if units[-1].tied_to and not first:
-            table = next(unit for unit in units if unit.name == units[-1].tied_to)
-            tied = float(table.parameters - table.plain_parameters)
+    if starts:
+        every = [(unit, float(unit.count)) for unit in units[:first]] + every
+    if ends:
+        every += [(unit, float(unit.count)) for unit in units[stop:]]
+        tied = 0.0 if starts else sum(_tied_elements(case.model, u) for u in units[stop:])
     head = next((unit for unit, _ in reversed(every) if unit.loss_bytes), None)
     return Stage(index, every, held, head, tied, copies)
 
 
-def _ends(schedule: str, index: int, ranks: int) -> tuple[bool, bool, int]:
-    """Whether embedding and head are on this rank, and copies of its blocks."""
-    if schedule == "zbv":
-        return index == 0, index == 0, 1
+def _runs(case: Case, index: int, stages: int, total: int) -> tuple[list[tuple[int, int]], int]:
+    """The runs of blocks that pipeline rank `index` holds, and how many copies of them."""
+    ranks, schedule = case.layout.pp, canonical(case.schedule)
     if schedule == "dualpipe":
-        outer = index in (0, ranks - 1)
-        return outer, outer, 2
-    return index == 0, index == ranks - 1, 1
+        return [_even(total, ranks, index)], 2
+    if case.framework != "shoal":
+        return [_even(total, ranks, index)], 1
+    own = [index] if schedule != "zbv" else [index, 2 * ranks - 1 - index]
+    if schedule == "interleaved":
+        own = list(range(index, stages, ranks))
+    starts = [*_starts(case.model, stages), total]
+    return [(starts[stage], starts[stage + 1]) for stage in own if stage < stages], 1
+
+
+def _tied_elements(model: ModelFacts, unit: UnitFacts) -> float:
+    """Elements of the table that a unit shares with another one."""
+    table = next((other for other in model.units if unit.tied_to == other.name), None)
+    return float(table.parameters - table.plain_parameters) if table else 0.0
+
+
+@lru_cache(maxsize=256)
+def _starts(model: ModelFacts, stages: int) -> tuple[int, ...]:
+    """The block at which each stage begins."""
+    first, stop = _repeated(model)
+    flops = max(1.0, sum(u.count * u.forward_flops for u in model.units if not u.loss_bytes))
+    elements = max(1, sum(u.count * (u.parameters + u.frozen_parameters) for u in model.units))
+
+    def cost(unit: UnitFacts) -> float:
+        held = unit.parameters + unit.frozen_parameters + _tied_elements(model, unit)
+        return held / elements + (0.0 if unit.loss_bytes else unit.forward_flops / flops)
+
+    chain = [cost(unit) for unit in model.units[first:stop] for _ in range(unit.count)]
+    chain[0] += sum(unit.count * cost(unit) for unit in model.units[:first])
+    chain[-1] += sum(unit.count * cost(unit) for unit in model.units[stop:])
+    return tuple(partition(chain, stages))
 
 
 def _held(blocks: list[UnitFacts], start: int, stop: int) -> list[tuple[UnitFacts, float]]:
@@ -125,8 +171,8 @@ def _held(blocks: list[UnitFacts], start: int, stop: int) -> list[tuple[UnitFact
     return held
 
 
-def _range(blocks: int, ranks: int, index: int) -> tuple[int, int]:
-    """First and one past the last block of a rank."""
+def _even(blocks: int, ranks: int, index: int) -> tuple[int, int]:
+    """First and one past the last block of a rank, in equal runs."""
     base, extra = divmod(blocks, ranks)
     shift = 1 if extra <= ranks - 2 else 0
     before = min(max(0, index - shift), extra)

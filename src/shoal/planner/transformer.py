@@ -15,8 +15,6 @@ Source    counts: the papers of the models; saved bytes: Korthikanti et al. 2022
 
 from __future__ import annotations
 
-from typing import Any
-
 from shoal.base.errors import PlanError
 from shoal.base.estimate import ModelFacts, UnitFacts
 from shoal.base.shape import Transformer
@@ -28,7 +26,6 @@ from shoal.planner.block_parts import (
     experts_part,
     ffn_part,
 )
-from shoal.planner.model_facts import resolve
 
 
 def model_facts(
@@ -72,35 +69,6 @@ def model_facts(
         hidden=shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-    )
-
-
-def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int) -> Transformer:
-    """The shape of one of Shoal's own language models, from the keys of its [model] section.
-
-    known    `vocabulary` and `sequence` of the data, as in `model_facts.resolve`
-    Errors   ConfigError as there; PlanError for a family that is no transformer
-
-    >>> own_family("llama", {"dim": 64, "layers": 2}, vocabulary=512, sequence=32).ffn
-    192
-    """
-    found = resolve(name, arguments, **known)
-    if found.family != "llama":
-        raise PlanError(
-            f"model.name = {name}: is no transformer, its facts are traced; nearest: "
-            f"model.name=llama"
-        )
-    given = found.arguments
-    return Transformer(
-        name=name,
-        layers=given["layers"],
-        hidden=given["dim"],
-        heads=given["heads"],
-        kv_heads=given["kv_heads"],
-        ffn=given["hidden"],
-        vocabulary=given["vocabulary"],
-        tied=given["tied"],
-        dropout=given["dropout"],
     )
 
 
@@ -179,4 +147,4 @@ def _head(cut: Cut) -> UnitFacts:
     )
 
 
-__all__ = ["FUSED", "Kernels", "model_facts", "own_family"]
+__all__ = ["FUSED", "Kernels", "model_facts"]

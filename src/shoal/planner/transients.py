@@ -4,6 +4,7 @@
               backward, in a pipeline everything; gradients travel in fp32 beside narrow originals
     loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
               hidden states and of the head's weight (made in the forward pass) · parallel: ÷ tp
+    traced    a loss that was traced says itself what it holds, gradients included
     pools     torch's allocator keeps memory per stream: flat gathered weights, and blocks that the
               loss's forward left, are reserved and of no use to others
 
@@ -16,14 +17,12 @@ from typing import NamedTuple
 
 from shoal.base.estimate import Case, UnitFacts
 from shoal.planner.activations import shares
-from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.frameworks import Framework
 from shoal.planner.stage_cut import Stage, is_block
 from shoal.planner.states import WIDTHS, Elements, rank_elements, shard_counts
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
 """Budget of Shoal's chunked loss in wide logits (`shoal.models.loss.default_chunk_rows`)."""
-BUCKETS_IN_FLIGHT = 2
 
 
 class Sharded(NamedTuple):
@@ -61,10 +60,10 @@ def block_share(case: Case, stage: Stage, elements: Elements) -> float:
 
 def head_share(case: Case, stage: Stage, elements: Elements) -> float:
     """Share of the rank's elements that the head multiplies by."""
-    return _head_elements(case, stage) / max(1.0, sum(elements))
+    return head_elements(case, stage) / max(1.0, sum(elements))
 
 
-def _head_elements(case: Case, stage: Stage) -> float:
+def head_elements(case: Case, stage: Stage) -> float:
     """Elements of the matrix that makes logits, on this rank."""
     head = stage.head
     if head is None:
@@ -90,20 +89,9 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
         gathered=width * kept,
         flat=width * max(root, 2 * largest),
         block=scatter * largest,
-        head=width * _head_elements(case, stage),  # waits for the rest of the root
+        head=width * head_elements(case, stage),  # waits for the rest of the root
         root=scatter * root,
     )
-
-
-def bucket_bytes(case: Case, elements: Elements) -> float:
-    """Copies of gradients that Shoal's reducer has on their way."""
-    if case.framework != "shoal" or case.layout.zero == 3 or case.layout.data_degree == 1:
-        return 0.0
-    width = max(4, WIDTHS[case.compute])
-    whole = min(BUCKETS_IN_FLIGHT * BUCKET_BYTES, width * sum(elements))
-    if case.layout.zero == 2 and not case.defer_sync:
-        return whole
-    return whole * case.reduce_bytes / width if 0 < case.reduce_bytes < width else 0.0
 
 
 def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: Sharded) -> float:
@@ -136,11 +124,28 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
         word = habits.split_loss_word_bytes if split else habits.loss_word_bytes
         compiled = habits.compiled_loss_word_bytes if case.compiled else 0.0
         return full * (compiled or word) / 12
+    waiting = waiting_head_bytes(case, stage)
+    if case.model.source.startswith("traced"):
+        # It was given the head's weight beside the hidden states, and made a gradient of it once,
+        # however many samples there are.
+        hidden = stage.units[-2][0].input_bytes if len(stage.units) > 1 else 0.0
+        per_sample = head.loss_bytes - max(0.0, head.input_bytes - hidden)
+        return per_sample * case.micro_batch / case.layout.cp + waiting
     width = WIDTHS[case.compute]
     budget = CHUNK_BYTES.get(case.cluster.device.kind, CHUNK_BYTES["gpu"])
     chunk = min(full, budget * (2 if width < 4 else 1))
     rows = head.input_bytes * case.micro_batch / case.layout.cp
-    return chunk + rows + _head_elements(case, stage) * max(4, width)
+    return chunk + rows + waiting
+
+
+def waiting_head_bytes(case: Case, stage: Stage) -> float:
+    """Gradient of the head's weight that a chunked loss makes in its forward pass.
+
+    It waits there until the backward reaches the weight: of a tied one, the embedding's.
+    """
+    if case.loss != "chunked":
+        return 0.0
+    return head_elements(case, stage) * max(4, WIDTHS[case.compute])
 
 
 def workspace_bytes(case: Case, habits: Framework) -> float:

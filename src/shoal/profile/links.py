@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.axes import along
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 REPEATS = 5
@@ -36,20 +36,13 @@ def measure_links(
     for axis, degree in axes.items():
         if degree == 1:
             continue
-        group = world if degree == world.size else _axis_of(world, axes, axis)
+        group = world if degree == world.size else along(world, axes, [axis])
         told: dict[str, Any] = {"ranks": degree}
         for kind in KINDS:
             points = [(size, _seconds(world, group, kind, size)) for size in message_bytes]
             told[kind] = {**fit_line(points, degree, kind), "points": points}
         found[axis] = told
     return found
-
-
-def _axis_of(world: World, axes: dict[str, int], axis: str) -> World:
-    """The world of the ranks that differ only on this axis."""
-    mesh = world.mesh({name: degree for name, degree in axes.items() if degree > 1})
-    place = Place(mesh.get_local_rank(axis), axes[axis])
-    return World(place, world.device, mesh.get_group(axis))
 
 
 def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:

@@ -14,14 +14,15 @@ Source: the accounting of ZeRO (Rajbhandari et al. 2020, §3.1): 16 bytes per fp
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shoal.profile._torch import pytree
+from shoal.profile._torch import all_threads_counted, pytree
 
 MARK = "shoal: work that is looked at"
 
@@ -95,19 +96,20 @@ def _local(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield leaf.to_local() if hasattr(leaf, "to_local") else leaf.detach()
 
 
-def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: int = 3) -> int:
+def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: int = 5) -> int:
     """Most bytes that `work()` held at any moment beyond what was held when it began.
 
-    work    something that may be repeated, such as a step
-    times   CPU: how often it is looked at, after one more run that is not: the profiler does not
-            see the release of what was allocated before it listened. The least peak counts, since
-            what gloo's threads release last is not seen either and could only add to it
-    CPU     every allocation and release that torch's allocator reports, in order
+    work    something that may be repeated, such as a step, and leaves as much as it found
+    times   CPU: how often it is looked at, after one more run that is not: what was allocated
+            before anybody counted is not known when it is freed. The middle peak counts: a thread
+            of gloo that is kept waiting by other work holds what it sent a little longer
+    CPU     what torch's allocator holds by its own count, over all threads, whichever frees
     CUDA    the allocator's own peak, of one run
-    Limits  CPU: memory that torch does not allocate (gloo's, other libraries') is not seen, nor
-            what threads allocate that `work` starts itself; under fsdp, whose buffers gloo often
-            releases last, an upper bound (22.8 to 28.5 MiB in five runs of one model on a
-            machine with other work). Never time work that is profiled
+    Limits  CPU: memory that torch does not allocate (gloo's, other libraries') is not seen. The
+            count is read whenever the calling thread allocates or frees, so a peak that threads
+            make of their own, while this one only waits, is missed (`dp`). Where torch's build
+            hides its counter, frees of other threads are missed: an upper bound.
+            Never time work that is looked at
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -116,24 +118,49 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
         work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before_bytes
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with (
+        all_threads_counted(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+    ):
         work()
         for _ in range(times):
             with record_function(MARK):
+                torch.empty(1)  # so that the count is read before anything else happens
                 work()
+    spans, counts = _recorded(recorded)
+    seen = [_held(counts, *span) for span in spans]
+    # Every run begins with the same tensors; what a thread was late to let go of is none of them.
+    return int(statistics.median(top for _, top in seen)) - min(begun for begun, _ in seen)
+
+
+class _Count(NamedTuple):
+    """When the allocator gave or took back memory, how much, and what it then had given in all."""
+
+    at_ns: int
+    moved_bytes: int
+    held_bytes: int
+
+
+def _recorded(recorded: profile) -> tuple[list[tuple[int, int]], list[_Count]]:
+    """When marked work began and ended, and the allocator's counts in order."""
     results = recorded.profiler.kineto_results if recorded.profiler else None
-    events = list(results.events()) if results else []
-    spans = [(e.start_ns(), e.end_ns()) for e in events if e.name() == MARK]
-    moves = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    moves.sort(key=lambda move: move[0])  # not by bytes: within a nanosecond the record's order
-    return min((_peak(moves, *span) for span in spans), default=0)
+    waiting = list(results.experimental_event_tree()) if results else []
+    spans, counts = [], []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        fields: Any = event.extra_fields  # of a kind that the tag tells
+        if event.name == MARK:
+            spans.append((event.start_time_ns, event.end_time_ns))
+        elif event.tag.name == "Allocation" and fields.device.type == "cpu":
+            counts.append(_Count(event.start_time_ns, fields.alloc_size, fields.total_allocated))
+    counts.reverse()  # a stack gives the last first; within a nanosecond that order stays
+    counts.sort(key=lambda count: count.at_ns)
+    return spans, counts
 
 
-def _peak(moves: list[tuple[int, int]], start_ns: int, end_ns: int) -> int:
-    """Highest sum of (when, how many bytes) from the start of a span on."""
-    live = peak = 0
-    for at_ns, moved_bytes in moves:
-        if start_ns <= at_ns <= end_ns:
-            live += moved_bytes
-            peak = max(peak, live)
-    return peak
+def _held(counts: list[_Count], start_ns: int, end_ns: int) -> tuple[int, int]:
+    """Bytes held when a span began, and at its peak."""
+    here = [count for count in counts if start_ns <= count.at_ns <= end_ns]
+    begun = here[0].held_bytes - here[0].moved_bytes
+    return begun, max(count.held_bytes for count in here)

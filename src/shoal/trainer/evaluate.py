@@ -14,7 +14,8 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
-from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
+from shoal.trainer.contract import Loss, sum_and_count
+from shoal.trainer.micro_batch import MicroBatch
 
 Metric = Callable[[Any, Any], Any]
 
@@ -45,16 +46,17 @@ def evaluate(
     totals = torch.zeros(2, len(functions), dtype=torch.float64, device=program.world.device)
     with _evaluating(program):
         for batch, counted in _passes(program, batches):
-            for prepare in program.prepare:
-                batch = prepare(batch)
-            inputs, targets = split_batch(batch)
-            with program.autocast():
-                outputs = call_model(program.module, inputs, call)
-                for column, (name, function) in enumerate(functions.items()):
+            one = MicroBatch(program, loss, 0, 0, batch, call, 1.0, totals)
+            outputs = program.forward(program, one)
+            if outputs is None:
+                continue  # another stage has them
+            targets = one.parts[1]
+            for column, (name, function) in enumerate(functions.items()):
+                with program.autocast():
                     total, count = sum_and_count(function(outputs, targets), targets, name)
-                    if counted:
-                        totals[0, column] += total
-                        totals[1, column] += count
+                if counted and program.speaks:
+                    totals[0, column] += total
+                    totals[1, column] += count
     program.world.sum(totals)
     sums, counts = totals.tolist()
     values = {
@@ -69,16 +71,16 @@ def _passes(program: Program, batches: Iterable[Any]) -> Iterator[tuple[Any, boo
 
     Errors: ConfigError on all ranks where one has nothing at all to run with the others.
     """
-    if not program.together or program.world.size == 1:
+    if not program.together or program.data.size == 1:
         yield from ((batch, True) for batch in batches)
         return
     own, batch = iter(batches), None
     while True:
         following = next(own, None)
         batch = batch if following is None else following
-        if not program.world.largest(int(following is not None)):
+        if not program.data.largest(int(following is not None)):
             return
-        if not program.world.all_true(batch is not None):
+        if not program.data.all_true(batch is not None):
             raise ConfigError(
                 f"run.evaluate: fewer micro-batches than ranks, and layout "
                 f"{program.plan.layout.strategy} runs the model on all ranks at once; nearest: "

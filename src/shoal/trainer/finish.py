@@ -21,8 +21,9 @@ def finish(
 
     values   of the last validation, or None without held-out data
     """
-    # Where parameters are gathered, a forward pass is everybody's.
-    text = sample(run, source) if run.world.is_first or run.program.together else None
+    # Where ranks work on one model together, a forward pass is everybody's.
+    everybody = run.program.together or run.program.tensor.size > 1
+    text = sample(run, source) if run.world.is_first or everybody else None
     if not run.world.is_first:
         return
     emit = run.recorder.events.emit
@@ -41,7 +42,7 @@ def finish(
 def sample(run: Run, source: Source) -> str | None:
     """Text that the model continues from `def `; None for models that do not write text."""
     tokenizer = source.tokenizer
-    if tokenizer is None or not isinstance(run.model, Llama):
+    if tokenizer is None or not isinstance(run.model, Llama) or run.program.pipe.size > 1:
         return None
     from shoal.models.generate import generate
 

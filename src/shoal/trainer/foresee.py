@@ -28,10 +28,12 @@ from shoal.fabric import World
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
+from shoal.planner.model_facts import LANGUAGE, family_of
+from shoal.planner.own_family import own_family
 from shoal.planner.refit import learnt, note_run, share_of
 from shoal.planner.states import STATE_BYTES, WIDTHS
 from shoal.planner.step_time import predict_time
-from shoal.planner.transformer import model_facts, own_family
+from shoal.planner.transformer import model_facts
 from shoal.profile.trace import trace_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
@@ -54,7 +56,7 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
               that can only be iterated, of which no sample can be looked at without taking it
     """
     section = config.model
-    own = not section.build and section.name.partition("-")[0] == "llama"
+    own = not section.build and family_of(section.name) in LANGUAGE
     if own and (kernels == "gpu" or not is_indexed(source.train)):
         known = {"sequence": config.data.sequence}
         if source.vocabulary:
@@ -106,7 +108,7 @@ def held_now_bytes() -> int:
 
 def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> Case:
     """The run as the planner sees it."""
-    own = not config.model.build and config.model.name.partition("-")[0] == "llama"
+    own = not config.model.build and family_of(config.model.name) in LANGUAGE
     return Case(
         model,
         plan.layout,

@@ -17,24 +17,26 @@ from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.optim.localize import localize
-from shoal.optim.probe import probe
+from shoal.optim.probe import Slicing, probe
 from shoal.parallel.compose import facts
 from shoal.parallel.program import Program
 from shoal.planner.buckets import cut_buckets
 
 
-def cut_for(
-    optimizer: torch.optim.Optimizer, plan: Plan, module: nn.Module, device: torch.device
-) -> tuple[Plan, list[str]]:
+def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, list[str]]:
     """The plan with its buckets cut as this optimizer allows, and lines to tell the user.
 
     Errors: PlanError for an optimizer whose state cannot be split as the layout does.
     """
+    plan = program.plan
     stage = plan.layout.zero
-    if not stage:
+    if not stage and not program.places and program.pipe.size == 1:
         return plan, []
     allowed = probe(optimizer)
     name = type(optimizer).__name__
+    _check_division(program, allowed)
+    if not stage:
+        return plan, []
     if stage == 3:
         if allowed.rows:
             nearest = "layout.strategy=ddp" if allowed.apart else "layout.strategy=zero2"
@@ -50,11 +52,24 @@ def cut_for(
         )
     ranks = plan.layout.dp_shard
     whole = bool(allowed.flat)
-    buckets = cut_buckets(
-        plan.buckets, facts(module, plan.precision, device), ranks, whole_parameters=whole
-    )
+    buckets = cut_buckets(plan.buckets, facts(program), ranks, whole_parameters=whole)
     lines = [f"{name} steps whole parameters: each has one owner among {ranks} ranks"]
     return replace(plan, buckets=buckets), lines if whole else []
+
+
+def _check_division(program: Program, allowed: Slicing) -> None:
+    """Errors: PlanError where tp or pp leaves a rank less than this optimizer has to see."""
+    layout = program.plan.layout
+    if program.places and allowed.flat:
+        raise PlanError(
+            f"layout.tp = {layout.tp}: cuts weights inside, and {allowed.flat}; nearest: "
+            f"layout.tp=1, or optimizer.name=adamw"
+        )
+    if program.pipe.size > 1 and allowed.apart:
+        raise PlanError(
+            f"layout.pp = {layout.pp}: no rank sees all parameters, and {allowed.apart}; nearest: "
+            f"layout.pp=1, or optimizer.name=adamw"
+        )
 
 
 def hand_over(

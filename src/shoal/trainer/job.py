@@ -6,6 +6,7 @@ The main job, `shoal compare` and `shoal prove` build the same run from the same
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,10 @@ from shoal.base.errors import ConfigError
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, ModelSection
-from shoal.data.fetch import sample_kind
+from shoal.data.fetch import first_samples, sample_kind
 from shoal.data.sources import Source
 from shoal.fabric import World
-from shoal.models.catalog import build
-from shoal.models.loss import token_loss
+from shoal.models.catalog import build, loss_of
 from shoal.optim.build import build_optimizer
 from shoal.trainer.contract import Loss
 from shoal.trainer.parallelize import parallelize
@@ -66,6 +66,7 @@ def open_run(
         schedule=config.optimizer,
         skip_limit=config.train.skip_limit,
         world=world,
+        sample=partial(first_samples, source.train, source.collate),
         **more,
     )
 
@@ -97,7 +98,7 @@ def material_of(
 
 
 def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
-    """The module that `[model]` names, or what the user's builder gives."""
+    """The module that `[model]` names (`hf:PATH` too), or what the user's builder gives."""
     if section.build:
         return import_object("model.build", section.build)(**section.arguments)
     on_tokens = source.kind == "tokens"
@@ -113,8 +114,10 @@ def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Modu
 
 
 def import_loss(section: ModelSection) -> Loss:
-    """The user's loss function, or cross-entropy on integer targets."""
-    return import_object("model.loss", section.loss) if section.loss else token_loss
+    """The user's loss function, or the model's own: mostly cross-entropy on integer targets."""
+    if section.loss:
+        return import_object("model.loss", section.loss)
+    return loss_of("" if section.build else section.name)
 
 
 def import_object(key: str, path: str) -> Any:

@@ -7,6 +7,7 @@ Slurm: which processes there are is found in the environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError, one_of
 from shoal.base.facts import MachineFacts, usable_cores
+from shoal.base.layout import PIPELINES
 from shoal.base.plan import Plan
 from shoal.base.policies import (
     COMPILE,
@@ -26,6 +28,7 @@ from shoal.base.policies import (
     RECOMPUTE,
     REDUCTIONS,
     OptimizerPolicy,
+    TensorPolicy,
     check_compress,
 )
 from shoal.data.fetch import kept_draws, seed_draws
@@ -33,14 +36,16 @@ from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import compose, facts
+from shoal.parallel.compose import Look, compose, divide, facts
+from shoal.parallel.light_build import light_build, settle
 from shoal.parallel.offload import stream_state
-from shoal.parallel.program import trainable
+from shoal.parallel.program import Program, trainable
 from shoal.planner.buckets import plan_buckets
-from shoal.planner.guide import choose_layout
-from shoal.trainer.contract import Loss, bare
+from shoal.planner.guide import check_micro_batches, choose_layout
+from shoal.trainer.contract import Loss, bare, call_model, cut_batch, split_batch
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
+from shoal.trainer.micro_batch import prepared
 from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
@@ -73,6 +78,7 @@ def parallelize(
     compress: str = "none",
     compile: str = "none",
     skip_limit: int = 5,
+    sample: Any = None,
     folder: str | Path | None = None,
     keep: int = 2,
     world: World | None = None,
@@ -85,8 +91,9 @@ def parallelize(
     optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
                  on integer targets, ignoring −100
-    layout       "auto", a strategy ("single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"), or
-                 degrees such as {"dp_replicate": 2, "dp_shard": 2}, "zero" and "threads" among them
+    layout       "auto", a strategy ("single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp",
+                 "pp", "3d", a pipeline's schedule), or degrees such as {"tp": 2, "dp_shard": 2},
+                 with whatever else [layout] may say: zero, schedule, chunks, strict, split, …
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
     micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
@@ -102,6 +109,8 @@ def parallelize(
     recompute    none, selective, full: activations of blocks computed twice
     compile      none, blocks: fused kernels for every block by torch.compile
     offload      none, optimizer, parameters, activations: kept in the host's memory (GPUs)
+    sample       tp and pp: a batch of a few samples, or a function that gives one; what the model
+                 does with it tells how its layers can be split and where it can be cut
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
     world        the processes, if `World`s are made by hand (tests); default: found by itself
@@ -117,9 +126,11 @@ def parallelize(
     _check_words(
         precision=precision, reduce=reduce, recompute=recompute, offload=offload, compile=compile
     )
-    module, said = bare(build_module(model, seed))
     compute = formats.resolve(precision, world.device)
-    module = formats.convert(module, compute).to(world.device)
+    with light_build() if _divides(layout) else nullcontext():
+        module, said = bare(build_module(model, seed))
+        module = formats.convert(module, compute)
+    module = module.to(world.device)
     parameters = trainable(module)
     if not parameters:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
@@ -128,7 +139,7 @@ def parallelize(
     bound = rebind(optimizer, module, parameters)
     plan = _plan(module, layout, world, samples, micro_batch, compute)
     travels = "" if reduce == "auto" or compute == "fp64" else reduce
-    check_compress(compress, plan.layout.strategy, compute, travels)
+    check_compress(compress, plan.layout.data_strategy, compute, travels)
     plan = replace(
         plan,
         defer_sync=defer_sync,
@@ -138,8 +149,11 @@ def parallelize(
         offload=offload,
         compile=compile,
     )
-    plan, notices = cut_for(bound, plan, module, world.device)
-    program = compose(module, plan, world, seed=seed)
+    program = divide(module, plan, world, _look(sample, plan, call))
+    settle(module)
+    program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
+    plan, notices = cut_for(bound, program)
+    program = compose(replace(program, plan=plan), seed=seed)
     program.notices.extend(said + notices)
     hand_over(bound, parameters, program)
     if offload == "optimizer":
@@ -166,6 +180,12 @@ def parallelize(
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
+
+
+def _divides(layout: str | Mapping[str, Any]) -> bool:
+    """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
+    said: Mapping[str, Any] = {"strategy": layout} if isinstance(layout, str) else layout
+    return any(said.get(axis, 1) != 1 for axis in ("tp", "pp")) or said.get("strategy") in ("tp", "3d", *PIPELINES)
 
 
 WORDS = {
@@ -221,13 +241,44 @@ def _plan(
         memory_bytes=psutil.virtual_memory().total,
         gpus=torch.cuda.device_count(),
     )
-    degrees: dict[str, Any] = {"strategy": layout} if isinstance(layout, str) else dict(layout)
-    zero, threads = degrees.pop("zero", None), degrees.pop("threads", 0)
-    strategy = degrees.pop("strategy", "dp" if threads else "auto")
-    chosen, why = choose_layout(
-        strategy, degrees, world.size, parameters, machine, zero=zero, threads=threads
+    said: dict[str, Any] = {"strategy": layout} if isinstance(layout, str) else dict(layout)
+    named = {key: said.pop(key) for key in ("zero", "threads", "schedule", "chunks") if key in said}
+    tensor = TensorPolicy(
+        said.pop("strict", False),
+        said.pop("sequence_parallel", "auto"),
+        tuple(said.pop("split", ())),
     )
+    strategy = said.pop("strategy", "dp" if named.get("threads") else "auto")
+    chosen, why = choose_layout(strategy, said, world.size, parameters, machine, **named)
+    tensor.check(chosen.tp)
     micro = micro_batch or default_micro_batch(batch)
     accumulate = check_batch(batch, micro, chosen.data_degree)
-    buckets = plan_buckets(facts(module, compute, world.device))
-    return Plan(chosen, why, batch, micro, accumulate, compute, parameters, buckets)
+    check_micro_batches(chosen, batch, micro)
+    return Plan(chosen, why, batch, micro, accumulate, compute, parameters, tensor=tensor)
+
+
+def _look(sample: Any, plan: Plan, call: str) -> Look | None:
+    """One forward pass on a few samples, for techniques that look at what the model does.
+
+    Errors: ConfigError without samples where the layout needs some.
+    """
+    layout = plan.layout
+    if max(layout.tp, layout.pp) == 1:
+        return None
+    if sample is None:
+        raise ConfigError(
+            f"layout = {layout.text()}: is derived from what the model does with a few samples; "
+            f"nearest: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
+        )
+    given = sample() if callable(sample) else sample
+    few = next(cut_batch(given, min(LOOKED_AT, plan.micro_batch)))
+
+    def look(program: Program, module: nn.Module) -> Any:
+        with program.autocast():
+            return call_model(module, split_batch(prepared(program, few))[0], call)
+
+    return look
+
+
+LOOKED_AT = 3
+"""Samples: so few that looking costs little, and no power of two, which degrees are."""

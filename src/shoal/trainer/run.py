@@ -71,7 +71,7 @@ class Run:
         self.settings = settings
         self.recorder = recorder
         self.step_count = 0
-        self.feed = Feed(program.plan, program.world, settings.seed)
+        self.feed = Feed(program.plan, program.data, settings.seed)
         self.stopping = False
         self.extra_record: dict[str, Any] = {}
         self._tally: Tally | None = None
@@ -164,7 +164,7 @@ class Run:
         self._data_wait_s = self.recorder.data_wait_s()
         self._batch = batch
         cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
-        micro_batches = own_micro_batches(batch, cut, self.world)
+        micro_batches = own_micro_batches(batch, cut, self.program.data)
         spare = micro_batches[-1][1] if micro_batches else self._spare
         self._tally = forward_backward(
             self.program,

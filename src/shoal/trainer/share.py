@@ -29,7 +29,7 @@ def busiest(program: Program, batch: Any, own: int, *, has_spare: bool) -> int:
     own      this rank's · has_spare  it has seen a batch with which it can join
     Errors   ConfigError on all ranks where one of them must join and never saw a batch
     """
-    world, layout = program.world, program.plan.layout
+    world, layout = program.data, program.plan.layout
     if world.size == 1 or layout.zero < 2:
         return own
     if isinstance(batch, StepBatch):

@@ -59,7 +59,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
     names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
     names.update({p: name for name, p in run.program.frozen.items()})
     state, optimizer_record = split_state(run.optimizer, names)
-    if run.plan.layout.zero:
+    if run.plan.layout.zero or run.program.pipe.size > 1:
         optimizer_record = merge_records(run.world.gather_json(optimizer_record))
     sliced = set(optimizer_record["sliced"])
     for full, tensor in state.items():
@@ -119,8 +119,10 @@ def restore_run(run: Run, folder: Path) -> bool:
     """
     here = model_parts(run)
     local = run.program.local
+    known = {name for names in run.world.gather_json(list(here)) for name in names}
 
     def wanted(manifest: Manifest) -> list[Shard]:
+        _check_names(manifest, here, known)
         shards = _wanted(manifest, here, local)
         averaged = run.average is not None and "average_updates" in manifest.record
         return shards + (_averages(manifest, local) if averaged else [])
@@ -164,7 +166,6 @@ def _is_state(name: str) -> bool:
 
 def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local]) -> list[Shard]:
     """This rank's part of everything the checkpoint holds of the model and the optimizer."""
-    _check_names(manifest, here)
     shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
     record = manifest.record["optimizer"]
     for full, stored in manifest.tensors.items():
@@ -195,9 +196,13 @@ def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: 
     return bool(shape) and shape == shard.global_shape
 
 
-def _check_names(manifest: Manifest, here: dict[str, Part]) -> None:
+def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
+    """Errors: CheckpointError unless it holds the whole model's tensors and no others.
+
+    here    this rank's parts · known  names on all ranks: stages of a pipeline hold different ones
+    """
     stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
-    for name in sorted(stored ^ set(here)):
+    for name in sorted(stored ^ known):
         where = "the checkpoint" if name in stored else "this model"
         raise CheckpointError(
             f"model.{name}: only in {where}; the model was built with other arguments than at step "

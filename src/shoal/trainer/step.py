@@ -14,19 +14,16 @@ Source: design §6; the same rule as torchtitan's global normalisation, but with
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.parallel.program import Program, Reducer
-from shoal.trainer._torch import pytree
-from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
+from shoal.trainer.contract import Loss
+from shoal.trainer.micro_batch import JOINING, MicroBatch
 from shoal.trainer.movement import MovementCheck
 
 
@@ -37,7 +34,7 @@ class Tally:
     loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
     norm              of the summed gradient, over every part of it, wherever it lies, scaled
     loss_broken       some rank's loss is not finite, whatever its gradients are
-    stop              some rank was asked to stop · used  per parameter, on any rank
+    stop              some rank was asked to stop · used  per name of the program, on any rank
     save_failed       some rank learnt that the save in flight failed
     moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
@@ -97,65 +94,11 @@ def forward_backward(
     passes = list(micro_batches)
     if program.together:
         passes += [(JOINING, spare)] * (rounds - len(passes))
-    program.run(
-        program,
-        [_Pass(program, loss, step, index, batch, call, scale, sums) for index, batch in passes],
-        reducer,
-    )
+    ready = [MicroBatch(program, loss, step, n, batch, call, scale, sums) for n, batch in passes]
+    program.run(program, ready, reducer)
     reducer.finish()
     flags = [float(stop), float(program.moved()), float(save_failed)]
     return _tally(program, sums, len(micro_batches), flags, peak_memory_bytes)
-
-
-JOINING = -1
-"""Number of a pass that only joins the others' collectives; its loss weighs nothing."""
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One micro-batch, ready to run forward and backward on a module."""
-
-    program: Program
-    loss: Loss
-    step: int
-    index: int
-    batch: Any
-    call: str
-    scale: float
-    sums: torch.Tensor
-
-    def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
-        """Run it; gradients land in the module's parameters, loss and count in `sums`.
-
-        alone   no other pass runs at the same time, so generators and buffers may be keyed to it
-        """
-        program = self.program
-        inputs, targets = split_batch(_prepare(program, self.batch))
-        with ExitStack() as around:
-            for enter in program.around if alone else ():
-                around.enter_context(enter(self.step, self.index))
-            with program.autocast():
-                outputs = call_model(module, inputs, self.call)
-                total, count = sum_and_count(self.loss(outputs, targets), targets)
-            if program.together and not total.requires_grad:
-                # Parameters are gathered for every backward pass of every rank.
-                total = total + _nothing_of(outputs)
-            del outputs  # activations that only the outputs hold are free during backward
-            if self.index == JOINING:
-                total, count = total * 0, count * 0
-            if total.requires_grad:
-                (total if self.scale == 1.0 else total * self.scale).backward()
-        with SUMS_LOCK:
-            self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
-
-
-def _nothing_of(outputs: Any) -> torch.Tensor | float:
-    """Zero, by way of no element of the outputs: a backward pass whose gradients are zeros."""
-    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad), 0.0)
-
-
-SUMS_LOCK = threading.Lock()
 
 
 def _check_frozen(program: Program) -> None:
@@ -165,12 +108,6 @@ def _check_frozen(program: Program) -> None:
                 f"{name} was frozen when shoal.parallelize was called and trains now: nothing sums "
                 f"its gradient over ranks; unfreeze it before, or save, and parallelize again"
             )
-
-
-def _prepare(program: Program, batch: Any) -> Any:
-    for prepare in program.prepare:
-        batch = prepare(batch)
-    return batch
 
 
 def _tally(
@@ -191,10 +128,11 @@ def _tally(
     per_rank[1, world.rank] = micro_batches
     per_rank[2, world.rank] = peak_memory_bytes
     per_rank[3, world.rank] = (~torch.isfinite(sums.sum())).double()
-    used = torch.tensor(reducer.used(), dtype=torch.float64, device=device)
+    here = {name for name, used in zip(program.parameters, reducer.used(), strict=True) if used}
+    used = sums.new_tensor([float(name in here) for name in program.names])
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
-    known = torch.nan_to_num(sums, 0, 0, 0)
-    squares = (sum_of_squares(reducer.sums()) / program.copies).to(device)
+    known = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
+    squares = _squares(program, reducer).to(device)
     vector = torch.cat(
         [known, squares.reshape(1), sums.new_tensor(flags), per_rank.flatten(), used]
     )
@@ -214,6 +152,17 @@ def _tally(
         peak_memory_bytes=[int(n) for n in slots[2]],
         used=[n > 0 for n in told[6 + 4 * ranks :]],
     )
+
+
+def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
+    """This rank's share of the squared norm of the whole gradient: every element counts once."""
+    if not program.holders:
+        return sum_of_squares(reducer.sums()) / program.copies
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
+        by_holders.setdefault(program.holders.get(name, 1), []).append(tensor)
+    shares = [sum_of_squares(tensors) / holders for holders, tensors in by_holders.items()]
+    return sum(shares, torch.zeros((), dtype=torch.float64)) / program.copies
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -304,7 +253,7 @@ def update(
         coefficient *= min(1.0, clip / (norm + 1e-6))
     if sums:
         torch._foreach_mul_(sums, coefficient)
-    for name, used in zip(program.parameters, tally.used, strict=True):
+    for name, used in zip(program.names, tally.used, strict=True):
         if not used and name in program.local:
             program.local[name].parameter.grad = None
     if watch is not None:
@@ -312,5 +261,5 @@ def update(
     optimizer.step()
     reducer.publish()
     for commit in program.on_update:
-        commit(tally.micro_batches)
+        commit([tally.micro_batches[rank] for rank in program.data.ranks])
     return Updated(loss, norm, False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from shoal.base.batches import default_micro_batch
 from shoal.config.sections import LayoutSection, TrainSection
-from shoal.data.fetch import draws_nothing, kept_draws
+from shoal.data.fetch import draws_nothing, first_samples, kept_draws
 from shoal.data.loader import is_indexed
 from shoal.trainer.contract import Loss
 from shoal.trainer.proof.side import Side, Trial
@@ -65,6 +66,7 @@ class Material:
                 batch=self.batch,
                 micro_batch=self.micro_batch,
                 call=self.call,
+                sample=partial(first_samples, few, self.collate),
             )
             loader = run.loader(few, collate=self.collate)
             while True:
@@ -79,7 +81,11 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
     given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
     if section.zero >= 0:
         given["zero"] = section.zero
-    return {**given, "threads": section.threads} if section.threads else given
+    plain = LayoutSection()
+    for key in ("threads", "schedule", "chunks", "strict", "sequence_parallel", "split"):
+        if getattr(section, key) != getattr(plain, key):
+            given[key] = getattr(section, key)
+    return given
 
 
 def portions(section: TrainSection) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.parallel.same_weights import tensor_digest
 from shoal.parallel.whole import gather_gradients, gather_weights
+from shoal.trainer.proof.held import Apart, Held, replicas_apart, who_holds
 from shoal.trainer.proof.side import Side, Trial
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
@@ -56,6 +57,8 @@ class Record:
     trainable        their names, in the module's order · frozen  those that must not move
     tied             second name → first name · buckets  names that travel together, in order
     degree           ranks that draw different micro-batches · clip  largest gradient norm
+    degrees          of all axes of the layout · held  who holds a parameter, where that is divided
+    apart            for each row, parameters whose holders have different gradients
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -71,6 +74,9 @@ class Record:
     buckets: list[list[str]] = field(default_factory=list)
     degree: int = 1
     clip: float = 0.0
+    degrees: dict[str, int] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+    apart: list[dict[str, Apart]] = field(default_factory=list)
 
 
 def record(side: Side, trial: Trial) -> Record:
@@ -93,6 +99,8 @@ def record(side: Side, trial: Trial) -> Record:
         mine = {name: gradients[name] for name in gradients if name in used}
         found.rows.append(Row.of(label, result))
         found.gradients.append({} if result.skipped else _kept(side, label, mine))
+        apart = {} if result.skipped else replicas_apart(side.runs[label].program)
+        found.apart.append(_labelled(label, apart))
         if side.finished():
             break
     digests: dict[str, list[str]] = {}
@@ -112,7 +120,12 @@ def record(side: Side, trial: Trial) -> Record:
 def replicated_digests(program: Program) -> dict[str, list[str]]:
     """[which part, SHA-256] of what this rank holds: equal parts must be equal on all ranks."""
     tensors = [*program.module.named_parameters(), *program.module.named_buffers()]
-    found = {n: ["", tensor_digest(t)] for n, t in tensors if not hasattr(t, "to_local")}
+    found = {}
+    for name, tensor in tensors:
+        if hasattr(tensor, "to_local") or tensor.is_meta:  # in `parts`, or another stage's
+            continue
+        part = str(program.places[name].slices) if name in program.places else ""
+        found[name] = [part, tensor_digest(tensor)]
     for name, (tensor, shard) in program.parts.items():
         if shard.slices:
             found[name] = [str(shard.slices), tensor_digest(tensor)]
@@ -133,10 +146,13 @@ def _describe(found: Record, label: str, run: Run) -> None:
     def full(name: str) -> str:
         return f"{label}/{name}" if label else name
 
-    found.trainable += [full(name) for name in program.parameters]
-    found.frozen += [full(name) for name in program.frozen]
+    found.trainable += [full(name) for name in program.names]
+    still = run.world.gather_json(list(program.frozen))
+    found.frozen += [full(name) for name in dict.fromkeys(n for told in still for n in told)]
     found.tied |= {full(second): full(first) for second, first in program.aliases.items()}
     found.degree = run.plan.layout.data_degree
+    found.degrees = run.plan.layout.degrees
+    found.held |= _labelled(label, who_holds(program))
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
 
 

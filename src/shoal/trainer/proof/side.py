@@ -61,6 +61,7 @@ class Side:
         batch: int | None = None,
         micro_batch: int | None = None,
         call: str = "single",
+        sample: Any = None,
     ) -> Run:
         """A run of this side over a freshly built, perturbed module.
 
@@ -80,6 +81,7 @@ class Side:
             seed=self.seed,
             skip_limit=self.steps + 1,
             call=call,
+            sample=sample,
             world=self.world,
             **self.policies,
         )

@@ -1,0 +1,205 @@
+"""How long tensor parallelism takes to start: to trace, label and check the layers of a Llama.
+
+Two processes with one thread each call `shoal.parallelize` and take one step, whose inputs have
+other shapes than the sample. Functions are timed where they stand, the slowest rank counts, and
+nothing of the model's own cost is in the sum: building 0.4 B weights, cutting and comparing them,
+and the step itself are told beside it. Then the same in new processes with the same cache folder.
+
+    python benchmarks/startup.py                          32 layers of hidden 1024
+    python benchmarks/startup.py --layers 2 --dim 64      does it work?
+
+Gates: ≤ 10 s with an empty cache, ≤ 2 s with what the first start left there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from processes import machine, run_together
+
+HERE = Path(__file__).resolve().parent
+LIMITS_S = {"cold": 10.0, "from cache": 2.0}
+PROCESSES, MICRO_BATCH, SEQUENCE, VOCABULARY = 2, 4, 64, 8192
+COUNTED = (
+    ("find the trunk", "shoal.parallel.trunk", "find_trunk"),
+    ("find the tables", "shoal.parallel.tensor.tables", "find_tables"),
+    ("plan the model", "shoal.parallel.tensor.model_split", "plan_split"),
+    ("split a layer", "shoal.parallel.tensor.split_block", "split_block"),
+    ("  for other inputs", "shoal.parallel.tensor.split_block", "again"),
+    ("  trace", "shoal.parallel.tensor.trace", "trace"),
+    ("check the layers", "shoal.parallel.tensor.check", "checked"),
+)
+"""What, module, function: these make the sum, each second once, though one calls another."""
+
+NEEDED = ("plan the model", "check the layers")
+"""Without these a start is not what the gates are about."""
+
+BESIDE = (
+    ("parallelize, all of it", "shoal.trainer.parallelize", "parallelize"),
+    ("build the model", "shoal.trainer.parallelize", "build_module"),
+    ("compare weights", "shoal.parallel.same_weights", "apply"),
+    ("cut and install", "shoal.parallel.tensor.apply", "apply_split"),
+)
+"""The rest of a start, for orientation."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--deadline", type=float, default=900, help="seconds per start")
+    parser.add_argument("--json", action="store_true", help="one JSON line after the tables")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        work(json.loads(options.rank_of))
+        return
+    job: dict[str, Any] = {"layers": options.layers, "dim": options.dim}
+    record: dict[str, Any] = {"machine": machine(), "processes": PROCESSES, **job}
+    with tempfile.TemporaryDirectory() as folder:
+        cache, out = Path(folder) / "cache", Path(folder) / "times.json"
+        os.environ["SHOAL_CACHE"] = str(cache)
+        for start, limit_s in LIMITS_S.items():
+            command = [__file__, "--rank-of", json.dumps({**job, "out": str(out)})]
+            run_together(command, PROCESSES, deadline_s=options.deadline)
+            record[start] = json.loads(out.read_text())
+            _report(start, limit_s, record[start])
+            kept = [p for p in cache.rglob("*") if p.is_file()]
+            size_kib = sum(p.stat().st_size for p in kept) / 1024
+            print(f"the cache folder now has {len(kept)} files, {size_kib:.0f} KiB\n")
+    if options.json:
+        print(json.dumps(record))
+
+
+def _report(start: str, limit_s: float, measured: dict[str, Any]) -> None:
+    print(f"{start}: {measured['parameters'] / 1e6:.0f} M parameters, tp = {PROCESSES}")
+    for what, (seconds, calls) in measured["phases"].items():
+        told = f"{seconds:9.2f} s in {calls:3} calls" if calls else "not called".rjust(11)
+        print(f"  {what:26}{told}")
+    verdict = "pass" if measured["sum_s"] <= limit_s else "FAIL"
+    left_out = [what for what in NEEDED if not measured["phases"][what][1]]
+    if left_out:
+        verdict = f"open: it did not {' or '.join(left_out)}"
+    print(f"  {'trace + solve + check':26}{measured['sum_s']:9.2f} s   {verdict} (≤ {limit_s:g} s)")
+    print(f"  {'import torch.export, …':26}{measured['imports_s']:9.2f} s   not in the sum")
+    print(f"  {'first step':26}{measured['first_step_s']:9.2f} s   second {measured['step_s']:.2f}")
+
+
+@dataclass
+class Watch:
+    """Seconds and calls of functions, and the seconds in which any counted one ran."""
+
+    phases: dict[str, tuple[float, int]] = field(default_factory=dict)
+    sum_s: float = 0.0
+    depth: int = 0
+
+    def install(self, what: str, where: str, name: str, *, counted: bool) -> None:
+        """Time a function wherever shoal's modules refer to it; a missing one is told."""
+        self.phases[what] = (0.0, 0)
+        try:
+            function = getattr(importlib.import_module(where), name)
+        except (ImportError, AttributeError) as missing:
+            print(f"{what.strip()}: not timed, {missing}", file=sys.stderr)
+            return
+        timed = self._timed(what, function, counted)
+        for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "shoal"]:
+            for key, value in list(vars(module).items()):
+                if value is function and isinstance(module, ModuleType):
+                    setattr(module, key, timed)
+
+    def _timed(self, what: str, function: Any, counted: bool) -> Any:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            self.depth += counted
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took_s = time.perf_counter() - began_s
+                self.depth -= counted
+                if counted and self.depth == 0:
+                    self.sum_s += took_s
+                seconds, calls = self.phases[what]
+                self.phases[what] = (seconds + took_s, calls + 1)
+
+        return timed
+
+
+def work(job: dict[str, Any]) -> None:
+    """One rank."""
+    import torch
+
+    from shoal.fabric import start_world
+    from shoal.models.llama import Llama
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    world = start_world()
+    began_s = time.perf_counter()
+    for name in ("pipeline", "tensor_parallel"):
+        importlib.import_module(f"shoal.parallel.{name}")
+    watch = Watch()
+    for row in COUNTED:
+        watch.install(*row, counted=True)
+    imports_s = time.perf_counter() - began_s
+    for row in BESIDE:
+        watch.install(*row, counted=False)
+    from shoal.trainer.parallelize import parallelize  # the timed one
+
+    heads, hidden = max(1, job["dim"] // 64), job["dim"] * 11 // 4  # 1024: 16 heads, 2816
+    tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % VOCABULARY
+    world.barrier()
+    run = parallelize(
+        lambda: Llama(
+            vocabulary=VOCABULARY,
+            sequence=SEQUENCE,
+            dim=job["dim"],
+            layers=job["layers"],
+            heads=max(2, heads),
+            kv_heads=max(2, heads),
+            hidden=hidden,
+        ),
+        lambda p: torch.optim.SGD(p, lr=1e-3),
+        layout={"tp": PROCESSES},
+        batch=MICRO_BATCH,
+        micro_batch=MICRO_BATCH,
+        precision="fp32",
+        sample=(tokens, tokens),
+        world=world,
+    )
+    steps_s = [_step_s(run, tokens) for _ in range(2)]
+    mine = {
+        "parameters": run.plan.parameters,
+        "phases": watch.phases,
+        "sum_s": watch.sum_s,
+        "imports_s": imports_s,
+        "first_step_s": steps_s[0],
+        "step_s": steps_s[1],
+    }
+    everyone = world.gather_json(mine)
+    if world.is_first:
+        slowest = max(everyone, key=lambda row: row["sum_s"])
+        Path(job["out"]).write_text(json.dumps(slowest))
+    run.close()
+
+
+def _step_s(run: Any, tokens: Any) -> float:
+    began_s = time.perf_counter()
+    run.step((tokens, tokens))
+    return time.perf_counter() - began_s
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Degrees that a user gives: do they multiply out, are they built, and can they go together?
+
+A layout given by its degrees is taken exactly: nothing is added to it, so that what runs is what
+was asked for. What cannot be is refused with the nearest layout that can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shoal.base.errors import PlanError, one_of
+from shoal.base.layout import AXES, Layout
+from shoal.base.schedules import SPLIT_BACKWARD, settle_schedule
+
+BUILT_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Axes that this version splits."""
+
+
+def check_degrees(
+    degrees: Mapping[str, int],
+    processes: int,
+    zero: int | None = None,
+    *,
+    threads: int = 0,
+    schedule: str = "",
+    chunks: int = 0,
+) -> Layout:
+    """The layout with exactly these degrees; their product must be the number of processes.
+
+    zero     what `dp_shard` splits; default: everything (3)
+    threads  replicas in threads, which no degree goes with
+    schedule, chunks   of the pipeline; "", 0: 1f1b, and the schedule's own number of stages
+    Errors   PlanError with the nearest legal choice, or for an axis that is not built yet
+
+    >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
+    ('ddp', 'fsdp')
+    >>> check_degrees({"pp": 2, "dp_shard": 2}, 4, zero=1).text()
+    'zero1 + pp (pp = 2, dp_shard = 2, schedule = 1f1b)'
+    """
+    for axis, degree in degrees.items():
+        if axis not in AXES:
+            raise PlanError(one_of("layout", axis, AXES))
+        if degree < 1:
+            raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
+        if degree > 1 and axis not in BUILT_AXES:
+            raise PlanError(
+                f"layout.{axis} = {degree}: not built in this version, which splits "
+                f"{', '.join(BUILT_AXES)}; nearest: layout.{axis}=1"
+            )
+    layout = Layout.of(degrees)
+    if layout.processes != processes:
+        raise PlanError(_product_text(degrees, processes))
+    if threads:
+        raise PlanError(
+            f"layout.threads = {threads}: replicas in threads are one process, the degrees given "
+            f"with them are {layout.text()}; nearest: layout.strategy=dp without degrees, or leave "
+            f"layout.threads out"
+        )
+    layout = replace(layout, zero=settle_zero(layout, zero))
+    schedule, chunks = settle_schedule(schedule, chunks, layout.pp)
+    layout = replace(layout, schedule=schedule, chunks=chunks)
+    check_together(layout)
+    return layout
+
+
+def check_together(layout: Layout) -> None:
+    """Refuse parts of a layout that would compute something else, or nothing, together.
+
+    Errors   PlanError with the reason and the nearest legal layout
+    """
+    if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD:
+        # Measured on torch 2.13: gradients of 0.55 to 1.3 times the true norm, without an error.
+        lighter = ", or layout.zero=2" if layout.dp_replicate == 1 else ""
+        raise PlanError(
+            f"layout.schedule = {layout.schedule}: runs a backward in two halves, and "
+            f"{layout.data_strategy} frees the gathered parameters between them; nearest: "
+            f"layout.schedule=1f1b{lighter}"
+        )
+
+
+def _product_text(degrees: Mapping[str, int], processes: int) -> str:
+    """The line for degrees whose product is not the number of processes."""
+    named = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    product = math.prod(degrees.values())
+    changes = " ".join(f"layout.{axis}={n}" for axis, n in _nearest(degrees, processes).items())
+    return (
+        f"layout: {named} = {product} processes, but launch.processes = {processes}; "
+        f"nearest legal: {changes}, or launch.processes={product}"
+    )
+
+
+def _nearest(degrees: Mapping[str, int], processes: int) -> dict[str, int]:
+    """What to change so that the degrees multiply out: tp, cp and pp as little as can be.
+
+    >>> _nearest({"tp": 2}, 8), _nearest({"tp": 3}, 4)
+    ({'dp_replicate': 4}, {'tp': 2, 'dp_replicate': 2})
+    >>> _nearest({"pp": 4, "tp": 4}, 8), _nearest({"dp_replicate": 2, "dp_shard": 2}, 6)
+    ({'pp': 2}, {'dp_replicate': 3})
+    """
+    wanted = {}
+    left = processes
+    for axis in ("tp", "cp", "pp"):
+        wanted[axis] = _divisor(left, degrees.get(axis, 1))
+        left //= wanted[axis]
+    shard = degrees.get("dp_shard", 1)
+    wanted["dp_shard"] = shard if left % shard == 0 else left
+    wanted["dp_replicate"] = left // wanted["dp_shard"]
+    return {axis: n for axis, n in wanted.items() if n != degrees.get(axis, 1)}
+
+
+def _divisor(number: int, near: int) -> int:
+    """The divisor of `number` that is nearest to `near`; the smaller of two.
+
+    >>> _divisor(8, 3), _divisor(8, 7)
+    (2, 8)
+    """
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - near), d))
+
+
+def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
+    """A layout to be planned: any axis of the vocabulary; data-parallel degrees left out follow.
+
+    zero     what `dp_shard` splits; default: everything (3)
+    Errors   PlanError where the degrees do not divide the processes
+
+    >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
+    4
+    """
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
+    layout = Layout.of(degrees)
+    if "dp_replicate" not in degrees and processes % layout.processes == 0:
+        layout = replace(layout, dp_replicate=processes // layout.processes)
+    if layout.processes != processes:
+        named = " × ".join(f"{k} {v}" for k, v in degrees.items())
+        raise PlanError(
+            f"layout: {named} = {layout.processes} devices, but there are {processes}; nearest "
+            f"legal: leave layout.dp_replicate out, or degrees whose product divides {processes}"
+        )
+    return replace(layout, zero=settle_zero(layout, zero))
+
+
+def settle_zero(layout: Layout, zero: int | None) -> int:
+    """The stage that these degrees carry: what was asked for, or 3 where there is a dp_shard.
+
+    Errors   PlanError for a stage that is none, or that these degrees cannot carry
+    """
+    if zero is not None and zero not in (0, 1, 2, 3):
+        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
+    if layout.dp_shard == 1:
+        if zero:
+            raise PlanError(
+                f"layout.zero = {zero}: splits over layout.dp_shard, which is 1; nearest: "
+                f"layout.dp_shard={max(2, layout.dp_replicate)}"
+            )
+        return 0
+    if zero == 0:
+        raise PlanError(
+            f"layout.zero = 0: splits nothing over layout.dp_shard = {layout.dp_shard}; nearest: "
+            f"layout.zero=3, or layout.dp_replicate={layout.data_degree}"
+        )
+    if zero in (1, 2) and layout.dp_replicate > 1:
+        raise PlanError(
+            f"layout.zero = {zero}: carries dp_shard alone, got dp_replicate = "
+            f"{layout.dp_replicate} × dp_shard = {layout.dp_shard}; nearest: layout.zero=3 (hsdp), "
+            f"or layout.dp_shard={layout.data_degree}"
+        )
+    return 3 if zero is None else zero

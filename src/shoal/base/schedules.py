@@ -1,0 +1,87 @@
+"""The names of pipeline schedules: in which order the ranks of a pipeline do their passes.
+
+A schedule belongs to a pipeline (layout.pp > 1). `interleaved` gives every rank several stages,
+its chunks; `zbv` and `dualpipe` give it two. The last three cut a backward in two halves, one for
+the gradient of the input and one for those of the weights. The order itself is made by the planner.
+"""
+
+from __future__ import annotations
+
+from shoal.base.errors import PlanError, one_of
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
+"""Names of pipeline schedules; `afab` is another name of gpipe."""
+
+BUILT = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+"""Schedules that this version runs; the others are planned and simulated only."""
+
+ALIASES = {"afab": "gpipe", "zb-h1": "zero-bubble", "zb-v": "zbv"}
+
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipe")
+"""Schedules that run the two halves of a backward apart."""
+
+DEFAULT = "1f1b"
+
+
+def canonical(name: str) -> str:
+    """The name under which a schedule is known; PlanError for one that is not.
+
+    >>> canonical("afab"), canonical("zb-h1")
+    ('gpipe', 'zero-bubble')
+    """
+    known = ALIASES.get(name, name)
+    if known not in SCHEDULES:
+        raise PlanError(one_of("layout.schedule", name, [*SCHEDULES, "afab"]))
+    return known
+
+
+def stages_per_rank(schedule: str, chunks: int = 1) -> int:
+    """How many stages one rank of a pipeline holds.
+
+    >>> stages_per_rank("1f1b"), stages_per_rank("interleaved", 4), stages_per_rank("zbv")
+    (1, 4, 2)
+    """
+    return 2 if schedule in ("zbv", "dualpipe") else chunks
+
+
+def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
+    """Schedule and chunks of a pipeline of `pp` ranks that is to be run, what was left out filled.
+
+    schedule   a name, or "" for 1f1b · chunks  stages per rank, or 0 for the schedule's own
+    Gives      ("", 1) without a pipeline; chunks is 1 for all but interleaved
+    Errors     PlanError for a schedule without a pipeline, an unknown one, one that is not built,
+               or chunks that it cannot have
+
+    >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
+    (('1f1b', 1), ('interleaved', 2), ('', 1))
+    """
+    known = canonical(schedule) if schedule else ""
+    if pp == 1:
+        given = f"layout.schedule = {schedule}" if schedule else f"layout.chunks = {chunks}"
+        if known or chunks > 1:
+            raise PlanError(
+                f"{given}: is about the stages of a pipeline, and layout.pp is 1; nearest: "
+                f"layout.pp=2, or leave {given.partition(' ')[0]} out"
+            )
+        return "", 1
+    known = known or DEFAULT
+    if known not in BUILT:
+        raise PlanError(
+            f"layout.schedule = {known}: not built in this version, which runs {', '.join(BUILT)}; "
+            f"nearest: layout.schedule=zbv"
+        )
+    if known == "interleaved":
+        if chunks == 1:
+            raise PlanError(
+                "layout.chunks = 1: interleaved gives every rank at least 2 stages; nearest: "
+                "layout.chunks=2, or layout.schedule=1f1b"
+            )
+        return known, chunks or 2
+    own = stages_per_rank(known)
+    if chunks not in (0, 1, own):
+        raise PlanError(
+            f"layout.chunks = {chunks}: {known} gives every rank "
+            f"{'one stage' if own == 1 else f'{own} stages'}; "
+            f"nearest: layout.schedule=interleaved, or leave layout.chunks out"
+        )
+    return known, 1

@@ -1,0 +1,105 @@
+"""How each parameter of a model is split: one plain row per parameter, without any tensor type.
+
+`shoal plan --explain` shows these rows. They are made by whoever splits the model (torch) and drawn
+by `view`, which knows no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SplitRow:
+    """One parameter under a layout.
+
+    name        the parameter's own name · shape  of the whole
+    axis        what splits it: `tp`, `dp_shard`, both as `tp, dp_shard`; "" where nothing does
+    shard       what the first rank holds, in words (`shard_text`), or "whole"
+    collective  what travels because of it, such as "all_reduce after the product"; "" for nothing
+    reason      why it is split so, or why it is not
+    stage       pipeline stages that hold it, ascending; () without a pipeline
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: str
+    shard: str
+    collective: str = ""
+    reason: str = ""
+    stage: tuple[int, ...] = ()
+
+
+def shard_text(
+    shape: tuple[int, ...], dim: int, degree: int, *, groups: int = 1, copies: int = 1
+) -> str:
+    """What the first of `degree` ranks holds of a tensor that is cut along `dim`, in words.
+
+    groups   segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v
+    copies   ranks that hold the same part, where there are fewer parts than ranks
+
+    >>> shard_text((256, 64), 0, 2), shard_text((64, 256), 1, 2)
+    ('rows 0:128 of 256', 'columns 0:128 of 256')
+    >>> shard_text((96, 64), 0, 2, groups=3), shard_text((64, 8), 0, 4, copies=2)
+    ('rows 0:16 of each 32 of 96 (3 groups)', 'rows 0:32 of 64 (2 ranks hold the same)')
+    """
+    size = shape[dim]
+    part = -(-size // (groups * degree // copies))
+    what = ("rows", "columns")[dim] if dim < 2 else f"dim {dim},"
+    if groups > 1:
+        return f"{what} 0:{part} of each {size // groups} of {size} ({groups} groups)"
+    same = f" ({copies} ranks hold the same)" if copies > 1 else ""
+    return f"{what} 0:{part} of {size}{same}"
+
+
+@dataclass(frozen=True)
+class ExchangeRow:
+    """Like collectives over the tensor-parallel ranks, made by one module in one pass.
+
+    name   the module's, "" for the model itself · kind  all_reduce, all_gather, reduce_scatter
+    when   forward or backward · count  how many
+    payload_bytes   of each: the tensor that is summed, or that is there after gathering
+    """
+
+    name: str
+    kind: str
+    when: str
+    payload_bytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A whole model under a layout, parameter by parameter.
+
+    model      its name · layout  as `Layout.text()` says it
+    rows       one per parameter, in the model's order
+    exchanges  what a forward and backward pass of `samples` samples makes the tensor-parallel
+               ranks exchange
+    notices    what the user should hear: what stays whole although it could have been split
+    """
+
+    model: str
+    layout: str
+    rows: tuple[SplitRow, ...]
+    exchanges: tuple[ExchangeRow, ...] = ()
+    notices: tuple[str, ...] = ()
+    samples: int = 0
+
+    @property
+    def split(self) -> int:
+        """How many parameters are split by some axis."""
+        return sum(bool(row.axis) for row in self.rows)
+
+    def record(self) -> dict[str, Any]:
+        """The JSON document that `shoal plan --explain --json` prints."""
+        return {
+            "version": 1,
+            "model": self.model,
+            "layout": self.layout,
+            "parameters": [asdict(row) for row in self.rows],
+            "samples": self.samples,
+            "exchanges": [asdict(row) for row in self.exchanges],
+            "notices": list(self.notices),
+        }

@@ -1,0 +1,277 @@
+"""`shoal plan --explain`: what becomes of every parameter under a layout, and why.
+
+The model is built and looked at in this process, on the CPU, with a few samples of its own data; no
+other process is started. The layout is the one that is asked for, or else the plan's best.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.base.layout import Layout
+from shoal.base.splits import ExchangeRow, Explained, SplitRow, shard_text
+from shoal.config.load import Loaded, load
+from shoal.config.sections import Config
+
+SAMPLES = 3
+"""That the model is looked at with: no power of two, which degrees are."""
+
+Look = Callable[[Any], Any]
+"""Runs a model on the samples."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one axis makes of a parameter."""
+
+    axis: str = ""
+    shard: str = "whole"
+    collective: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What an axis makes of a model: parameters by name, what is exchanged, what is to be said."""
+
+    held: Mapping[str, Held] = field(default_factory=dict)
+    exchanges: tuple[ExchangeRow, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def explain(arguments: list[str], on: str, as_json: bool) -> None:
+    """Print the table, or its JSON document.
+
+    Errors   ConfigError, PlanError: a layout that cannot be, or not for this model
+    """
+    import json
+
+    import typer
+
+    from shoal.view.splits import print_splits
+
+    paths = [Path(a) for a in arguments if "=" not in a]
+    if len(paths) > 1:
+        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
+    loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
+    explained = explain_model(loaded.config, find_layout(loaded, on))
+    if as_json:
+        typer.echo(json.dumps(explained.record(), indent=1))
+    else:
+        print_splits(explained, sys.stdout)
+
+
+def find_layout(loaded: Loaded, on: str) -> Layout:
+    """The layout that is asked for, exactly as a run would take it; else the plan's best.
+
+    on   the text of --on, which counts processes where nothing else does
+    """
+    from shoal.cli.plan_subject import find_subject
+    from shoal.launch.machine import this_machine
+    from shoal.planner.guide import choose_layout, default_processes
+    from shoal.planner.machines import parse_machines
+    from shoal.planner.search import search
+
+    config = loaded.config
+    section = config.layout
+    degrees = section.degrees()
+    if section.strategy == "auto" and not degrees:
+        subject = find_subject(loaded, on)
+        return search(subject.model, subject.cluster, subject.asked)[0].case.layout
+    machine = this_machine()
+    processes = config.launch.processes
+    if not processes and on:
+        processes = parse_machines(on, machine).devices
+    if not processes:
+        alone = section.strategy in ("single", "dp")
+        processes = 1 if alone else default_processes(machine)
+        processes = Layout.of(degrees).processes if degrees else processes
+    layout, _ = choose_layout(
+        section.strategy,
+        degrees,
+        processes,
+        None,
+        machine,
+        zero=None if section.zero < 0 else section.zero,
+        threads=section.threads,
+        schedule=section.schedule,
+        chunks=section.chunks,
+    )
+    section.tensor.check(layout.tp)
+    return layout
+
+
+def explain_model(config: Config, layout: Layout) -> Explained:
+    """Every parameter of the configured model under `layout`."""
+    module, look = _look_at(config)
+    tensor = _over_tp(module, look, config, layout) if layout.tp > 1 else Derived()
+    stages = _over_pp(module, look, layout) if layout.pp > 1 else {}
+    rows = []
+    for name, parameter in module.named_parameters():
+        inside = tensor.held.get(name, Held())
+        shape = tuple(parameter.shape)
+        across = over_data(layout, shape) if parameter.requires_grad else Held(reason="frozen")
+        on = stages.get(name, ())
+        tied = f"gradients of stages {', '.join(map(str, on))} summed" if len(on) > 1 else ""
+        said = [inside.collective, across.collective, tied if parameter.requires_grad else ""]
+        shards = [one.shard for one in (inside, across) if one.shard != "whole"]
+        rows.append(
+            SplitRow(
+                name,
+                shape,
+                axis=", ".join(one.axis for one in (inside, across) if one.axis),
+                shard=", of these ".join(shards) or "whole",
+                collective="; ".join(text for text in said if text),
+                reason="; ".join(r for r in (inside.reason, across.reason) if r),
+                stage=on,
+            )
+        )
+    name = config.model.build or config.model.name
+    return Explained(
+        name, layout.text(), tuple(rows), tensor.exchanges, tensor.notices, samples=SAMPLES
+    )
+
+
+def over_data(layout: Layout, shape: tuple[int, ...]) -> Held:
+    """What the data-parallel axes make of one trainable parameter.
+
+    >>> over_data(Layout(dp_replicate=2), (4, 4)).collective
+    'all_reduce of its gradient over dp_replicate'
+    >>> over_data(Layout(dp_shard=2, zero=3), (4, 4)).shard
+    'rows 0:2 of 4'
+    """
+    summed = "all_reduce of its gradient over dp_replicate"
+    if layout.data_degree == 1:
+        return Held()
+    if not layout.zero:
+        return Held(collective=summed)
+    if layout.zero < 3:
+        return Held(
+            collective="reduce_scatter of its gradient, all_gather of its new values over dp_shard"
+        )
+    collective = "all_gather before use, reduce_scatter of its gradient over dp_shard"
+    if layout.dp_replicate > 1:
+        collective += f", {summed}"
+    shard = shard_text(shape, 0, layout.dp_shard) if shape else "whole"
+    return Held("dp_shard", shard, collective)
+
+
+def _look_at(config: Config) -> tuple[Any, Look]:
+    """The model, and how to run one like it on the first samples of its data."""
+    import torch
+
+    from shoal.data.fetch import join, kept_draws
+    from shoal.data.loader import is_indexed
+    from shoal.data.sources import open_source
+    from shoal.trainer.contract import call_model, split_batch
+    from shoal.trainer.job import build_model
+    from shoal.trainer.parallelize import build_module
+
+    source = open_source(config.data, config.train.seed)
+    if not is_indexed(source.train):
+        raise ConfigError(
+            f"data.source = {config.data.source}: can only be iterated, so there is no sample to "
+            f"look at; nearest: a dataset with __getitem__ and __len__"
+        )
+    with kept_draws():
+        few = [source.train[place] for place in range(min(SAMPLES, len(source.train)))]
+        batch = join(few, source.collate, "the first samples")
+    module = build_module(
+        lambda: build_model(config.model, source, config.data.sequence), config.train.seed
+    ).train()
+    # A model shows its splits in fp32; a format of the run changes none of them.
+    inputs = split_batch(batch)[0]
+
+    def look(model: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return call_model(model, inputs, config.model.call)
+
+    return module, look
+
+
+def _over_pp(module: Any, look: Look, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Stages that hold each parameter."""
+    from shoal.parallel.pipe.cut import cut_stages
+    from shoal.parallel.trunk import find_trunk
+
+    cut = cut_stages(module, find_trunk(module, look), look, layout.stages)
+    names = (name for name, _ in module.named_parameters())
+    return {name: tuple(s for s, kept in enumerate(cut.keep) if name in kept) for name in names}
+
+
+def _over_tp(module: Any, look: Look, config: Config, layout: Layout) -> Derived:
+    """How every layer is split."""
+    from shoal.parallel.tensor.model_split import plan_split
+
+    policy = config.layout.tensor
+    split = plan_split(
+        module,
+        look,
+        layout.tp,
+        strict=policy.strict,
+        overrides=policy.overrides,
+        sequence=policy.sequence_parallel != "off",
+    )
+    held = {}
+    for name, parameter in module.named_parameters():
+        one = split.parameters[name]
+        shard = label_text(tuple(parameter.shape), one.label, layout.tp)
+        cut = shard != "whole"
+        collective = "all_reduce of its gradient once a step" if one.partial else ""
+        if cut and parameter.dim() > 1:
+            collective = _travels(name, one.reason, split.exchanges)
+        reason = one.reason.partition(":")[0] if cut else one.reason.removeprefix("whole: ")
+        held[name] = Held("tp" if cut else "", shard, collective, reason)
+    counted: Counter[tuple[str, str, str, int]] = Counter()
+    for owner, exchanges in split.exchanges.items():
+        counted.update((owner, e.when, e.kind, e.payload_bytes) for e in exchanges)
+    rows = tuple(
+        ExchangeRow(owner, kind, when, payload_bytes, count)
+        for (owner, when, kind, payload_bytes), count in counted.items()
+    )
+    return Derived(held, rows, split.notices)
+
+
+def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
+    """What is exchanged because a weight is split, in the words of its layer's collectives.
+
+    reason      begins with the weight's role: column, its product's outputs are split; row, its
+                product's inputs are, so that every rank has a summand; else it is a table
+    exchanges   of the model by module
+    """
+    owner = max((o for o in exchanges if name.startswith(f"{o}.") or not o), key=len, default="")
+    kinds = [(one.kind, one.when) for one in exchanges.get(owner, ())]
+    role = reason.partition(":")[0]
+    if role == "row":
+        wanted = {"all_reduce": "forward", "reduce_scatter": "forward"}
+        said = [f"{kind} of its product" for kind, when in kinds if wanted.get(kind) == when]
+    elif role == "column":
+        wanted = {"all_reduce": "backward", "reduce_scatter": "backward"}
+        said = [
+            f"{kind} of its input's gradient" for kind, when in kinds if wanted.get(kind) == when
+        ]
+        said += ["all_gather of its input"] * (("all_gather", "forward") in kinds)
+    else:
+        said = [f"{kind} {when}" for kind, when in kinds]
+    return ", ".join(dict.fromkeys(said))
+
+
+def label_text(shape: tuple[int, ...], label: Any, degree: int) -> str:
+    """What the first of `degree` tensor-parallel ranks holds under a label, in words."""
+    from shoal.parallel.tensor.labels import Split, Tiled
+
+    if isinstance(label, Split):
+        return shard_text(shape, label.dim, degree, groups=label.groups)
+    if isinstance(label, Tiled):
+        copies = math.prod(n for n, inner in label.axes if not isinstance(inner, Split))
+        cut = next((inner for _, inner in label.axes if isinstance(inner, Split)), None)
+        if cut is not None:
+            return shard_text(shape, cut.dim, degree, groups=cut.groups, copies=copies)
+    return "whole"

@@ -1,0 +1,153 @@
+"""Builds a transformers model, unmodified, from a local folder or a config.json: `hf:PATH`.
+
+Class     the first of the file's `architectures`; without any, the causal language model of its
+          model_type
+Weights   safetensors beside the config.json; else drawn by the model's own initialisation from
+          torch's default generator. Never pickles, never code from the folder, never the network
+Format    fp32, whatever the checkpoint has: narrow formats are `precision.compute`'s business
+Called    model(inputs) gives `.logits` [batch, seq, vocabulary], row t about the token after t, as
+          `token_loss` wants them: our targets are shifted already. No keys and values are kept for
+          generation (`use_cache` is off)
+Source    transformers 5: PreTrainedModel, from_pretrained, modeling_utils.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.planner.foreign import foreign_config
+
+
+def build_foreign(
+    name: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    vocabulary: int | None = None,
+    sequence: int | None = None,
+) -> nn.Module:
+    """The model that `name`, hf:PATH, stands for, on the CPU in fp32.
+
+    vocabulary, sequence   of the data, which the model must cover; None if unknown
+    Errors                 ConfigError, one line: what `foreign_config` refuses, a model_type or a
+                           class that this transformers has not, data that do not fit, weights that
+                           do not
+    """
+    path, stored = foreign_config(name, arguments)
+    import transformers  # an extra, and slow: only where it is asked for
+
+    with _told_plainly(name, "its config.json"):
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    _cover_data(name, path, config, vocabulary, sequence)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    kind = _find_class(name, path, config)
+    if not stored or torch.empty(0).is_meta:  # shapes alone, for a plan: nothing to read
+        with _told_plainly(name, f"{kind.__name__}(config)"):
+            built: nn.Module = kind(config)
+        return built
+    return _with_weights(name, kind, config, path.parent)
+
+
+def _find_class(name: str, path: Path, config: Any) -> Any:
+    """The class that the config names.
+
+    Errors: ConfigError for one that transformers has not, or none at all.
+    """
+    import transformers
+
+    if not config.architectures:
+        causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) in causal:
+            return causal[type(config)]
+        raise ConfigError(
+            f"model.name = {name}: {path} names no class, and {config.model_type} has no causal "
+            f'language model; nearest: "architectures": ["…"] in it'
+        )
+    kind = getattr(transformers, config.architectures[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ConfigError(
+            f"model.name = {name}: architectures has {config.architectures[0]}, which is no model "
+            f"of transformers {transformers.__version__}; nearest: model.build=pkg.mod:function"
+        )
+    return kind
+
+
+def _cover_data(
+    name: str, path: Path, config: Any, vocabulary: int | None, sequence: int | None
+) -> None:
+    """Errors: ConfigError if the data have more tokens, or longer samples, than the model knows."""
+    text = config.get_text_config()
+    known = getattr(text, "vocab_size", None)
+    if vocabulary is not None and known is not None and known < vocabulary:
+        beside = path.parent / "tokenizer.json"
+        nearest = str(beside) if beside.exists() else f"bpe:{known}"
+        raise ConfigError(
+            f"model.name = {name}: vocab_size {known} is less than the {vocabulary} of the "
+            f"tokenizer; nearest: data.tokenizer={nearest}"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if sequence is not None and longest is not None and longest < sequence:
+        raise ConfigError(
+            f"data.sequence = {sequence}: longer than the {longest} positions of {name}; "
+            f"nearest legal: data.sequence={longest}"
+        )
+
+
+def _with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
+    """The model with the weights that lie in `folder`.
+
+    Errors: ConfigError for weights that cannot be read, of other shapes, or not all there.
+    """
+    with _told_plainly(name, "its weights"), _no_bars():
+        model: nn.Module
+        model, told = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"model.name = {name}: its weights lack {len(missing)} tensors of {kind.__name__}, "
+            f"{missing[0]} among them; nearest: the class they were saved from in architectures, "
+            f"or {name}/config.json for new weights"
+        )
+    return model
+
+
+@contextmanager
+def _told_plainly(name: str, what: str) -> Iterator[None]:
+    """What transformers raises about a user's files becomes one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as failure:
+        lines = [line for line in str(failure).splitlines() if line.strip()]
+        said = lines[0].strip() if lines else type(failure).__name__
+        raise ConfigError(
+            f"model.name = {name}: {what} cannot be used: {said}; nearest: mend the file, or "
+            f"model.build=pkg.mod:function"
+        ) from failure
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' progress bars: the run draws its own screen."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,186 @@
+"""GPT-2: the decoder that made language models known, with learnt positions; a plain nn.Module.
+
+Formula   h = words[tokens] + positions[0 … seq);  per block  h += attention(norm(h));
+          h += down(gelu(up(norm(h))));  every norm a LayerNorm, every projection with a bias;
+          q, k and v are one projection (rows: all of q, all of k, all of v)
+Returns   `Unprojected(hidden, weight)`: the loss projects onto the vocabulary chunk by chunk
+Init      normal, σ = 0.02, biases 0; what writes into the residual stream: σ / √(2·layers)
+Source    Radford et al. 2019 and openai/gpt-2 (model.py): pre-norm, GELU by tanh, tied head. Its
+          Conv1D weights are those of nn.Linear transposed; dropout as there, off by default
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.base.errors import ConfigError
+from shoal.models.attention import causal_attention
+from shoal.models.llama import INIT_STD, Projection, TokenEmbedding
+from shoal.models.loss import Unprojected
+
+
+class BiasedProjection(nn.Linear):
+    """A linear layer whose weights start as a normal of width `std`, its biases at 0."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float = INIT_STD) -> None:
+        self.std = std
+        super().__init__(inputs, outputs)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again."""
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+
+class FusedAttention(nn.Module):
+    """Self-attention whose q, k and v come out of one projection.
+
+    causal   every position sees itself and the past; else all positions
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, causal: bool, dropout: float, residual_std: float
+    ) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.causal = causal
+        self.dropout = dropout
+        self.qkv = BiasedProjection(dim, 3 * dim)
+        self.out = BiasedProjection(dim, dim, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        batch, seq, _ = x.shape
+        q, k, v = (
+            part.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        if self.causal:
+            mixed = causal_attention(q, k, v, dropout=dropout)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return out
+
+
+class Perceptron(nn.Module):
+    """The feed-forward part: out and back, with a GELU between."""
+
+    def __init__(self, dim: int, hidden: int, *, residual_std: float) -> None:
+        super().__init__()
+        self.up = BiasedProjection(dim, hidden)
+        self.down = BiasedProjection(hidden, dim, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] to [..., dim]."""
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class PlainBlock(nn.Module):
+    """One layer: attention, then the feed-forward part, each added to the residual stream."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden: int,
+        *,
+        causal: bool,
+        epsilon: float,
+        dropout: float,
+        residual_std: float,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, epsilon)
+        self.attention = FusedAttention(
+            dim, heads, causal=causal, dropout=dropout, residual_std=residual_std
+        )
+        self.mlp_norm = nn.LayerNorm(dim, epsilon)
+        self.mlp = Perceptron(dim, hidden, residual_std=residual_std)
+        self.residual_dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        h = h + self.residual_dropout(self.attention(self.attention_norm(h)))
+        out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
+        return out
+
+
+def plain_blocks(
+    layers: int,
+    dim: int,
+    heads: int,
+    hidden: int,
+    *,
+    causal: bool,
+    epsilon: float,
+    dropout: float,
+) -> nn.ModuleList:
+    """Equal blocks; what writes into the residual stream starts the narrower the more there are."""
+    residual_std = INIT_STD / math.sqrt(2 * layers)
+    return nn.ModuleList(
+        PlainBlock(
+            dim,
+            heads,
+            hidden,
+            causal=causal,
+            epsilon=epsilon,
+            dropout=dropout,
+            residual_std=residual_std,
+        )
+        for _ in range(layers)
+    )
+
+
+class GPT(nn.Module):
+    """The whole model; arguments as in `shoal.planner.families`."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        hidden: int,
+        sequence: int,
+        norm_epsilon: float = 1e-5,
+        tied: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.embedding = TokenEmbedding(vocabulary, dim)
+        self.positions = TokenEmbedding(sequence, dim)
+        self.embedding_dropout = nn.Dropout(dropout)
+        self.blocks = plain_blocks(
+            layers, dim, heads, hidden, causal=True, epsilon=norm_epsilon, dropout=dropout
+        )
+        self.norm = nn.LayerNorm(dim, norm_epsilon)
+        # a tied head gets the embedding's weight: nothing to draw, nothing to allocate
+        self.head = Projection(dim, vocabulary, device="meta" if tied else None)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Unprojected:
+        """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
+
+        Errors: ConfigError for more tokens than `sequence`, the number of positions learnt.
+        """
+        seq = tokens.shape[1]
+        if seq > self.sequence:
+            raise ConfigError(
+                f"data.sequence = {seq}: longer than model.sequence {self.sequence}; "
+                f"set model.sequence={seq}"
+            )
+        places = torch.arange(seq, device=tokens.device)
+        h = self.embedding_dropout(self.embedding(tokens) + self.positions(places))
+        for block in self.blocks:
+            h = block(h)
+        return Unprojected(self.norm(h), self.head.weight)

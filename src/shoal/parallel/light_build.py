@@ -1,0 +1,229 @@
+"""Builds a model in the page cache instead of the process's own memory, bit for bit the same.
+
+Where a rank keeps only a part of every weight, the whole weight is there for a moment all the same:
+initialisation draws it whole, so that every layout starts from the same numbers. Inside
+`light_build` large tensors are mapped from unlinked temporary files, shared. Their pages belong to
+the page cache: the system writes them out when memory is short and drops them with the tensor; they
+are no private memory of the process, and no limit on that (RLIMIT_DATA) counts them.
+
+Protocol  a dispatch mode sees every operation. One that makes a large new CPU tensor from nothing
+          (empty, zeros, randn, …) or from another (clone, to) writes into a mapped one; the result
+          of any other is moved there. Draws are the same calls of the same generator in the same
+          order, on the same shapes: the bits are a plain build's
+Then      ranks copy the shards they keep (`shard.clone()`, outside) and let go of the rest;
+          `settle` copies what stays whole, so that nobody trains in a file
+Limits    modes belong to a thread: what a library loads in threads of its own stays private. An
+          operation that is neither a factory nor a copy needs its result in private memory for a
+          moment. A mapped tensor cannot grow (`resize_`). On a tmpfs the pages are memory after
+          all; TMPDIR says where the files lie
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.errors import ConfigError
+from shoal.base.units import bytes_text
+from shoal.parallel._torch import UncompiledMode, pytree
+
+PREFIX = "shoal-weights-"
+
+LEAST_BYTES = 2**20
+"""Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
+
+
+@contextmanager
+def light_build(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+    """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
+
+    Errors   ConfigError when the folder of temporary files is full
+    Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
+
+    >>> with light_build(least_bytes=4096):
+    ...     weight = torch.ones(32, 32)
+    >>> float(weight.sum()), is_mapped(weight)
+    (1024.0, True)
+    """
+    with _LightBuild(least_bytes):
+        yield
+
+
+def settle(module: nn.Module) -> None:
+    """Copy the parameters and buffers that lie in mapped files into the process's own memory.
+
+    In place: parameters stay the objects they are, and what shared memory shares it again.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_mapped(tensor):
+            continue
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        if place not in copies:
+            copies[place] = storage.clone()
+        offset = tensor.storage_offset()
+        tensor.data = _over(copies[place], tensor, offset)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a file of `light_build`'s.
+
+    >>> with light_build(least_bytes=0):
+    ...     is_mapped(torch.ones(2)), is_mapped(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    if not _is_plain(tensor):
+        return False
+    path = tensor.untyped_storage().filename
+    return path is not None and os.path.basename(path).startswith(PREFIX)
+
+
+def _over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
+    """A tensor of `like`'s shape, strides and dtype over a storage."""
+    return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
+
+
+def mapped(like: Tensor) -> Tensor:
+    """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
+
+    Errors   ConfigError when the folder of temporary files is full
+    """
+    size_bytes = _span_bytes(like)
+    with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
+        _reserve(file.fileno(), size_bytes)
+        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
+    return _over(storage, like)
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Give the file its blocks now: a full disk found later would be a SIGBUS while drawing."""
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as failure:
+        raise ConfigError(
+            f"{tempfile.gettempdir()}: no room for {bytes_text(size_bytes)} of initial weights "
+            f"({failure.strerror}); nearest: TMPDIR=… names a folder on a larger disk"
+        ) from failure
+
+
+def _span_bytes(like: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not like.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(like.size(), like.stride(), strict=True))
+    return (last + 1) * like.element_size()
+
+
+class _LightBuild(UncompiledMode):
+    """Replaces what large operations allocate."""
+
+    def __init__(self, least_bytes: int) -> None:
+        super().__init__()
+        self.least_bytes = max(1, least_bytes)  # nothing has no file
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        fill = FILLS.get(func.overloadpacket)
+        if fill is None or "out" in given or not _on_cpu(args, given):
+            return self._moved(func(*args, **given), (args, given))
+        template = _template(func, args, given)
+        if _span_bytes(template) < self.least_bytes or template.layout != torch.strided:
+            return func(*args, **given)
+        target = mapped(template)
+        fill(target, args, given)
+        return target
+
+    def _moved(self, results: Any, inputs: Any) -> Any:
+        """Results of any other operation: those that are new and large are copied to files."""
+        known = {_place(t) for t in pytree.tree_leaves(inputs) if _is_plain(t)}
+
+        def move(leaf: Any) -> Any:
+            if not _is_plain(leaf) or _span_bytes(leaf) < self.least_bytes:
+                return leaf
+            return leaf if _place(leaf) in known else mapped(leaf).copy_(leaf)
+
+        return pytree.tree_map(move, results)
+
+
+def _is_plain(value: Any) -> bool:
+    """A strided tensor with memory of its own on the CPU, no subclass that stands for one."""
+    plain = type(value) in (Tensor, nn.Parameter)
+    return plain and value.device.type == "cpu" and value.layout == torch.strided
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _on_cpu(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
+    """Whether a factory makes a tensor on the CPU: told by `device`, else as its example's."""
+    example = args[0] if args and isinstance(args[0], Tensor) else None
+    if example is not None and not _is_plain(example):
+        return False
+    device = given.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _template(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor:
+    """Shape, strides and dtype of what a factory would make."""
+    if func.overloadpacket is torch.ops.aten.clone:
+        form = given.get("memory_format") or torch.preserve_format
+        return torch.empty_like(args[0], device="meta", memory_format=form)
+    changed: dict[str, Any] = {**given, "device": "meta", "pin_memory": False}
+    if "generator" in given:
+        changed["generator"] = None  # of the CPU: shapes alone draw nothing
+    made: Tensor = func(*args, **changed)
+    return made
+
+
+def _leave(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Empty, and zeros too: a new file reads as zeros."""
+
+
+def _ones(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.fill_(1)
+
+
+def _full(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.fill_(given["fill_value"] if "fill_value" in given else args[-1])
+
+
+def _normal(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.normal_(generator=given.get("generator"))
+
+
+def _uniform(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.uniform_(generator=given.get("generator"))
+
+
+def _copy(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.copy_(args[0])
+
+
+def _table() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], None]]:
+    """Operation → what fills the tensor that it would have made."""
+    aten = torch.ops.aten
+    kinds = {
+        _leave: (
+            *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+            *("zeros", "zeros_like", "new_zeros"),
+        ),
+        _ones: ("ones", "ones_like", "new_ones"),
+        _full: ("full", "full_like", "new_full"),
+        _normal: ("randn", "randn_like"),
+        _uniform: ("rand", "rand_like"),
+        _copy: ("clone", "_to_copy"),
+    }
+    return {getattr(aten, name): fill for fill, names in kinds.items() for name in names}
+
+
+FILLS = _table()

@@ -1,0 +1,120 @@
+"""What crosses between two stages of a pipeline: tensors of known form, with or without gradients.
+
+A form lists shape, dtype and requires_grad of every value, and a tag for those that stand for
+something else. As integers, to be sent: per value dtype, requires_grad, length of the tag, tag,
+number of dims, shape.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from shoal.base.errors import BugError
+
+
+class Value(NamedTuple):
+    """The form of one tensor that crosses; tag: what `pack` said of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    tag: tuple[int, ...] = ()
+
+
+Form = tuple[Value, ...]
+DTYPES = tuple(
+    sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+)  # the same on every rank, which run one torch
+
+
+def encode(form: Form) -> list[int]:
+    """A form as integers; `decode` reads them.
+
+    >>> encode((Value((2, 3), torch.bool, False, (7,)),))[1:]
+    [0, 1, 7, 2, 2, 3]
+    """
+    told = []
+    for value in form:
+        told += [DTYPES.index(value.dtype), int(value.requires_grad), len(value.tag), *value.tag]
+        told += [len(value.shape), *value.shape]
+    return told
+
+
+def decode(told: Sequence[int]) -> Form:
+    """The form that was encoded.
+
+    >>> form = (Value((), torch.float64, True), Value((0, 4), torch.int32, False, (1, 2)))
+    >>> decode(encode(form)) == form
+    True
+    """
+    form, rest = [], deque(told)
+    while rest:
+        dtype, requires_grad = DTYPES[rest.popleft()], bool(rest.popleft())
+        tag = tuple(rest.popleft() for _ in range(rest.popleft()))
+        shape = tuple(rest.popleft() for _ in range(rest.popleft()))
+        form.append(Value(shape, dtype, requires_grad, tag))
+    return tuple(form)
+
+
+def gradients_of(form: Form) -> Form:
+    """The form of the gradients that come back for values of this form."""
+    return tuple(Value(v.shape, v.dtype, False) for v in form if v.requires_grad)
+
+
+def shown(form: Form) -> str:
+    """For a person.
+
+    >>> shown((Value((2, 3), torch.float32, True), Value((), torch.int64, False)))
+    '[2, 3] float32 with gradient, [] int64'
+    """
+    return ", ".join(
+        f"{list(v.shape)} {str(v.dtype).removeprefix('torch.')}"
+        f"{' with gradient' if v.requires_grad else ''}"
+        for v in form
+    )
+
+
+class Crossing(Protocol):
+    """How values that are no plain tensors cross: as the one tensor that they stand for."""
+
+    def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The tensor to send, and integers that tell `unpack` what it is."""
+
+    def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
+        """The value again, on the rank where it arrived."""
+
+
+class PlainTensors:
+    """The crossing of tensors as they are."""
+
+    def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The tensor itself; BugError for anything else."""
+        if not isinstance(value, torch.Tensor):
+            raise BugError(f"pipeline: a {type(value).__name__} cannot cross between stages")
+        return value, ()
+
+    def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
+        """The tensor itself."""
+        return tensor
+
+
+class _Arrival(torch.autograd.Function):
+    """The same memory; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def arrive(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf's values, not a leaf: a stage may begin with an in-place operation on them."""
+    value: torch.Tensor = _Arrival.apply(leaf)
+    return value

@@ -1,0 +1,188 @@
+"""The two halves of a backward pass: first the gradient of the inputs, later those of the weights.
+
+A stage's autograd graph has a chain from its outputs to its inputs and, hanging on it, the weights:
+
+    roots ← node ← node ← … ← inputs          the chain: what an input's gradient passes through
+              ↑      ↑
+              w₂     w₁                       pieces beside it, each held by one node of the chain
+
+    input_gradients   runs the chain once and keeps, at each node that holds a piece, the gradients
+                      that arrived there
+    Weights           starts at those nodes again, each towards its own piece only: nothing of the
+                      chain is computed twice
+
+What cannot be cut so is computed with the chain, and only added to `.grad` later: a piece that
+several nodes hold (a tied weight, a weight that is used twice), because a second start would reach
+it twice; and one held by a Function written in Python (a compiled block too), whose backward need
+not run twice alike. Both halves together are the whole backward pass, exactly.
+
+Source: Qi et al. 2023 (zero bubble pipelines), section 2; the graph's own links, as in
+torch.distributed.pipelining, whose helper is private and follows a weight from one node only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def input_gradients(
+    roots: Sequence[GradientEdge],
+    seeds: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[Gradients, Weights]:
+    """The first half: gradients of the inputs, and what the second half needs.
+
+    roots    edges of the outputs · seeds  their gradients · inputs  leaf tensors
+    Gives    one gradient per input, None where it has none; no `.grad` has changed
+    """
+    if not inputs or not roots:
+        return tuple(None for _ in inputs), Weights(list(roots), list(seeds))
+    graph = _Graph(roots)
+    chain = graph.above([get_gradient_edge(leaf).node for leaf in inputs])
+    early: list[torch.Tensor] = []
+    late: dict[Node, list[torch.Tensor]] = {}
+    for holders, leaves in graph.beside(chain, {edge.node for edge in roots}):
+        holder = holders[0] if len(holders) == 1 else None
+        if holder is None or isinstance(holder, BackwardCFunction):
+            early += leaves
+        else:
+            late.setdefault(holder, []).extend(leaves)
+    starts = [_Start(node, leaves) for node, leaves in late.items()]
+    found = torch.autograd.grad(
+        roots, [*inputs, *early], seeds, retain_graph=bool(starts), allow_unused=True
+    )
+    own, others = found[: len(inputs)], found[len(inputs) :]
+    ready = [(leaf, g) for leaf, g in zip(early, others, strict=True) if g is not None]
+    return own, Weights([], [], starts, ready)
+
+
+@dataclass
+class Weights:
+    """The second half, to be run once.
+
+    roots, seeds   a whole backward pass, where no input needs a gradient
+    starts         nodes to start from · ready  gradients that are computed already
+    """
+
+    roots: list[GradientEdge]
+    seeds: list[torch.Tensor]
+    starts: list[_Start] = field(default_factory=list)
+    ready: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def accumulate(self) -> None:
+        """Add the gradients to `.grad`, through the hooks of the weights."""
+        if self.roots:
+            torch.autograd.backward(self.roots, self.seeds)
+        for start in self.starts:
+            start.run()
+        for leaf, gradient in self.ready:
+            with _Arriving(get_gradient_edge(leaf).node) as arriving:
+                arriving.gradients = (gradient,)
+                torch.autograd.backward([leaf], [gradient])
+        self.roots, self.seeds, self.starts, self.ready = [], [], [], []
+
+
+class _Arriving:
+    """Notes the gradients that arrive at a node; where it runs again, it gets the same ones.
+
+    Hooks on a tensor change its gradient before the node sees it. They run at the second start too,
+    which begins with what they have changed already; what they make of it then is put aside.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.gradients: Gradients | None = None
+        self.handle = node.register_prehook(self._arrive)
+
+    def _arrive(self, now: Gradients) -> Gradients | None:
+        if self.gradients is None:
+            self.gradients = now
+            return None
+        return tuple(
+            new if kept is None else kept for kept, new in zip(self.gradients, now, strict=True)
+        )
+
+    def __enter__(self) -> _Arriving:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.handle.remove()
+
+
+class _Start:
+    """A node of the chain, from which the weights beside it get their gradients."""
+
+    def __init__(self, node: Node, leaves: list[torch.Tensor]) -> None:
+        self.node, self.leaves = node, leaves
+        self.arriving = _Arriving(node)
+
+    def run(self) -> None:
+        """Run this node once more, towards its own weights only."""
+        with self.arriving as arriving:
+            came = [(i, g) for i, g in enumerate(arriving.gradients or ()) if g is not None]
+            if came:
+                edges = [GradientEdge(self.node, place) for place, _ in came]
+                torch.autograd.backward(edges, [g for _, g in came], inputs=self.leaves)
+
+
+class _Graph:
+    """The nodes that can be reached from the roots, with their links both ways."""
+
+    def __init__(self, roots: Iterable[GradientEdge]) -> None:
+        self.below: dict[Node, list[Node]] = {}
+        self.holders: dict[Node, list[Node]] = {}
+        to_visit = [edge.node for edge in roots]
+        while to_visit:
+            node = to_visit.pop()
+            if node in self.below:
+                continue
+            self.below[node] = [child for child, _ in node.next_functions if child is not None]
+            for child in self.below[node]:
+                self.holders.setdefault(child, []).append(node)
+            to_visit += self.below[node]
+
+    def above(self, leaves: Iterable[Node]) -> set[Node]:
+        """The nodes from which one of these can be reached, and these."""
+        found: set[Node] = set()
+        to_visit = [leaf for leaf in leaves if leaf in self.below]
+        while to_visit:
+            node = to_visit.pop()
+            if node not in found:
+                found.add(node)
+                to_visit += self.holders.get(node, [])
+        return found
+
+    def beside(
+        self, chain: set[Node], roots: set[Node]
+    ) -> list[tuple[list[Node], list[torch.Tensor]]]:
+        """Connected pieces outside of the chain: (nodes of the chain that hold it, its leaves).
+
+        Of a piece that holds a root, nothing holds all: it counts as held by none.
+        """
+        pieces, seen = [], set(chain)
+        for first in self.below:
+            if first in seen:
+                continue
+            holders: dict[Node, None] = {}
+            leaves: list[torch.Tensor] = []
+            is_root, to_visit = False, [first]
+            seen.add(first)
+            while to_visit:
+                node = to_visit.pop()
+                is_root |= node in roots
+                leaf: Any = getattr(node, "variable", None)
+                leaves += [leaf] if leaf is not None else []
+                above = self.holders.get(node, [])
+                holders.update((holder, None) for holder in above if holder in chain)
+                beside = [n for n in (*self.below[node], *above) if n not in seen]
+                seen.update(beside)
+                to_visit += beside
+            pieces.append(([] if is_root else list(holders), leaves))
+        return pieces

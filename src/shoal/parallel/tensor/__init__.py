@@ -1,0 +1,1 @@
+"""Tensor parallelism: one layer computed by several processes, each with a part of its weights."""

@@ -1,0 +1,100 @@
+"""Whole numbers among an operation's arguments, some of which mean sizes of the whole tensor.
+
+`view(x, [batch, seq, 16, 64])` on a part with 8 of 16 heads must become `[batch, seq, 8, 64]`.
+Which number is meant is found by trying: `edits` lists what to try, `divided` does it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+Path = tuple[Any, ...]
+Edit = tuple[Path, int]
+"""(path of a whole number in (args, kwargs), what it is divided by)."""
+
+
+def edits(template: Any, degree: int, grids: Sequence[int]) -> Iterator[tuple[Edit, ...]]:
+    """Which arguments to divide: none; one; all of one list; two; those of a grid of ranks.
+
+    grids   outer degrees of the grids to try
+    """
+    yield ()
+    found = [(path, n) for path, n in numbers_in(template) if n > 1]
+    even = [path for path, n in found if n % degree == 0]
+    for path in even:
+        yield ((path, degree),)
+    for _, group in itertools.groupby(found, key=lambda item: item[0][:-1]):
+        sizes = list(group)
+        if len(sizes) > 1 and all(n % degree == 0 for _, n in sizes):
+            yield tuple((path, degree) for path, _ in sizes)
+    if len(even) <= 6:
+        for one, other in itertools.combinations(even, 2):
+            yield ((one, degree), (other, degree))
+    for outer in grids:
+        yield from _on_a_grid(found, outer, degree // outer)
+
+
+def _on_a_grid(found: list[tuple[Path, int]], outer: int, inner: int) -> Iterator[tuple[Edit, ...]]:
+    able = [(path, k) for k in dict.fromkeys((outer, inner)) for path, n in found if n % k == 0]
+    for single in able:
+        yield (single,)
+    for first, second in itertools.combinations(able, 2):
+        if first[0] != second[0] and first[1] * second[1] == outer * inner:
+            yield (first, second)
+
+
+def numbers_in(template: Any) -> list[tuple[Path, int]]:
+    """Whole numbers in nested lists and mappings, with their paths.
+
+    >>> numbers_in(([2, [3, True]], {"dim": 4}))
+    [((0, 0), 2), ((0, 1, 0), 3), ((1, 'dim'), 4)]
+    """
+    found: list[tuple[Path, int]] = []
+
+    def walk(value: Any, path: Path) -> None:
+        if type(value) is int:
+            found.append((path, value))
+        elif isinstance(value, list | tuple):
+            for k, item in enumerate(value):
+                walk(item, (*path, k))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, (*path, key))
+
+    walk(template, ())
+    return found
+
+
+def divided(template: Any, wanted: Sequence[Edit]) -> Any:
+    """The same with some whole numbers divided.
+
+    >>> divided(([2, [8, 4]], {}), [((0, 1, 0), 4)])
+    [[2, [2, 4]], {}]
+    """
+    by_path = dict(wanted)
+
+    def walk(value: Any, path: Path) -> Any:
+        if path in by_path:
+            return value // by_path[path]
+        if isinstance(value, list | tuple):
+            return [walk(item, (*path, k)) for k, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {key: walk(item, (*path, key)) for key, item in value.items()}
+        return value
+
+    return walk(template, ())
+
+
+def as_float64(value: Any) -> Any:
+    """An argument as rules run it: on the CPU, floating types as float64."""
+    if isinstance(value, torch.dtype):
+        if value.is_complex:
+            return torch.complex128
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value

@@ -1,0 +1,88 @@
+"""Writes out attention with dropout as the products it is, so that its mask has a place to be cut.
+
+Formula   out = dropout(softmax(q kᵀ · scale + mask)) · v
+Source    torch's own math kernel (aten/src/ATen/native/transformers/attention.cpp), which the CPU
+          takes for attention with dropout: the same order of operations, so the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from shoal.parallel.tensor._torch import make_fx
+
+aten = torch.ops.aten
+
+
+def is_attention_with_dropout(node: fx.Node) -> bool:
+    """Whether this operation drops out attention weights inside."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    return bool(_named(node).get("dropout_p"))
+
+
+def write_out(graph: fx.Graph, node: fx.Node) -> None:
+    """Put the products in the place of the operation."""
+    named = _named(node)
+    inputs = [named["query"], named["key"], named["value"]]
+    if named.get("attn_mask") is not None:
+        inputs.append(named["attn_mask"])
+    formula = functools.partial(
+        attention,
+        dropout=named["dropout_p"],
+        causal=bool(named.get("is_causal")),
+        scale=named.get("scale"),
+        grouped=bool(named.get("enable_gqa")),
+    )
+    values = [one.meta["val"] for one in inputs]
+    with values[0].fake_mode, torch.enable_grad():
+        written = make_fx(formula, pre_dispatch=True)(*values)
+    places = [one for one in written.graph.nodes if one.op == "placeholder"]
+    copies: dict[fx.Node, fx.Node] = dict(zip(places, inputs, strict=True))
+    with graph.inserting_before(node):
+        for inner in written.graph.nodes:
+            if inner.target is aten._assert_tensor_metadata.default:
+                continue
+            if inner.op == "call_function":
+                copies[inner] = graph.node_copy(inner, lambda one: copies[one])
+            elif inner.op == "output":
+                node.replace_all_uses_with(copies[inner.args[0]])
+    graph.erase_node(node)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """As `F.scaled_dot_product_attention`: [..., heads, seq, head_dim] each."""
+    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if grouped:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = (q * root) @ (k * root).transpose(-2, -1)
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(mask.logical_not(), -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return F.dropout(scores.softmax(-1), dropout) @ v
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    names = [argument.name for argument in schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

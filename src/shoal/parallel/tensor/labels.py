@@ -1,0 +1,145 @@
+"""A label says what each of n processes holds of a tensor: all of it, a slice, or a summand.
+
+    Whole            every rank holds the tensor
+    Split(d, g)      dim d is cut into g segments, and every segment into n equal parts; rank r
+                     holds part r of each segment, one after another (g = 3: fused q, k and v)
+    Partial          every rank holds a tensor of the full shape; their sum is the tensor
+    Tiled(…)         the ranks form a grid; each of its axes has a label of its own (4 ranks that
+                     share 2 key/value heads: 2 × 2, the outer axis splits, the inner one does not)
+
+Source: the placements of GSPMD (Xu et al. 2021, 2105.04663) and DTensor, with segments added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.base.errors import PlanError
+from shoal.base.shards import Box
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank holds all of it."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Every rank holds an equal part of dim `dim`, cut within each of `groups` segments."""
+
+    dim: int
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The tensor is the sum of what the ranks hold."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Ranks as a grid, outermost axis first: (degree of the axis, its label) for each axis."""
+
+    axes: tuple[tuple[int, Whole | Split], ...]
+
+
+Label = Whole | Split | Partial | Tiled
+
+WHOLE = Whole()
+PARTIAL = Partial()
+
+
+def divides(size: int, groups: int, degree: int) -> bool:
+    """Whether a dim of this size can be cut so.
+
+    >>> divides(12, 3, 2), divides(12, 3, 8)
+    (True, False)
+    """
+    return size > 0 and size % (groups * degree) == 0
+
+
+def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
+    """What rank `rank` of `degree` holds of a whole tensor: contiguous, maybe a view of it.
+
+    Errors: PlanError where the dim does not divide.
+    """
+    if isinstance(label, Tiled):
+        for position, (parts, inner) in zip(grid_place(label, rank), label.axes, strict=True):
+            tensor = cut(tensor, inner, position, parts)
+        return tensor
+    if not isinstance(label, Split):
+        return tensor
+    dim, groups = label.dim, label.groups
+    size = tensor.shape[dim]
+    if not divides(size, groups, degree):
+        segments = f"{groups} segments of " if groups > 1 else ""
+        raise PlanError(
+            f"a dim of size {size} does not divide into {segments}{degree} equal parts; nearest: "
+            f"a degree that divides {size // groups}"
+        )
+    width = size // (groups * degree)
+    parts = tensor.unflatten(dim, (groups, degree, width)).select(dim + 1, rank)
+    return parts.flatten(dim, dim + 1).contiguous()
+
+
+def join(shards: Sequence[Tensor], label: Label) -> Tensor:
+    """The whole tensor from what every rank holds, in the order of the ranks."""
+    if isinstance(label, Tiled):
+        for parts, inner in reversed(label.axes):
+            rows = [shards[k : k + parts] for k in range(0, len(shards), parts)]
+            shards = [join(row, inner) for row in rows]
+        return shards[0]
+    if isinstance(label, Partial):
+        return torch.stack(list(shards)).sum(0)
+    if isinstance(label, Split):
+        if label.groups == 1:
+            return torch.cat(list(shards), label.dim)
+        width = shards[0].shape[label.dim] // label.groups
+        pieces = [shard.unflatten(label.dim, (label.groups, width)) for shard in shards]
+        return torch.stack(pieces, label.dim + 1).flatten(label.dim, label.dim + 2)
+    return shards[0]
+
+
+def grid_place(label: Tiled, rank: int) -> tuple[int, ...]:
+    """Coordinates of a rank in the label's grid, the last axis fastest.
+
+    >>> grid_place(Tiled(((2, Split(0)), (2, Whole()))), 3)
+    (1, 1)
+    """
+    place = []
+    for parts, _ in reversed(label.axes):
+        place.append(rank % parts)
+        rank //= parts
+    return tuple(reversed(place))
+
+
+def boxes(shape: Sequence[int], split: Split, rank: int, degree: int) -> tuple[Box, ...]:
+    """Where the elements of rank `rank`'s contiguous shard lie in the whole tensor.
+
+    Gives boxes in the order in which their elements are stored: one box per segment, and where
+    segments lie in a later dim also one per index of the dims before it.
+
+    >>> boxes((6, 2), Split(0, 3), 1, 2)
+    (((1, 2), (0, 2)), ((3, 4), (0, 2)), ((5, 6), (0, 2)))
+    >>> boxes((2, 4), Split(1, 2), 0, 2)
+    (((0, 1), (0, 1)), ((0, 1), (2, 3)), ((1, 2), (0, 1)), ((1, 2), (2, 3)))
+    """
+    dim, groups = split.dim, split.groups
+    width = shape[dim] // (groups * degree)
+    starts = [(group * degree + rank) * width for group in range(groups)]
+    after = tuple((0, n) for n in shape[dim + 1 :])
+    if groups == 1:
+        before = [tuple((0, n) for n in shape[:dim])]
+    else:
+        before = [
+            tuple((k, k + 1) for k in index)
+            for index in itertools.product(*(range(n) for n in shape[:dim]))
+        ]
+    return tuple(
+        (*head, (start, start + width), *after) for head, start in itertools.product(before, starts)
+    )

@@ -1,0 +1,75 @@
+"""Tensor and sequence parallelism: ranks hold parts of every layer and compute it together.
+
+How a layer is split is derived from the layer itself (`tensor/`): its graph is traced as on one
+device, labels for what each rank holds are propagated by rules found by running the operations, and
+the rewritten graph runs in the layer's place. Under sequence parallelism ranks hold parts of the
+sequence between the split layers as well, which takes no more bytes and keeps fewer activations.
+
+Source: Shoeybi et al. 2019 (1909.08053), Korthikanti et al. 2022 (2205.05198); the derivation is
+described in docs/any-module.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError
+from shoal.fabric import World
+from shoal.parallel.program import Program
+from shoal.parallel.tensor.apply import apply_split
+from shoal.parallel.tensor.check import checked
+from shoal.parallel.tensor.model_split import plan_split
+from shoal.parallel.tensor.sequence import Deal, SequenceShard, is_shard, show
+
+
+def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
+    """Cut the module's parameters in place, and let its blocks run as their split graphs.
+
+    run      does one forward pass on a sample
+    Errors   PlanError where nothing can be split, or something cannot and the plan is strict
+    """
+    degree, policy = program.tensor.size, program.plan.tensor
+    if degree == 1:
+        return program
+    split = plan_split(
+        program.module,
+        run,
+        degree,
+        strict=policy.strict,
+        overrides=policy.overrides,
+        sequence=policy.sequence_parallel != "off",
+    )
+    split = checked(program.module, split, program.tensor, strict=policy.strict)
+    done = apply_split(program.module, split, program.tensor)
+    program.notices.extend(split.notices)
+    return replace(
+        program,
+        places=done.places,
+        holders=done.holders,
+        joined={name: (program.tensor,) for name in done.partial},
+        on_close=(*program.on_close, *done.undo),
+    )
+
+
+class Crossing:
+    """How a pipeline sends what may be a part of a sequence: the part, and where it belongs."""
+
+    def __init__(self, axis: World) -> None:
+        self.axis = axis
+
+    def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The tensor to send, and integers that tell `unpack` what it is."""
+        if not isinstance(value, torch.Tensor):
+            raise BugError(f"pipeline: a {type(value).__name__} cannot cross between stages")
+        if isinstance(value, SequenceShard) and is_shard(value):
+            return value.local, (value.deal.dim, *value.deal.cuts)
+        return value, ()
+
+    def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
+        """The value again, on the same tensor-parallel rank of another stage."""
+        return show(tensor, Deal(self.axis, tag[0], tag[1:])) if tag else tensor

@@ -1,0 +1,84 @@
+"""Is the transformers model there? Checks `model.name = hf:PATH` before any process starts.
+
+PATH is a folder with a config.json (and safetensors weights, if there are any) or the config.json
+itself, whose weights are then drawn anew. Nothing is imported here: transformers is searched for,
+the file is read as JSON. `shoal.models.foreign` builds the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError, nearest
+
+PREFIX = "hf:"
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""What transformers calls its weights: one file, or the list of several."""
+
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Weights that run code when they are read."""
+
+
+def is_foreign(name: str) -> bool:
+    """True if `model.name` is a path to a transformers model.
+
+    >>> is_foreign("hf:models/mine"), is_foreign("llama")
+    (True, False)
+    """
+    return name.startswith(PREFIX)
+
+
+def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tuple[Path, bool]:
+    """The config.json that `hf:PATH` names, and whether weights lie beside it that shall be read.
+
+    arguments   keys of [model]; there may be none, since the file has the model's own
+    Errors      ConfigError, one line: transformers missing, no such file, no model_type in it,
+                weights that are pickles, arguments
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"model.name = {name}: needs transformers, which is not installed; "
+            f"nearest: pip install 'shoal[hf]'"
+        )
+    given = Path(name.removeprefix(PREFIX)).expanduser()
+    path = given if given.suffix == ".json" else given / "config.json"
+    _check_file(name, path)
+    if arguments:
+        key = next(iter(arguments))
+        raise ConfigError(
+            f"model.{key}: {name} takes its arguments from {path}; nearest: change them there"
+        )
+    if path == given:
+        return path, False
+    stored = any((given / weights).exists() for weights in WEIGHTS)
+    pickled = [weights for weights in PICKLES if (given / weights).exists()]
+    if pickled and not stored:
+        raise ConfigError(
+            f"model.name = {name}: {pickled[0]} is a pickle, which runs code when it is read; "
+            f"nearest: save it as safetensors, or {PREFIX}{path} for new weights"
+        )
+    return path, stored
+
+
+def _check_file(name: str, path: Path) -> None:
+    """Errors: ConfigError if `path` is no config.json with a model_type."""
+    if not path.is_file():
+        folders = [*path.parent.glob("*/config.json"), *path.parent.parent.glob("*/config.json")]
+        close = nearest(str(path.parent), [str(found.parent) for found in folders])
+        hint = f"nearest: {PREFIX}{close}" if close else "give a folder with a config.json"
+        raise ConfigError(f"model.name = {name}: there is no file {path}; {hint}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        raise ConfigError(
+            f"model.name = {name}: {path} is no JSON ({failure}); give a model's config.json"
+        ) from failure
+    if not isinstance(found, Mapping) or not isinstance(found.get("model_type"), str):
+        raise ConfigError(
+            f"model.name = {name}: {path} has no model_type; give a transformers config.json"
+        )

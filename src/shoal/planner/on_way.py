@@ -1,0 +1,163 @@
+"""Bytes of gradients and weights on their way between data ranks, at each moment of Shoal's step.
+
+    ddp, zero1   all of a step's buckets are on their way until its end: what is received beside
+                 what is kept, and copies where `reduce_bytes` is narrower than what is kept
+    zero2        a bucket is collected beside the parts that are kept, then sent; so many may be on
+                 their way before the next one waits, those of earlier micro-batches too
+    zero1, 2     after the update every rank's part of the weights travels to all others
+    zero3        on gloo a block's gather has a copy inside gloo, flat bytes and parameters; the
+                 next block is gathered ahead; gradients that were sent stay until the next are
+
+gloo (CPU) receives from every rank before it adds up: as much as was sent. NCCL receives the sum of
+the rank's own part. Source: shoal.parallel.buckets, zero; shoal.fabric.parts; torch:
+ProcessGroupGloo.cpp (_allgather_base), _fsdp_param_group.py (post_backward, reduce_scatter_state).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.base.estimate import Case, UnitFacts
+from shoal.planner.buckets import BUCKET_BYTES
+from shoal.planner.stage_cut import Stage, is_block
+from shoal.planner.states import WIDTHS, Elements, shard_counts
+from shoal.planner.transients import head_elements, rank_sum
+
+BUCKETS_IN_FLIGHT = 2
+"""Buckets that zero2 leaves on their way (`shoal.parallel.zero.IN_FLIGHT`)."""
+
+BARE_OPERATIONS = 3
+"""A unit of so few operations is one layer, with what is applied to its output."""
+
+
+class OnWay(NamedTuple):
+    """Bytes at one moment each.
+
+    before      at the loss, of earlier micro-batches · first  in the backward of the last block
+    last        in the backward of the first block · sent  when the last bucket has left and no
+                activation is there any more · published  while stepped weights travel
+    """
+
+    before: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    sent: float = 0.0
+    published: float = 0.0
+
+
+class Moment(NamedTuple):
+    """Bytes of zero 3 on gloo while blocks are in their backward: weights gathered, gradients sent.
+
+    through   blocks whose backward is over · works  whether a block's backward runs meanwhile
+    """
+
+    gathered: float
+    sent: float = 0.0
+    through: int = 0
+    works: bool = False
+
+
+class OnGloo(NamedTuple):
+    """Zero 3 on gloo: bytes gathered at the loss, moments of blocks, bytes at the root's end."""
+
+    loss: float
+    blocks: list[Moment]
+    root: float
+
+
+def on_way(case: Case, elements: Elements) -> OnWay:
+    """What zero 0 to 2 have on their way beside the states, for a rank of so many elements."""
+    layout = case.layout
+    if case.framework != "shoal" or layout.zero == 3 or layout.data_degree == 1:
+        return OnWay()
+    wide = max(4, WIDTHS[case.compute])
+    total = wide * sum(elements)
+    narrow = case.reduce_bytes / wide if 0 < case.reduce_bytes < wide else 0.0
+    own = 1 / shard_counts(case)[0] if layout.zero else 0.0
+    gloo = case.cluster.device.kind == "cpu"
+    received = 1.0 if gloo else own
+    published = (own + gloo) * WIDTHS[case.compute] * sum(elements) if layout.zero else 0.0
+    if layout.zero < 2 or case.defer_sync:
+        each = narrow + (narrow or 1.0) * received if layout.zero else narrow
+        before_last = total - (total % BUCKET_BYTES or min(total, BUCKET_BYTES))
+        return OnWay(last=each * before_last, sent=each * total, published=published)
+    each = (narrow or 1.0) * (1 + received)
+    bucket = min(total, BUCKET_BYTES)
+    before = each * _in_a_row(total, case.accumulate - 1, BUCKETS_IN_FLIGHT)
+    waiting = each * _in_a_row(total, case.accumulate, BUCKETS_IN_FLIGHT)
+    # One more is sent before the first is waited for; its own part is added up beside.
+    sent = each * _in_a_row(total, case.accumulate, BUCKETS_IN_FLIGHT + 1) + own * bucket
+    last = max(waiting + bucket, sent) if total > bucket else before + bucket
+    return OnWay(before, before + bucket, last, sent, published)
+
+
+def _in_a_row(total: float, passes: int, count: int) -> float:
+    """Most bytes of `count` buckets sent one after another, when every pass sends `total`.
+
+    >>> mib = 2**20
+    >>> [_in_a_row(size * mib, 4, 3) / mib for size in (10, 40, 100)]
+    [30.0, 65.0, 75.0]
+    """
+    buckets = int(-(-total // BUCKET_BYTES))
+    if not buckets:
+        return 0.0
+    rounds, left = divmod(min(count, buckets * passes), buckets)
+    return rounds * total + min(left * BUCKET_BYTES, total)
+
+
+def is_bare(unit: UnitFacts) -> bool:
+    """Whether a unit is one layer: fsdp leaves it in the root, and it has one matrix."""
+    return 0 < unit.operations <= BARE_OPERATIONS
+
+
+def arriving_bytes(case: Case, stage: Stage) -> float:
+    """The largest layer's gradient before it is added to what is kept; of bare layers only.
+
+    Facts do not say how large the matrices inside a block are, so those are left out.
+    """
+    if case.framework != "shoal" or case.layout.zero == 3:
+        return 0.0
+    bare = [unit for unit, _ in stage.units if is_bare(unit) and is_block(unit)]
+    sizes = [unit.parameters - unit.plain_parameters for unit in bare]
+    return WIDTHS[case.compute] * max(sizes, default=0) / case.layout.tp
+
+
+def gathers_on_gloo(case: Case) -> bool:
+    """Whether `sharded_on_gloo` says what zero 3 holds; in a pipeline all stays gathered."""
+    on_cpu = case.framework == "shoal" and case.cluster.device.kind == "cpu"
+    return on_cpu and case.layout.zero == 3 and case.layout.pp == 1
+
+
+def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
+    """What zero 3 on gloo has gathered and sent.
+
+    The root (embedding, head, bare layers) stays gathered, as it is kept; the gradient of the
+    head's weight waits until the root is sent. Of unequal blocks, the largest and the one before it
+    count.
+    """
+    width = WIDTHS[case.compute]
+    wide = max(4, width)
+    reduced = case.reduce_bytes or wide
+    own = 1 / shard_counts(case)[0]
+    blocks = [(unit, count) for unit, count in stage.blocks if not is_bare(unit)]
+    sizes = [
+        sum(rank_sum(case, [(unit, 1.0)])) for unit, count in blocks for _ in range(round(count))
+    ]
+    root = sum(rank_sum(case, stage.units, stage.tied)) - sum(sizes)
+    held, head = wide * root, wide * head_elements(case, stage)
+    moments = []
+    if sizes:
+        block, ahead = max(zip(sizes, [0.0, *sizes[:-1]], strict=True), key=sum)
+        # flat bytes, gloo's copy of them or parameters: of the block, then of the one ahead
+        moments = [
+            Moment(held + width * (block + max(block, 2 * ahead)), head),
+            Moment(held + width * (block + ahead), head, works=True),
+            Moment(held + width * ahead, head + reduced * block * (2 + own), through=1),
+        ]
+    # Sums of earlier micro-batches are among the gradients; the first's own are not yet.
+    summed, first_sum = (own, 0.0) if case.accumulate > 1 else (0.0, own)
+    if len(sizes) > 2:  # the next two are gathered while what the first sent is still held
+        moments.append(
+            Moment(held + width * 3 * block, head + reduced * block * (1 + first_sum), through=1)
+        )
+    return OnGloo(held, moments, reduced * root * (2 + summed))

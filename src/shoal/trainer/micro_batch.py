@@ -1,0 +1,112 @@
+"""One micro-batch of a step on this rank: forward, loss, backward, at once or in pieces.
+
+A pipeline runs the forward pass of one micro-batch between pieces of others, so everything that
+belongs to one of them (its numbers, its generators' keys, its sums) is kept here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.parallel.program import Program
+from shoal.trainer._torch import pytree
+from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
+
+JOINING = -1
+"""Number of a pass that only joins the others' collectives; its loss weighs nothing."""
+
+SUMS_LOCK = threading.Lock()
+"""Replicas in threads add to the same sums."""
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch on this rank; see `program.Pass`.
+
+    step, index   keys of its randomness; JOINING: it weighs nothing
+    scale         what the loss is multiplied by before backward
+    sums          [loss sum, count of targets], added to by whoever computes the loss
+    """
+
+    program: Program
+    loss: Loss
+    step: int
+    index: int
+    batch: Any
+    call: str
+    scale: float
+    sums: torch.Tensor
+
+    def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
+        """Run it; gradients land in the module's parameters, loss and count in `sums`.
+
+        alone   no other pass runs at the same time, so generators and buffers may be keyed to it
+        """
+        with self.entered() if alone else nullcontext():
+            # The outputs are named nowhere: activations that only they hold are free in backward.
+            total = self.total(self.outputs(module))
+            if total.requires_grad:
+                total.backward()
+        self.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Generators and buffers are keyed to this micro-batch inside."""
+        with ExitStack() as around:
+            for enter in self.program.around:
+                around.enter_context(enter(self.step, self.index))
+            yield
+
+    @cached_property
+    def parts(self) -> tuple[Any, Any]:
+        """(inputs, targets), on the device and in the format of the run."""
+        return split_batch(prepared(self.program, self.batch))
+
+    @property
+    def signature(self) -> Hashable:
+        """The shapes and formats of the inputs' tensors, and what else they are made of."""
+        leaves, form = pytree.tree_flatten(self.parts[0])
+        return str(form), tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves
+        )
+
+    def outputs(self, module: nn.Module) -> Any:
+        """The forward pass."""
+        with self.program.autocast():
+            return call_model(module, self.parts[0], self.call)
+
+    def total(self, outputs: Any) -> torch.Tensor:
+        """The scaled sum of losses; loss and count are added to the step's sums."""
+        program, targets = self.program, self.parts[1]
+        with program.autocast():
+            total, count = sum_and_count(self.loss(outputs, targets), targets)
+        if program.together and not total.requires_grad:
+            # Parameters are gathered for every backward pass of every rank.
+            total = total + _nothing_of(outputs)
+        if self.index == JOINING:
+            total, count = total * 0, count * 0
+        with SUMS_LOCK:
+            self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
+        return total if self.scale == 1.0 else total * self.scale
+
+
+def _nothing_of(outputs: Any) -> torch.Tensor | float:
+    """Zero, by way of no element of the outputs: a backward pass whose gradients are zeros."""
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad), 0.0)
+
+
+def prepared(program: Program, batch: Any) -> Any:
+    """A batch as the model is to see it: on its device, in its format."""
+    for prepare in program.prepare:
+        batch = prepare(batch)
+    return batch

@@ -1,0 +1,100 @@
+"""`shoal plan --explain`: one row per parameter, for every kind of layout, from the model itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from shoal.base.errors import PlanError
+from shoal.base.layout import Layout
+from shoal.cli import main
+from shoal.cli.plan_explain import explain_model, find_layout, over_data
+from shoal.config.load import load
+
+SMALL = ["model.dim=32", "model.layers=3", "data.source=synthetic", "data.sequence=12"]
+
+
+def rows(*words: str) -> dict[str, dict[str, object]]:
+    loaded = load(None, [*SMALL, *words])
+    explained = explain_model(loaded.config, find_layout(loaded, "")).record()
+    return {row["name"]: row for row in explained["parameters"]}
+
+
+def test_layers_over_two_ranks() -> None:
+    found = rows("layout.tp=2", "layout.sequence_parallel=off", "model.tied=false")
+    up, down = found["blocks.1.mlp.up.weight"], found["blocks.1.mlp.down.weight"]
+    half = up["shape"][0] // 2  # type: ignore[index]
+    assert up["shard"] == f"rows 0:{half} of {2 * half}"
+    assert down["shard"] == f"columns 0:{half} of {2 * half}"
+    assert (up["collective"], down["collective"]) == (
+        "all_reduce of its input's gradient", "all_reduce of its product",
+    )  # fmt: skip
+    assert up["axis"] == down["axis"] == "tp"
+    norm = found["blocks.1.mlp_norm.weight"]
+    assert (norm["axis"], norm["shard"]) == ("", "whole")
+    assert norm["reason"], "whoever stays whole is told why"
+    assert all(row["axis"] or row["reason"] for row in found.values())
+
+
+def test_axes_together() -> None:
+    found = rows("layout.tp=2", "layout.dp_shard=2", "layout.pp=3", "layout.schedule=gpipe")
+    up = found["blocks.2.mlp.up.weight"]
+    assert up["axis"] == "tp, dp_shard"
+    assert " of these rows 0:" in str(up["shard"])
+    assert "all_gather before use" in str(up["collective"])
+    assert up["stage"] == (2,)
+    assert found["blocks.0.mlp.up.weight"]["stage"] == (0,)
+    tied = found["embedding.weight"]
+    assert tied["stage"] == (0, 2)
+    assert "gradients of stages 0, 2 summed" in str(tied["collective"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "shard", "said"),
+    [
+        (Layout(), "", "whole", ""),
+        (Layout(dp_replicate=2), "", "whole", "all_reduce of its gradient over dp_replicate"),
+        (Layout(dp_shard=2, zero=1), "", "whole", "all_gather of its new values over dp_shard"),
+        (Layout(dp_shard=3, zero=3), "dp_shard", "rows 0:3 of 8", "all_gather before use"),
+        (Layout(dp_shard=2, dp_replicate=2, zero=3), "dp_shard", "rows 0:4 of 8",
+         "over dp_shard, all_reduce of its gradient over dp_replicate"),
+    ],
+)  # fmt: skip
+def test_what_data_parallel_axes_do(layout: Layout, axis: str, shard: str, said: str) -> None:
+    held = over_data(layout, (8, 4))
+    assert (held.axis, held.shard) == (axis, shard)
+    assert said in held.collective
+
+
+def test_the_command() -> None:
+    words = ["plan", "--explain", *SMALL, "layout.strategy=fsdp", "launch.processes=2"]
+    done: Result = CliRunner().invoke(main.app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.output)
+    assert record["layout"] == "fsdp (dp_shard = 2)"
+    assert all(row["axis"] == "dp_shard" for row in record["parameters"])
+    shown = CliRunner().invoke(main.app, words).output
+    assert "blocks.0–2.attention.q.weight" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert len(shown.splitlines()) <= 40
+
+
+def test_the_layout_is_the_runs() -> None:
+    def layout(*words: str, on: str = "") -> Layout:
+        return find_layout(load(None, [*SMALL, *words]), on)
+
+    assert layout("layout.tp=2", "layout.pp=2").processes == 4
+    assert layout("layout.strategy=3d", on="8xH100-80GB").processes == 8
+    assert layout("layout.strategy=dp").threads == 2
+    with pytest.raises(PlanError, match="nearest legal: layout.dp_replicate=2"):
+        layout("layout.tp=2", "launch.processes=4")
+    with pytest.raises(PlanError, match="more stages than the 3 blocks"):
+        rows("layout.pp=4")
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(PlanError, match="matches no parameter"):
+        rows("layout.tp=2", "layout.split=*.upp.weight=whole")

@@ -1,0 +1,61 @@
+"""What the check at the start says, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import torch
+from threads import on_ranks
+from torch import Tensor, nn
+
+from shoal.parallel.tensor.check import Finding, check_class
+from shoal.parallel.tensor.model_split import plan_split
+
+
+class Cast(nn.Module):
+    """A layer that computes in float32 inside, and has zero biases and a mask of infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        weights = ((x @ x.transpose(1, 2)).float() + mask).softmax(-1).to(x.dtype)
+        return x + self.down(self.up(weights @ x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Cast() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def test_a_right_split_passes_and_nothing_is_touched() -> None:
+    module = Stack()
+    x = torch.randn(2, 4, 8)
+    split = plan_split(module, lambda m: m(x), 2)
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    random = torch.get_rng_state()
+    (group,) = split.classes
+    assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
+    assert torch.equal(random, torch.get_rng_state())
+    for name, p in module.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.grad is None
+
+
+def test_one_line_says_what_and_why() -> None:
+    outputs = Finding("blocks.0", 0.25, ("o.weight",), "the cause")
+    assert outputs.text() == (
+        "split, it computes something else: its outputs differ by 2.5e-01 of their norm; likely "
+        "cause: the cause"
+    )
+    gradients = Finding("blocks.0", 0.0, ("o.weight", "q.weight"), "the cause")
+    assert "outputs are right, the gradient of o.weight and 1 more differs" in gradients.text()

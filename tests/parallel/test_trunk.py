@@ -1,0 +1,142 @@
+"""The blocks of models of many families are found, in call order, and nothing is left behind."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hf_modules import HF_EXAMPLES
+from torch import nn
+from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers, tokens
+
+from shoal.models.catalog import build
+from shoal.parallel.trunk import find_trunk
+
+LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
+OURS = {
+    "llama": Example(partial(build, "llama", {**LLAMA, "sequence": 8}), tokens, named("blocks.{}")),
+    "our mlp": Example(
+        partial(build, "mlp", {"inputs": 6, "hidden": 16, "layers": 3, "classes": 3}),
+        lambda n: numbers(n, 6),
+        (*named("layers.{}", 3), "head"),
+    ),
+    "resnet": Example(
+        partial(build, "resnet", {"image_channels": 1, "channels": 4, "classes": 3}),
+        lambda n: numbers(n, 1, 8, 8),
+        (),
+    ),
+}
+ALL = {**OURS, **EXAMPLES, **{f"hf {name}": example for name, example in HF_EXAMPLES.items()}}
+LEAVES = {"mlp", "our mlp"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_blocks_are_found(name: str) -> None:
+    if name.startswith("hf "):
+        pytest.importorskip("transformers")
+    example = ALL[name]
+    module = made(example.build)
+    inputs = example.inputs(2)
+    trunk = find_trunk(module, lambda m: example.call(m, inputs))
+    expected = example.blocks or tuple(f"blocks.{k}" for k in range(len(module.blocks)))
+    assert trunk.blocks == expected
+    assert trunk.leaf == (name in LEAVES)
+    assert all("forward" not in vars(part) for part in module.modules())
+
+
+def test_calls_hold_what_came_in_and_what_went_out() -> None:
+    example = EXAMPLES["unet"]
+    module = made(example.build)
+    inputs = example.inputs(2)
+    trunk = find_trunk(module, lambda m: example.call(m, inputs))
+    for call in trunk.calls:
+        again = module.get_submodule(call.name)(*call.args, **call.kwargs)
+        assert torch.equal(again, call.outputs)
+    assert list(trunk.calls[-1].kwargs) == ["skip"]
+
+
+def test_a_block_called_often_has_many_calls() -> None:
+    example = EXAMPLES["recurrent"]
+    inputs = example.inputs(2)
+    trunk = find_trunk(made(example.build), lambda m: example.call(m, inputs))
+    assert trunk.blocks == ("block",)
+    assert [call.name for call in trunk.calls] == ["block"] * 4
+    assert not torch.equal(trunk.calls[0].outputs, trunk.calls[1].outputs)
+
+
+class Rewriting(nn.Module):
+    """A block that writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x.mul_(2)) + self.first(x)
+
+
+def test_arguments_are_kept_as_they_were_before_the_call() -> None:
+    module = nn.Sequential(*(Rewriting() for _ in range(3)))
+    x = torch.randn(2, 4)
+    before = x.clone()
+    trunk = find_trunk(module, lambda m: m(x))
+    assert trunk.blocks == ("0", "1", "2")
+    assert torch.equal(trunk.calls[0].args[0], before)
+    assert not torch.equal(x, before)
+
+
+class Experts(nn.Module):
+    """A block that consists mostly of like modules, which do not follow one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, 32), nn.ReLU(), nn.Linear(32, HIDDEN)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        return x + sum(e(rows[k::4]).sum() for k, e in enumerate(self.experts))
+
+
+def test_a_mixture_is_a_block_and_its_experts_are_not() -> None:
+    module = nn.Sequential(nn.Linear(5, HIDDEN), Experts(), Experts(), nn.Linear(HIDDEN, 2))
+    trunk = find_trunk(module, lambda m: m(torch.randn(2, 6, 5)))
+    assert trunk.blocks == ("1", "2")
+
+
+def test_a_large_vocabulary_does_not_hide_the_blocks() -> None:
+    module = nn.Sequential(
+        nn.Embedding(5000, HIDDEN), Layer(), Layer(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 5000)
+    )
+    assert find_trunk(module, lambda m: m(torch.ones(1, 3, dtype=torch.long))).blocks == ("1", "2")
+
+
+def test_a_model_without_layers_has_no_blocks() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    assert find_trunk(Bare(), lambda m: m(torch.ones(3))).blocks == ("",)
+
+
+def test_buffers_and_generators_are_left_as_they_were() -> None:
+    module = nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Conv1d(4, 4, 3)
+    )
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    objects = dict(module.named_buffers())
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    find_trunk(module, lambda m: m(torch.ones(2, 2, 9)))
+    assert torch.equal(torch.rand(4), expected)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+        assert buffer is objects[name]

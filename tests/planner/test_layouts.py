@@ -1,0 +1,223 @@
+"""Names and degrees of layouts: what they expand to, what they are called, and every refusal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shoal.base.degrees import BUILT_AXES, check_degrees
+from shoal.base.errors import ConfigError, PlanError
+from shoal.base.facts import MachineFacts
+from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout, expand
+from shoal.base.plan import Plan
+from shoal.base.policies import TensorPolicy, check_compress
+from shoal.base.schedules import ALIASES, BUILT, SCHEDULES, SPLIT_BACKWARD, stages_per_rank
+from shoal.planner import schedule_names
+from shoal.planner.guide import check_micro_batches, choose_layout
+from shoal.planner.schedules import make_schedule
+
+LAPTOP = MachineFacts(cores=4, memory_bytes=8 * 2**30, gpus=0)
+SAME = {"zero3": "fsdp"}
+
+
+def choose(strategy: str, degrees: dict[str, int], processes: int, **given: object) -> Layout:
+    return choose_layout(strategy, degrees, processes, 1000, LAPTOP, **given)[0]  # type: ignore[arg-type]
+
+
+def refused(strategy: str, degrees: dict[str, int], processes: int, **given: object) -> str:
+    with pytest.raises(PlanError) as caught:
+        choose(strategy, degrees, processes, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("single", "dp")])
+@pytest.mark.parametrize("processes", [4, 8])
+def test_a_name_and_its_degrees_are_the_same_layout(name: str, processes: int) -> None:
+    layout = expand(name, processes)
+    assert layout.processes == processes
+    wanted = "pp" if name in PIPELINES else SAME.get(name, name)
+    assert layout.strategy == wanted
+    assert layout.text().startswith(f"{wanted} (")
+    degrees = {axis: n for axis, n in layout.degrees.items() if n > 1}
+    again = choose(
+        "auto", degrees, processes,
+        zero=layout.zero or None, schedule=layout.schedule, chunks=layout.chunks,
+    )  # fmt: skip
+    assert again == layout
+    assert choose(name, degrees, processes) == layout, (
+        "a name beside its own degrees is no conflict"
+    )
+
+
+def test_what_people_read() -> None:
+    assert expand("tp", 2).text() == "tp (tp = 2)"
+    assert expand("pp", 2).text() == "pp (pp = 2, schedule = 1f1b)"
+    assert expand("afab", 2).text() == "pp (pp = 2, schedule = gpipe)"
+    assert expand("interleaved", 2).text() == "pp (pp = 2, schedule = interleaved, chunks = 2)"
+    assert expand("3d", 4).text() == "3d (pp = 2, tp = 2, schedule = 1f1b)"
+    assert expand("3d", 8).text() == "3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)"
+    mixed = choose("auto", {"tp": 2, "dp_shard": 2}, 4)
+    assert mixed.text() == "fsdp + tp (dp_shard = 2, tp = 2)"
+    mixed = choose("auto", {"pp": 2, "dp_shard": 2}, 4, zero=1, schedule="zbv")
+    assert mixed.text() == "zero1 + pp (pp = 2, dp_shard = 2, schedule = zbv)"
+    three = choose("3d", {"pp": 2, "tp": 2, "dp_shard": 2}, 8)
+    assert three.text() == "3d (pp = 2, dp_shard = 2, tp = 2, zero = 3, schedule = 1f1b)"
+
+
+@pytest.mark.parametrize("name", [n for n in STRATEGIES if n not in ("single", "dp")])
+def test_on_one_process_every_name_is_single(name: str) -> None:
+    assert choose(name, {}, 1) == Layout()
+
+
+def test_schedules_are_the_planners() -> None:
+    assert schedule_names.SCHEDULES == SCHEDULES
+    assert schedule_names.ALIASES == ALIASES
+    for name in BUILT:
+        chunks = 3 if name == "interleaved" else 1
+        made = make_schedule(name, 2, 4, chunks)
+        assert made.stages == Layout(pp=2, schedule=name, chunks=chunks).stages
+        assert stages_per_rank(name, chunks) * 2 == made.stages
+        kinds = {action.kind for rank in made.ranks for action in rank}
+        assert ("W" in kinds) == (name in SPLIT_BACKWARD), name
+
+
+@pytest.mark.parametrize(
+    ("degrees", "processes", "given", "said"),
+    [
+        ({"tp": 3}, 4, {}, "nearest legal: layout.tp=2 layout.dp_replicate=2, or launch.processes=3"),
+        ({"tp": 2}, 4, {}, "nearest legal: layout.dp_replicate=2, or launch.processes=2"),
+        ({"tp": 2, "pp": 3}, 8, {}, "nearest legal: layout.pp=2 layout.dp_replicate=2"),
+        ({"tp": 2, "dp_shard": 2}, 8, {}, "nearest legal: layout.dp_replicate=2"),
+        ({"cp": 2}, 2, {}, "layout.cp = 2: not built in this version, which splits pp, dp_replic"),
+        ({"tp": -2}, 2, {}, "layout.tp = -2: at least 1; nearest: layout.tp=1"),
+        ({"tp": 2}, 2, {"threads": 2}, "layout.threads = 2: replicas in threads are one process"),
+        ({"tp": 2}, 2, {"zero": 1}, "layout.zero = 1: splits over layout.dp_shard, which is 1"),
+        ({"tp": 2, "dp_shard": 2}, 4, {"zero": 0}, "layout.zero=3, or layout.dp_replicate=2"),
+        ({"dp_replicate": 2}, 2, {"schedule": "1f1b"},
+         "layout.schedule = 1f1b: is about the stages of a pipeline, and layout.pp is 1; nearest: "
+         "layout.pp=2, or leave layout.schedule out"),
+        ({"tp": 2}, 2, {"chunks": 2}, "layout.chunks = 2: is about the stages of a pipeline"),
+        ({"pp": 2}, 2, {"schedule": "1f1"}, "layout.schedule = 1f1: not one of gpipe, 1f1b"),
+        ({"pp": 2}, 2, {"schedule": "dualpipe"}, "not built in this version, which runs gpipe, 1f1b"),
+        ({"pp": 2}, 2, {"chunks": 2}, "1f1b gives every rank one stage; nearest: layout.schedule=int"),
+        ({"pp": 2}, 2, {"schedule": "zbv", "chunks": 3}, "zbv gives every rank 2 stages"),
+        ({"pp": 2}, 2, {"schedule": "interleaved", "chunks": 1}, "nearest: layout.chunks=2"),
+        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "zbv"},
+         "layout.schedule = zbv: runs a backward in two halves, and fsdp frees the gathered "
+         "parameters between them; nearest: layout.schedule=1f1b, or layout.zero=2"),
+        ({"pp": 2, "dp_shard": 2, "dp_replicate": 2}, 8, {"schedule": "zero-bubble"},
+         "and hsdp frees the gathered parameters between them; nearest: layout.schedule=1f1b"),
+    ],
+)  # fmt: skip
+def test_degrees_that_cannot_be(
+    degrees: dict[str, int], processes: int, given: dict[str, object], said: str
+) -> None:
+    assert said in refused("auto", degrees, processes, **given)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "given", "said"),
+    [
+        ("3d", 2, {}, "nearest legal: launch.processes=4, or degrees: layout.tp, layout.pp"),
+        ("3d", 6, {}, "nearest legal: launch.processes=4"),
+        ("tp", 2, {"zero": 1}, "nearest: degrees, layout.tp=2 layout.dp_shard=2 layout.zero=1"),
+        ("tp", 2, {"threads": 2}, "only layout.strategy=dp runs replicas in threads"),
+        ("ddp", 2, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
+        ("auto", 2, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
+        ("dp", 1, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
+        ("1f1b", 2, {"schedule": "gpipe"}, "layout.strategy = 1f1b names another"),
+        ("dualpipe", 2, {}, "not built in this version"),
+        ("cp", 2, {}, "not built in this version"),
+    ],
+)
+def test_names_that_cannot_be(
+    strategy: str, processes: int, given: dict[str, object], said: str
+) -> None:
+    assert said in refused(strategy, {}, processes, **given)
+
+
+def test_a_name_that_says_something_else_than_the_degrees() -> None:
+    assert refused("pp", {"pp": 2, "dp_replicate": 2}, 4) == (
+        "layout.strategy = pp: the degrees given with it are ddp + pp (pp = 2, dp_replicate = 2, "
+        "schedule = 1f1b); nearest: leave layout.strategy out, or leave the degrees out"
+    )
+    assert "nearest: layout.strategy=tp" in refused("pp", {"tp": 2}, 2)
+    assert "nearest: layout.strategy=pp" in refused("1f1b", {"pp": 2}, 2, schedule="gpipe")
+
+
+def test_a_name_gives_its_schedule_to_degrees() -> None:
+    assert choose("zbv", {"pp": 2}, 2).schedule == "zbv"
+    assert choose("interleaved", {"pp": 2}, 2).chunks == 2
+
+
+def test_every_axis_is_built_or_refused() -> None:
+    for axis in AXES:
+        if axis in BUILT_AXES:
+            assert check_degrees({axis: 2}, 2).degrees[axis] == 2
+        else:
+            with pytest.raises(PlanError, match="not built in this version"):
+                check_degrees({axis: 2}, 2)
+
+
+def test_micro_batches_of_a_pipeline() -> None:
+    layout = expand("interleaved", 4)
+    assert check_micro_batches(layout, 16, 2) == (
+        "pipeline: interleaved over 8 stages, 8 micro-batches per step: 16 % of it is bubble"
+    )
+    with pytest.raises(PlanError) as caught:
+        check_micro_batches(layout, 24, 4)
+    assert str(caught.value) == (
+        "layout.schedule = interleaved: needs micro-batches per step in a multiple of layout.pp = "
+        "4, got 6 per data-parallel rank (train.batch 24, train.micro_batch 4); nearest: "
+        "train.micro_batch=6, or train.batch=32, or layout.schedule=1f1b"
+    )
+    # What it names is legal.
+    assert check_micro_batches(layout, 24, 6)
+    assert check_micro_batches(layout, 32, 4)
+    assert check_micro_batches(Layout(dp_replicate=2), 4, 2) == ""
+    for name in ("gpipe", "1f1b"):  # fewer micro-batches than stages: legal, and the bubble is said
+        assert check_micro_batches(expand(name, 4), 2, 1) == (
+            f"pipeline: {name} over 4 stages, 2 micro-batches per step: 60 % of it is bubble"
+        )
+    assert "0 % of it is bubble" in check_micro_batches(expand("zbv", 2), 8, 1)
+
+
+def test_compress_speaks_of_the_data_parallel_axes() -> None:
+    sharded = choose("3d", {"pp": 2, "tp": 2, "dp_shard": 2}, 8)
+    with pytest.raises(PlanError, match="fsdp gathers weights and sums gradients unit by unit"):
+        check_compress("int8", sharded.data_strategy)
+    check_compress("int8", choose("auto", {"tp": 2, "dp_shard": 2}, 4, zero=2).data_strategy)
+    check_compress("powersgd:2", expand("3d", 8).data_strategy)
+
+
+def test_what_a_user_says_of_parameters() -> None:
+    policy = TensorPolicy(split=("blocks.*.gate.weight=column", "head.weight = whole"))
+    assert policy.overrides == {"blocks.*.gate.weight": "column", "head.weight": "whole"}
+    for texts, said in [
+        (("gate.weight",), "is written PATTERN=WORD; nearest: layout.split=gate.weight=column"),
+        (("*.weight=colum",), "layout.split: *.weight = colum: not one of whole, column, row; "
+         "nearest: column"),
+        (("a=row", "a=whole"), "layout.split: a is both row and whole"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            TensorPolicy(split=texts).check()
+        assert said in str(caught.value)
+    with pytest.raises(ConfigError, match="nearest: layout.tp=2, or leave layout.split out"):
+        policy.check(tp=1)
+    with pytest.raises(ConfigError, match="splits the sequence over layout.tp, which is 1"):
+        TensorPolicy(sequence_parallel="on").check(tp=1)
+    TensorPolicy().check(tp=1)
+
+
+def test_a_plan_keeps_it_all() -> None:
+    layout = expand("interleaved", 2)
+    policy = TensorPolicy(strict=True, sequence_parallel="off", split=("*.q=column",))
+    plan = Plan(layout, "", 4, 1, 4, "fp32", 3, tensor=policy)
+    assert Plan.from_json(plan.to_json()) == plan
+    # A plan of a run from before these fields.
+    plain = Plan(Layout(), "", 4, 4, 1, "fp32", 3)
+    record = json.loads(plain.to_json())
+    del record["tensor"], record["layout"]["schedule"], record["layout"]["chunks"]
+    assert Plan.from_json(json.dumps(record)) == plain

@@ -1,0 +1,128 @@
+"""Bytes on their way between data ranks: counted by hand for each layout, gloo and NCCL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.base.cluster import Cluster, Device, Link
+from shoal.base.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.layout import Layout
+from shoal.parallel import zero
+from shoal.planner.memory import predict_memory
+from shoal.planner.on_way import BUCKETS_IN_FLIGHT, arriving_bytes, on_way, sharded_on_gloo
+from shoal.planner.stage_cut import cut
+from shoal.planner.states import Elements
+
+MIB = 2**20
+LINK = Link("wire", 1e-6, 1e9)
+CPUS = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)
+GPUS = replace(CPUS, device=replace(CPUS.device, kind="gpu"))
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=2),
+    "zero1": Layout(dp_shard=2, zero=1),
+    "zero2": Layout(dp_shard=2, zero=2),
+    "fsdp": Layout(dp_shard=2, zero=3),
+}
+EMBEDDING = UnitFacts("embedding", parameters=MIB // 4, operations=1)
+BLOCK = UnitFacts("blocks", 4, parameters=MIB, operations=50, saved_split_bytes=8 * MIB)
+LAYER = UnitFacts("body.1", 1, parameters=2 * MIB, plain_parameters=MIB, operations=2)
+
+
+def case(layout: str, units: tuple[UnitFacts, ...] = (EMBEDDING, BLOCK), **rest: Any) -> Case:
+    elements = sum(unit.count * unit.parameters for unit in units)
+    model = ModelFacts("m", units, 0, 4, elements)
+    given: dict[str, Any] = {"compute": "fp32", "loss": "full", "batch": 2, "micro_batch": 1}
+    return Case(model, LAYOUTS[layout], **{"cluster": CPUS, **given, **rest})
+
+
+def in_mib(found: tuple[float, ...]) -> list[float]:
+    return [size / MIB for size in found]
+
+
+def test_the_planner_knows_how_many_buckets_are_in_flight() -> None:
+    assert BUCKETS_IN_FLIGHT == zero.IN_FLIGHT
+
+
+@pytest.mark.parametrize("mib", [10, 40, 100])
+def test_ddp_sums_in_place(mib: int) -> None:
+    assert not any(on_way(case("ddp"), Elements(mib * MIB / 4, 0.0)))
+
+
+def test_narrow_sums_travel_as_copies_until_the_end() -> None:
+    found = on_way(case("ddp", reduce_bytes=2), Elements(40 * MIB / 4, 0.0))
+    assert in_mib(found) == [0.0, 0.0, 25 / 2, 40 / 2, 0.0]
+
+
+def test_zero1_receives_all_on_gloo_and_its_part_on_nccl() -> None:
+    elements = Elements(40 * MIB / 4, 0.0)
+    assert in_mib(on_way(case("zero1"), elements)) == [0.0, 0.0, 25.0, 40.0, 60.0]
+    on_gpus = on_way(case("zero1", cluster=GPUS), elements)
+    assert in_mib(on_gpus) == [0.0, 0.0, 12.5, 20.0, 20.0]
+
+
+def test_zero2_holds_buckets_of_earlier_micro_batches() -> None:
+    elements = Elements(10 * MIB / 4, 0.0)
+    one, many = (on_way(case("zero2", batch=batch), elements) for batch in (2, 8))
+    assert in_mib(one)[:2] == [0.0, 10.0]
+    assert in_mib(many)[:2] == [20.0 * BUCKETS_IN_FLIGHT, 20.0 * BUCKETS_IN_FLIGHT + 10]
+    assert many.sent > one.sent
+    # of a large model no more than so many buckets, whatever its size
+    large = [on_way(case("zero2", batch=8), Elements(n * MIB, 0.0)).sent for n in (1e3, 1e5)]
+    assert large[0] == large[1] < 200 * MIB
+
+
+def test_zero2_with_late_sums_is_as_zero1() -> None:
+    elements = Elements(40 * MIB / 4, 0.0)
+    assert on_way(case("zero2", defer_sync=True), elements) == on_way(case("zero1"), elements)
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = replace(case("ddp"), layout=Layout())
+    assert not any(on_way(alone, Elements(1e6, 0.0)))
+
+
+def test_fsdp_on_gloo_block_by_block() -> None:
+    """Blocks of 4 MiB and an embedding of 1 MiB, which stays gathered."""
+    found = sharded_on_gloo(given := case("fsdp", batch=4), cut(given, 0))
+    assert found.loss == MIB
+    assert found.root == 2.5 * MIB
+    gather, work, send, onward = found.blocks
+    assert (gather.gathered, gather.sent) == (MIB + 12 * MIB, 0.0)  # parameters, flat, gloo's copy
+    assert (work.gathered, work.works) == (MIB + 8 * MIB, True)
+    assert (send.gathered, send.sent) == (MIB + 4 * MIB, 10 * MIB)  # sent, received, the sum
+    assert (onward.gathered, onward.sent) == (MIB + 12 * MIB, 4 * MIB)
+
+
+def test_fsdp_leaves_bare_layers_in_the_root() -> None:
+    found = sharded_on_gloo(given := case("fsdp", (LAYER,)), cut(given, 0))
+    assert not found.blocks
+    assert (found.loss, found.root) == (8 * MIB, 16 * MIB)
+
+
+def test_a_layers_gradient_comes_beside_the_kept_one() -> None:
+    kept = case("ddp", (LAYER,))
+    assert arriving_bytes(kept, cut(kept, 0)) == 4 * MIB  # of its matrix
+    blocks = case("ddp")
+    assert arriving_bytes(blocks, cut(blocks, 0)) == 0.0
+    fresh = replace(kept, layout=Layout(), batch=1)
+    again = replace(fresh, batch=2)
+    more = predict_memory(again).peak_bytes - predict_memory(fresh).peak_bytes
+    assert more >= 4 * MIB
+
+
+def test_a_traced_loss_says_itself_what_it_holds() -> None:
+    """Its weight's gradient is there once, however many samples: 2 MiB of 3 in a sample's trace."""
+    units = (
+        EMBEDDING,
+        BLOCK,
+        UnitFacts("norm", parameters=8, input_bytes=MIB, operations=7),
+        UnitFacts("loss", loss_bytes=3 * MIB, input_bytes=1.5 * MIB, tied_to="embedding"),
+    )
+    of = case("ddp", units, loss="chunked", batch=2)
+    traced = replace(of, model=replace(of.model, source="traced, CPU kernels, batch 2"))
+    four = replace(traced, micro_batch=4, batch=8)
+    one, more = (predict_memory(found).parts["loss"] for found in (traced, four))
+    assert (one, more) == (2.5 * MIB + MIB, 4 * 2.5 * MIB + MIB)

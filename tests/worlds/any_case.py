@@ -1,0 +1,228 @@
+"""Any module under any layout: the battery of `shoal prove` on ours, users' and transformers' models.
+
+A row of the table is (model, layout): the module is built, perturbed and trained for some steps on
+the layout and by one process, and every loss, gradient and weight is compared. Modules of the
+transformers library cast to float32 inside norms and softmax, which bounds the comparison to 1e-6
+of the gradient's norm; with the casts lifted it holds at 1e-12 like everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.fabric import World
+from shoal.trainer.proof import Battery, Side, Trial
+from shoal.trainer.proof.battery import SGD
+from shoal.trainer.record import Recorder
+from shoal.trainer.result import StepResult
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
+
+BATCH, MICRO_BATCH, SAMPLES = 12, 2, 27
+"""Steps of 12, 12 and 3 samples: the last is short, its last micro-batch too."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp4": {"tp": 4},
+    "pp2": {"pp": 2},
+    "pp4": {"pp": 4},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp2 fsdp2": {"tp": 2, "dp_shard": 2},
+    "pp2 fsdp2": {"pp": 2, "dp_shard": 2},
+    "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp_replicate": 2},
+}
+
+OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "our llama": ("llama", {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1}, 61),
+    "our gpt": ("gpt", {"dim": 32, "layers": 4, "heads": 4, "dropout": 0.1}, 61),
+    "our vit": ("vit", {"dim": 32, "layers": 4, "heads": 4, "patch": 4}, None),
+    "our resnet": ("resnet", {"channels": 4, "stages": 2}, None),
+}
+
+
+def processes(layout: str) -> int:
+    """How many a layout needs."""
+    degrees = [n for n in LAYOUTS[layout].values() if isinstance(n, int)]
+    return functools.reduce(int.__mul__, degrees, 1)
+
+
+class Samples:
+    """Inputs of an example's own making, one sample at a time, and targets for its outputs."""
+
+    draws_nothing = True
+
+    def __init__(self, inputs: Callable[[int], Any]) -> None:
+        self.whole = inputs(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        one = torch.utils._pytree.tree_map(
+            lambda leaf: leaf[index] if isinstance(leaf, torch.Tensor) else leaf, self.whole
+        )
+        return one, torch.tensor(index)
+
+
+def joined(samples: list[Any]) -> Any:
+    """Tensors stacked; what is no tensor is the same for all samples."""
+
+    def stack(*leaves: Any) -> Any:
+        return torch.stack(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0]
+
+    return torch.utils._pytree.tree_map(stack, *samples)
+
+
+def any_loss(outputs: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, count): every floating output weighs, unequally; counts differ between samples."""
+    total = torch.zeros((), dtype=torch.float64)
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    logits = getattr(logits, "logits", logits)
+    weight = (1 + index % 3).double().view(-1, *(1 for _ in logits.shape[1:]))
+    draw = torch.Generator().manual_seed(5)
+    lean = torch.randn(logits.shape[1:], generator=draw, dtype=torch.float64)
+    total = (weight * (logits * lean + logits.square())).mean(tuple(range(1, logits.dim()))).sum()
+    for name in ("balance", "aux_loss"):
+        extra = getattr(outputs, name, None)
+        if isinstance(extra, torch.Tensor):
+            total = total + extra * len(index)
+    return total, (1 + index % 3).sum()
+
+
+def examples() -> dict[str, Any]:
+    """Users' modules, and transformers' where that is installed."""
+    from user_modules import EXAMPLES
+
+    found = dict(EXAMPLES)
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return found
+    from hf_modules import HF_EXAMPLES
+
+    return {**found, **{f"hf {name}": example for name, example in HF_EXAMPLES.items()}}
+
+
+def models() -> list[str]:
+    """Every row of the table."""
+    return [*OURS, *examples()]
+
+
+class CastsLifted(torch.overrides.TorchFunctionMode):
+    """float64 stays float64 where a model asks for float32: norms, rotary tables, softmax."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        wide = isinstance(first, torch.Tensor) and first.dtype == torch.float64
+        if wide and func is torch.Tensor.float:
+            return first
+        if wide and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if wide and func is torch.Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return func(*args, **kwargs)
+
+
+def trial_of(model: str) -> Trial:
+    """What both sides train."""
+    if model in OURS:
+        return _our_trial(model)
+    example = examples()[model]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return example.build()
+
+    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+        data = Samples(example.inputs)
+        call = "kwargs" if isinstance(data.whole, dict) else "single"
+        run = side.parallelize(
+            build,
+            any_loss,
+            batch=BATCH,
+            micro_batch=MICRO_BATCH,
+            call=call,
+            sample=lambda: joined([data[k] for k in range(3)]),
+        )
+        loader = run.loader(data, collate=joined)
+        while True:
+            for batch in loader:
+                yield "", run.step(batch)
+
+    return train
+
+
+def _our_trial(model: str) -> Trial:
+    import cases
+    from shoal.models.catalog import build as catalog
+
+    name, arguments, vocabulary = OURS[model]
+    data = cases.Tokens() if vocabulary else cases.Images()
+    sequence = 12 if vocabulary else None
+
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        return catalog(name, arguments, vocabulary=vocabulary, sequence=sequence)
+
+    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+        run = side.parallelize(
+            build,
+            batch=BATCH,
+            micro_batch=MICRO_BATCH,
+            sample=lambda: torch.utils.data.default_collate([data[k] for k in range(3)]),
+        )
+        loader = run.loader(data)
+        while True:
+            for batch in loader:
+                yield "", run.step(batch)
+
+    return train
+
+
+@functools.cache
+def battery(model: str, steps: int = 5) -> Battery:
+    """One battery per model and process: the twin's records serve every layout."""
+    made = Battery(trial_of(model), steps=steps)
+    return replace(made, optimizers={SGD: made.optimizers[SGD]})
+
+
+def prove(world: World, model: str, layout: str, lifted: bool = True) -> dict[str, Any]:
+    """The report of a model on a layout; `lifted`: transformers' casts to float32 are.
+
+    Gives   the battery's report, with what the run told under "notices"; "refused" with the line
+            where the layout is not for this model
+    """
+    torch.set_num_threads(1)
+    told: list[str] = []
+
+    def hear(recorder: Recorder, text: str) -> None:
+        told.append(text)
+
+    lift = CastsLifted() if lifted and model.startswith("hf ") else nullcontext()
+    with lift, mock.patch.object(Recorder, "notice", hear):
+        try:
+            report = battery(model).prove(world, LAYOUTS[layout])
+        except PlanError as refusal:
+            report = {"verdict": "refused", "reason": str(refusal), "cause": None}
+            report["trajectories"] = []
+    return {**report, "notices": list(dict.fromkeys(told))}
+
+
+def table() -> list[tuple[str, str]]:
+    """Every model × layout."""
+    return list(itertools.product(models(), LAYOUTS))

@@ -1,0 +1,99 @@
+"""Measures what a rank of a divided model holds and sends, beside what the planner foresees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.cluster import Cluster, Device, Link
+from shoal.base.estimate import Case, ModelFacts
+from shoal.fabric import World
+from shoal.models.catalog import build
+from shoal.models.loss import token_loss
+from shoal.planner.frameworks import framework
+from shoal.planner.memory import predict_memory
+from shoal.planner.stage_cut import cut
+from shoal.planner.states import state_bytes as planned_states
+from shoal.planner.transients import rank_sum
+from shoal.profile.states import peak_extra_bytes, state_bytes
+from shoal.profile.trace import trace_facts
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
+
+SEQUENCE, VOCABULARY, ROWS = 16, 512, 2
+LINK = Link("wire", 1e-6, 1e9)
+
+
+def model(tied: bool = True) -> nn.Module:
+    arguments = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 4, "tied": tied}
+    return build("llama", arguments, vocabulary=VOCABULARY, sequence=SEQUENCE)
+
+
+def facts(width: int, tied: bool) -> ModelFacts:
+    tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.long)
+    return trace_facts(
+        lambda: model(tied),
+        (tokens,),
+        element_bytes=width,
+        autocast=width == 2,
+        loss=token_loss,
+        targets=tokens,
+    )
+
+
+def case_of(run: Run, known: ModelFacts) -> Case:
+    machine = Cluster(
+        Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, run.plan.layout.processes, LINK, LINK
+    )
+    plan = run.plan
+    return Case(
+        known,
+        plan.layout,
+        machine,
+        plan.batch,
+        plan.micro_batch,
+        compute=plan.precision,
+        loss="chunked",
+        schedule=plan.layout.schedule or "1f1b",
+        chunks=plan.layout.chunks,
+    )
+
+
+def states(world: World, wanted: list[list[Any]]) -> list[dict[str, Any]]:
+    return [_states(world, *one) for one in wanted]
+
+
+def _states(
+    world: World, layout: dict[str, Any], precision: str, tied: bool
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (4 * ROWS, SEQUENCE))
+    run = parallelize(
+        model(tied),
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        layout=layout,
+        batch=4 * ROWS * layout.get("dp_shard", 1) * layout.get("dp_replicate", 1),
+        micro_batch=ROWS,
+        precision=precision,
+        sample=(tokens, tokens),
+        world=world,
+    )
+    run.step((tokens, tokens))
+    run.forward_backward((tokens, tokens))
+    counted = state_bytes(run)
+    run.update()
+    case = case_of(run, facts(2 if precision == "bf16" else 4, tied))
+    stage = cut(case, run.program.pipe.rank)
+    planned = planned_states(case, rank_sum(case, stage.units, stage.tied))
+    elements = sum(p.numel() for p in run.program.parameters.values())
+    for undo in run.program.on_close:
+        undo()
+    return {
+        "counted": [counted.weights, counted.gradients, counted.optimizer],
+        "planned": list(planned),
+        "elements": elements,
+        "stage": [(unit.name, count) for unit, count in stage.units],
+        "total": run.plan.parameters,
+    }

@@ -1,0 +1,19 @@
+"""The catalogue's models compute on several processes what they compute on one."""
+
+from __future__ import annotations
+
+import pytest
+
+import models_case
+from shoal.view.proof import proof_text
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", list(models_case.ARGUMENTS))
+def test_a_layout_equals_one_process(worlds, layout: str, case: str) -> None:
+    if case == "foreign":
+        pytest.importorskip("transformers")
+    reports = worlds(2).call("models_case:prove", case=case, layout=layout)
+    assert all(r["verdict"] == "equal" for r in reports), proof_text(reports[0])
+    for told in reports[0]["trajectories"]:
+        assert told["largest"]["loss"] <= 1e-12
