@@ -10,10 +10,11 @@ from shoal.base.degrees import planned_degrees
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.planner.explain import ask_guide, dies_first, guide_layout, why_before
+from shoal.planner.fixes import fixes
 from shoal.planner.machines import parse_machines
 from shoal.planner.published import published
 from shoal.planner.record import plan_record
-from shoal.planner.search import Asked, Candidate, fixes, search
+from shoal.planner.search import Asked, Candidate, search
 from shoal.planner.transformer import model_facts
 
 NODE = parse_machines("8xH100-80GB")

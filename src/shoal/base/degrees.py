@@ -29,6 +29,7 @@ def check_degrees(
 ) -> Layout:
     """The layout with exactly these degrees; their product must be the number of processes.
 
+    degrees  by axis, and `ep`, which multiplies nothing
     zero     what `dp_shard` splits; default: everything (3)
     threads  replicas in threads, which no degree goes with
     schedule, chunks   of the pipeline; "", 0: 1f1b, and the schedule's own number of stages
@@ -40,11 +41,11 @@ def check_degrees(
     'zero1 + pp (pp = 2, dp_shard = 2, schedule = 1f1b)'
     """
     for axis, degree in degrees.items():
-        if axis not in AXES:
-            raise PlanError(one_of("layout", axis, AXES))
+        if axis not in (*AXES, "ep"):
+            raise PlanError(one_of("layout", axis, (*AXES, "ep")))
         if degree < 1:
             raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
-        if degree > 1 and axis not in BUILT_AXES:
+        if degree > 1 and axis not in (*BUILT_AXES, "ep"):
             raise PlanError(
                 f"layout.{axis} = {degree}: not built in this version, which splits "
                 f"{', '.join(BUILT_AXES)}; nearest: layout.{axis}=1"
@@ -70,6 +71,7 @@ def check_together(layout: Layout) -> None:
 
     Errors   PlanError with the reason and the nearest legal layout
     """
+    _check_experts(layout)
     if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD:
         # Measured on torch 2.13: gradients of 0.55 to 1.3 times the true norm, without an error.
         lighter = ", or layout.zero=2" if layout.dp_replicate == 1 else ""
@@ -80,10 +82,29 @@ def check_together(layout: Layout) -> None:
         )
 
 
+def _check_experts(layout: Layout) -> None:
+    """Errors: PlanError where data-parallel ranks cannot lend themselves to `ep`."""
+    if layout.data_degree % layout.ep == 0 and (
+        layout.dp_shard % layout.ep == 0 or layout.ep % layout.dp_shard == 0
+    ):
+        return
+    lent = [n for n in range(1, layout.data_degree + 1) if layout.data_degree % n == 0]
+    lent = [n for n in lent if layout.dp_shard % n == 0 or n % layout.dp_shard == 0]
+    nearest = min(lent, key=lambda n: (abs(n - layout.ep), n))
+    raise PlanError(
+        f"layout.ep = {layout.ep}: deals experts to data-parallel ranks, of which there are "
+        f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, whole shards or whole "
+        f"groups of them; nearest: layout.ep={nearest}"
+    )
+
+
 def _product_text(degrees: Mapping[str, int], processes: int) -> str:
     """The line for degrees whose product is not the number of processes."""
-    named = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-    product = math.prod(degrees.values())
+    counted = {axis: degree for axis, degree in degrees.items() if axis != "ep"}
+    named = " × ".join(f"{axis} {degree}" for axis, degree in counted.items())
+    if "ep" in degrees:
+        named = f"{named}, ep {degrees['ep']} among data-parallel ranks,".removeprefix(", ")
+    product = math.prod(counted.values())
     changes = " ".join(f"layout.{axis}={n}" for axis, n in _nearest(degrees, processes).items())
     return (
         f"layout: {named} = {product} processes, but launch.processes = {processes}; "

@@ -1,7 +1,8 @@
 """A layout: how many ways each axis of a run splits the work; a strategy is a name for one.
 
 Axes, outermost (slowest link) first: islands · pp · dp_replicate · dp_shard · cp · tp. The product
-of the degrees is the number of processes. A strategy name expands to degrees at once, so that
+of the degrees is the number of processes. `ep` borrows: the experts of a mixture are dealt to data-
+parallel ranks that are there anyway. A strategy name expands to degrees at once, so that
 everything later multiplies degrees and nothing asks for names; degrees that a user gives are
 checked in degrees.py.
 """
@@ -35,12 +36,13 @@ STRATEGIES = {
     "interleaved": "pp: 1f1b with several stages per process",
     "zero-bubble": "pp: 1f1b with the backward pass cut in two",
     "zbv": "pp: zero-bubble with two stages per process, in a V",
+    "ep": "ddp, with the experts of a mixture dealt to all processes",
     "3d": "tp × pp × dp: 2 × 2 × the rest",
 }
 """Strategies that this version builds."""
 
 PLANNED = (
-    "cp", "ep", "dualpipe", "local-sgd", "diloco", "streaming-diloco", "sparse-loco", "noloco",
+    "cp", "dualpipe", "local-sgd", "diloco", "streaming-diloco", "sparse-loco", "noloco",
     "fedavg", "fedprox", "fedopt", "scaffold", "branch-train-merge", "parameter-server",
 )  # fmt: skip
 """Strategies of the vocabulary that are not built yet: naming one is a clear refusal."""
@@ -56,6 +58,7 @@ PIPELINES = ("pp", "gpipe", "afab", "1f1b", "interleaved", "zero-bubble", "zbv")
 class Layout:
     """Degrees of every axis; all 1 is one process.
 
+    ep        data-parallel ranks among which experts are dealt; multiplies nothing
     zero      what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too,
               3 parameters too
     threads   replicas within one process (`dp`); no axis of the mesh
@@ -69,6 +72,7 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     zero: int = 0
     threads: int = 1
     schedule: str = ""
@@ -104,6 +108,27 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def expert_replicate(self) -> int:
+        """Ranks that hold the same experts whole; `expert_shard`: that share one copy of them.
+
+        >>> Layout(dp_replicate=2, dp_shard=4, zero=3, ep=2).expert_degrees
+        {'islands': 1, 'pp': 1, 'expert_replicate': 2, 'expert_shard': 2, 'ep': 2, 'cp': 1, 'tp': 1}
+        """
+        return self.data_degree // self.ep // self.expert_shard
+
+    @property
+    def expert_shard(self) -> int:
+        """See `expert_replicate`: experts are dealt within shards first, then among replicas."""
+        return max(1, self.dp_shard // self.ep)
+
+    @property
+    def expert_degrees(self) -> dict[str, int]:
+        """Degree of every axis as the experts' parameters see it; neighbours exchange tokens."""
+        own = ("expert_replicate", "expert_shard", "ep")
+        axes = (*AXES[: AXES.index("dp_replicate")], *own, *AXES[AXES.index("dp_shard") + 1 :])
+        return {axis: getattr(self, axis) for axis in axes}
+
+    @property
     def stages(self) -> int:
         """Pieces into which a pipeline cuts the model.
 
@@ -120,10 +145,16 @@ class Layout:
         ('fsdp', 'hsdp')
         >>> Layout(pp=4, dp_replicate=2, tp=8).strategy, Layout(dp_shard=4, zero=3, tp=2).strategy
         ('3d', 'fsdp + tp')
+        >>> Layout(dp_replicate=2, ep=2).strategy, Layout(dp_shard=2, zero=3, ep=2).strategy
+        ('ep', 'fsdp + ep')
         """
         if self.processes == 1:
             return "dp" if self.threads > 1 else "single"
         names = [axis for axis in ("pp", "cp", "tp") if self.degrees[axis] > 1]
+        if self.ep > 1:
+            if not names and self.data_strategy == "ddp":
+                return "ep"
+            names.append("ep")
         if not names:
             return self.data_strategy
         if names == ["pp", "tp"]:
@@ -151,7 +182,7 @@ class Layout:
         >>> Layout(pp=2, schedule="1f1b").text(), Layout(pp=2, dp_replicate=2, tp=2).text()
         ('pp (pp = 2, schedule = 1f1b)', '3d (pp = 2, dp_replicate = 2, tp = 2)')
         """
-        shown = {**self.degrees, "threads": self.threads}
+        shown = {**self.degrees, "ep": self.ep, "threads": self.threads}
         if self.strategy == "3d" and self.zero:
             shown["zero"] = self.zero
         words = [f"{k} = {v}" for k, v in shown.items() if v != 1]
@@ -242,6 +273,8 @@ def _of_several(strategy: str, processes: int) -> Layout:
     """Degrees on at least two processes."""
     if strategy == "ddp":
         return Layout(dp_replicate=processes)
+    if strategy == "ep":
+        return Layout(dp_replicate=processes, ep=processes)
     if strategy == "tp":
         return Layout(tp=processes)
     if strategy in PIPELINES:

@@ -48,7 +48,6 @@ ALIASES = {
 NOT_BUILT = {
     "islands": "training across slow links",
     "layout.context": "context parallelism",
-    "layout.ep": "expert parallelism",
 }
 """Keys of the vocabulary that this version does not build: refused by name, not as typos."""
 

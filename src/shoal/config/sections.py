@@ -90,7 +90,7 @@ class LayoutSection:
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"
-    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, 3d, or a schedule; else degrees"""
+    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, 3d, ep, or a schedule; or degrees"""
     dp_replicate: int = 0
     """replicas of the whole model"""
     dp_shard: int = 0
@@ -107,6 +107,8 @@ class LayoutSection:
     """ranks that share a sequence; not built yet"""
     tp: int = 0
     """ranks that share every layer, each with a part of its weights"""
+    ep: int = 0
+    """data-parallel ranks to which the experts of a mixture are dealt; tokens travel to them"""
     schedule: str = ""
     """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv"""
     chunks: int = 0
@@ -132,7 +134,7 @@ class LayoutSection:
 
     def degrees(self) -> dict[str, int]:
         """Degrees that were given, by axis."""
-        given = {axis: getattr(self, axis) for axis in AXES[1:]}
+        given = {axis: getattr(self, axis) for axis in (*AXES[1:], "ep")}
         return {axis: degree for axis, degree in given.items() if degree}
 
 

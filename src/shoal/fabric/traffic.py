@@ -2,7 +2,8 @@
 
 Bytes follow what gloo and NCCL put on the wire per rank (checked against the kernel's counters in
 `tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole,
-reduce-scatter (n−1)/n of the whole that is summed, broadcast M, a message to one rank M.
+reduce-scatter (n−1)/n of the whole that is summed, broadcast M, a message to one rank M, all-to-all
+what is for other ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from contextlib import contextmanager
 ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
 REDUCE_SCATTER = "reduce_scatter"
 SEND = "send"
+ALL_TO_ALL = "all_to_all"
 
 
 def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
     """Bytes one rank sends for a collective over `degree` ranks.
 
     payload_bytes: the whole tensor that is reduced, scattered, broadcast, or there after gathering;
-    or sent to one rank.
+    or sent to one rank; of an all-to-all, what this rank has for others.
 
     >>> wire_bytes("all_reduce", 1000, 4)
     1500.0
@@ -29,8 +31,8 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
     if degree == 1:
         return 0.0
     hops = (degree - 1) / degree
-    share = {ALL_REDUCE: 2 * hops, ALL_GATHER: hops, REDUCE_SCATTER: hops, BROADCAST: 1, SEND: 1}
-    return share[kind] * payload_bytes
+    share = {ALL_REDUCE: 2 * hops, ALL_GATHER: hops, REDUCE_SCATTER: hops}
+    return share.get(kind, 1) * payload_bytes
 
 
 class Traffic:

@@ -35,7 +35,7 @@ def generate(
         for _ in range(steps):
             outputs = model(tokens[:, -window:])
             if isinstance(outputs, Unprojected):  # only the last position is projected
-                outputs = Unprojected(outputs.hidden[:, -1:], outputs.weight).logits()
+                outputs = replace(outputs, hidden=outputs.hidden[:, -1:]).logits()
             last = find_logits(outputs)[:, -1].float()
             if temperature == 0:
                 following = last.argmax(-1, keepdim=True)

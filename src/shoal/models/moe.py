@@ -2,16 +2,22 @@
 
 Formula   p = softmax(router(x)) over E experts;  T(x) = the top_k of them
           y = Σ_{e ∈ T(x)}  p_e / Σ_{j ∈ T(x)} p_j · expert_e(x)
-          No token is dropped and no expert has a capacity: an expert takes what comes to it.
+          No token is dropped: an expert takes what comes to it.
+Capacity  if one is given, an expert takes at most capacity · tokens · top_k / E of a micro-batch's
+          places, first choices before second ones, then in order; what is over is nobody's and
+          counted (`dropped`). The weights of the others stay. Since micro-batches do not depend on
+          the layout, the same places are dropped in every one
 Balance   auxiliary = weight · mean over layers of  E · Σ_e f_e · P_e, with f_e the share of routed
           places that e got and P_e the mean of p_e, over the tokens of the micro-batch; E · Σ is 1
           when the router is indifferent. In training the loss of every target grows by it
           (`balanced_loss`), so it means the same in every layout: micro-batches do not depend on it
 Protocol  places (token, choice) are sorted by expert; the experts' weights are stacked
           [experts, …] and unbound once, so that an expert without tokens has a gradient of zeros
-          and the parameter can be cut along its first dim
+          and the parameter can be cut along its first dim. `Experts` is called with tokens, chosen
+          experts and weights, so what runs them elsewhere (expert parallelism) can take its place
 Source    top-k of SwiGLUs: Mixtral, Jiang et al. 2024 (2401.04088); balance: Switch Transformer,
-          Fedus et al. 2021 (2101.03961) eq. 4–6; without drops: MegaBlocks (2211.15841)
+          Fedus et al. 2021 (2101.03961) eq. 4–6, capacity eq. 3, order of
+          choices: GShard, Lepikhin et al. 2020 (2006.16668); without drops: MegaBlocks (2211.15841)
 """
 
 from __future__ import annotations
@@ -82,18 +88,56 @@ class Experts(nn.Module):
         nn.init.normal_(self.up, std=INIT_STD)
         nn.init.normal_(self.down, std=self.residual_std)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows [places, dim], sorted by expert, to [places, dim]; counts [experts] says whose.
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What each token's experts make of it, weighted and added up: [tokens, dim].
 
+        tokens    [tokens, dim] · weights  [tokens, top_k]
+        chosen    [tokens, top_k] integers; the number of experts stands for none
         Waits for the device: how many rows an expert has is a fact of the data.
         """
-        shares = x.split(_as_sizes(counts, len(x)))
-        weights = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        experts, (count, top_k) = len(self.gate), chosen.shape
+        places = chosen.flatten()
+        counts = count_each(places, experts + 1)
+        order = places.argsort(stable=True)
+        rows = tokens.index_select(0, order // top_k)
+        *shares, nobodys = rows.split(_as_sizes(counts, len(rows)))
+        matrices = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
         outputs = [
-            F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
-            for rows, (gate, up, down) in zip(shares, weights, strict=True)
+            F.linear(F.silu(F.linear(share, gate)) * F.linear(share, up), down)
+            for share, (gate, up, down) in zip(shares, matrices, strict=True)
         ]
-        return torch.cat(outputs)
+        mixed = torch.cat([*outputs, torch.zeros_like(nobodys, dtype=outputs[0].dtype)])
+        back = mixed.index_select(0, order.argsort()).view(count, top_k, -1)
+        return (back * weights.unsqueeze(-1)).sum(1)
+
+
+def count_each(numbers: Tensor, kinds: int) -> Tensor:
+    """How often 0 … kinds − 1 stand among integers: [kinds]; as `bincount`, in any graph.
+
+    >>> count_each(torch.tensor([2, 0, 2]), 4)
+    tensor([1, 0, 2, 0])
+    """
+    counts = torch.zeros(kinds, dtype=numbers.dtype, device=numbers.device)
+    return counts.scatter_add(0, numbers, torch.ones_like(numbers))
+
+
+def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
+    """Chosen experts where they still have a place, and the number of experts where they do not.
+
+    chosen   [tokens, top_k] · places  of each expert
+
+    >>> within_capacity(torch.tensor([[0, 1], [0, 1], [1, 0]]), 2, 2)
+    tensor([[0, 1],
+            [0, 2],
+            [1, 2]])
+    """
+    flat = chosen.t().flatten()  # first choices of all tokens, then second ones
+    order = flat.argsort(stable=True)
+    counts = count_each(flat, experts)
+    before = (counts.cumsum(0) - counts).index_select(0, flat.index_select(0, order))
+    turns = torch.arange(len(flat), device=flat.device) - before
+    turn = torch.zeros_like(flat).scatter(0, order, turns).view(chosen.shape[::-1]).t()
+    return chosen.masked_fill(turn >= places, experts)
 
 
 def _as_sizes(counts: Tensor, rows: int) -> list[int]:
@@ -106,23 +150,33 @@ def _as_sizes(counts: Tensor, rows: int) -> list[int]:
     if not shapes_alone or get_proxy_mode() is not None or torch.compiler.is_compiling():
         sizes: list[int] = counts.tolist()
         return sizes
-    experts = len(counts)
-    return [rows // experts + (place < rows % experts) for place in range(experts)]
+    experts = len(counts) - 1  # the last count is of what no expert takes
+    return [rows // experts + (place < rows % experts) for place in range(experts)] + [0]
 
 
 class Mixture(nn.Module):
     """Router and experts: the feed-forward part of a block.
 
-    load   [experts], after a forward pass: how many places of it each expert got
+    load      [experts], after a forward pass: how many places of it each expert got
+    dropped   scalar, after a forward pass: how many got none, for want of capacity
     """
 
     load: Tensor | None = None
+    dropped: Tensor | None = None
 
     def __init__(
-        self, dim: int, hidden: int, *, experts: int, top_k: int, residual_std: float
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        experts: int,
+        top_k: int,
+        residual_std: float,
+        capacity: float = 0.0,
     ) -> None:
         super().__init__()
         self.top_k = top_k
+        self.capacity = capacity
         self.router = Projection(dim, experts)
         self.experts = Experts(experts, dim, hidden, residual_std=residual_std)
 
@@ -137,16 +191,16 @@ class Mixture(nn.Module):
         odds = scores.softmax(-1, dtype=wide)  # [tokens, experts]
         weights, chosen = odds.topk(self.top_k, -1)  # [tokens, top_k]
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        places = chosen.flatten()
-        counts = torch.zeros(odds.shape[1], dtype=places.dtype, device=places.device)
-        counts = counts.scatter_add(0, places, torch.ones_like(places))
-        order = places.argsort(stable=True)
-        mixed = self.experts(rows.index_select(0, order // self.top_k), counts)
-        back = mixed.index_select(0, order.argsort()).view(len(rows), self.top_k, -1)
-        self.load = counts
-        share = counts.to(wide) / len(places)
-        balance = odds.shape[1] * torch.dot(share, odds.mean(0))
-        return (back * weights.unsqueeze(-1)).sum(1).view_as(x), balance
+        experts, places = odds.shape[1], chosen.numel()
+        counts = self.load = count_each(chosen.flatten(), experts)
+        if self.capacity:
+            most = math.ceil(self.capacity * places / experts)
+            chosen = within_capacity(chosen, experts, most)
+            self.load = counts.clamp(max=most)
+            self.dropped = places - self.load.sum()
+        mixed: Tensor = self.experts(rows, chosen, weights)
+        balance = experts * torch.dot(counts.to(wide) / places, odds.mean(0))
+        return mixed.view_as(x), balance
 
 
 class Block(nn.Module):
@@ -185,6 +239,7 @@ class MoE(nn.Module):
         hidden: int,
         sequence: int,
         balance: float = 0.01,
+        capacity: float = 0.0,
         rope_theta: float = 10000.0,
         norm_epsilon: float = 1e-5,
         tied: bool = True,
@@ -197,11 +252,17 @@ class MoE(nn.Module):
         self.embedding_dropout = nn.Dropout(dropout)
         std = INIT_STD / math.sqrt(2 * layers)
         heads_of = {"rope_theta": rope_theta, "dropout": dropout, "residual_std": std}
-        mixture_of = {"experts": experts, "top_k": top_k}
         self.blocks = nn.ModuleList(
             Block(
                 Attention(dim, heads, kv_heads, **heads_of),
-                Mixture(dim, hidden, **mixture_of, residual_std=std),
+                Mixture(
+                    dim,
+                    hidden,
+                    experts=experts,
+                    top_k=top_k,
+                    residual_std=std,
+                    capacity=capacity,
+                ),
                 dim,
                 norm_epsilon,
                 dropout,
@@ -246,4 +307,16 @@ def expert_loads(model: nn.Module) -> dict[str, Tensor]:
         name: part.load
         for name, part in model.named_modules()
         if isinstance(part, Mixture) and part.load is not None
+    }
+
+
+def dropped_places(model: nn.Module) -> dict[str, Tensor]:
+    """How many places of its last forward pass no expert took, a scalar per mixture by name.
+
+    Only mixtures with a capacity drop any.
+    """
+    return {
+        name: part.dropped
+        for name, part in model.named_modules()
+        if isinstance(part, Mixture) and part.dropped is not None
     }

@@ -79,6 +79,7 @@ FAMILIES: dict[str, tuple[Argument, ...]] = {
         Argument("top_k", int, 2, 1, "experts that a token uses"),
         Argument("hidden", int, 0, 1, "width of one expert", "8/3 · dim / top_k, rounded up to 64"),
         Argument("balance", float, 0.01, 0.0, "weight of the load-balance loss; 0 for none"),
+        Argument("capacity", float, 0.0, 0.0, "most that an expert takes, 1 is even; 0: whatever"),
         _SEQUENCE,
         _ROPE_THETA,
         _RMS_EPSILON,

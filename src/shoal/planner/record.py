@@ -24,7 +24,8 @@ from shoal.base.cluster import Cluster
 from shoal.base.estimate import ModelFacts
 from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, why_before
-from shoal.planner.search import Asked, Candidate, fixes, least_memory_bytes
+from shoal.planner.fixes import fixes
+from shoal.planner.search import Asked, Candidate, least_memory_bytes
 
 VERSION = 1
 

@@ -11,7 +11,7 @@ Source: the legality rules are those of docs/plan.md, each with its measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.base.cluster import Cluster
@@ -339,74 +339,3 @@ def _schedules(
     for chunks in (2, 4):
         if rounds % layout.pp == 0 and model.blocks // (layout.pp * chunks) >= 1:
             yield "interleaved", chunks
-
-
-Change = tuple[str, Callable[[Case], Case | None]]
-
-CHANGES: tuple[Change, ...] = (
-    ("memory.recompute=selective", lambda c: _recompute(c, "selective")),
-    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 2)),
-    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 8)),
-    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, c.micro_batch)),
-    ("memory.recompute=full", lambda c: _recompute(c, "full")),
-    ("layout.strategy=zero1", lambda c: _stage(c, 1)),
-    ("layout.strategy=zero2", lambda c: _stage(c, 2)),
-    ("layout.strategy=fsdp", lambda c: _stage(c, 3)),
-    ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
-)
-"""Settings that lower the peak, one at a time."""
-
-
-def fixes(case: Case) -> list[tuple[str, Candidate]]:
-    """What to set so that a case fits, the cheapest first; pairs of settings if one is not enough.
-
-    Gives   (settings as a user types them, what is then foreseen); [] if nothing here helps
-    """
-    single = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
-    if single:
-        return single
-    pairs = []
-    for place, (first, change) in enumerate(CHANGES):
-        made = change(case)
-        for second, other in CHANGES[place + 1 :]:
-            if made and (both := other(made)):
-                pairs.append((f"{first} {second}", both))
-    return _that_fit(pairs)
-
-
-def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
-    found = []
-    for name, case in tried:
-        memory = predict_memory(case)
-        word = verdict(memory, least_memory_bytes(case.cluster))
-        if word.word != "no":
-            text = name.format(micro_batch=case.micro_batch)
-            found.append((text, Candidate(case, memory, predict_time(case), word)))
-    return sorted(found, key=lambda pair: pair[1].time.step_s)
-
-
-def _recompute(case: Case, policy: str) -> Case | None:
-    if case.compiled and policy == "selective":
-        return None
-    order = RECOMPUTE.index
-    return replace(case, recompute=policy) if order(policy) > order(case.recompute) else None
-
-
-def _smaller(case: Case, times: int) -> Case | None:
-    size, rest = divmod(case.micro_batch, times)
-    return None if rest or size in (0, case.micro_batch) else replace(case, micro_batch=size)
-
-
-def _stage(case: Case, stage: int) -> Case | None:
-    layout = case.layout
-    if layout.data_degree == 1 or layout.zero >= stage or layout.dp_shard > 1 < layout.dp_replicate:
-        return None
-    if layout.pp > 1 and stage > 1:
-        return None
-    split = replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
-    return replace(case, layout=split)
-
-
-def _offload(case: Case, what: str) -> Case | None:
-    on_gpu = case.cluster.device.kind == "gpu"
-    return replace(case, offload=what) if on_gpu and case.offload == "none" else None

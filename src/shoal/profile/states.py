@@ -15,6 +15,7 @@ Source: the accounting of ZeRO (Rajbhandari et al. 2020, §3.1): 16 bytes per fp
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.profile._torch import all_threads_counted, pytree
 
 MARK = "shoal: work that is looked at"
+SETTLE_S = 0.05
+"""Between two looks: gloo's threads let go of what the step before sent a moment after its end."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
     ):
         work()
         for _ in range(times):
+            time.sleep(SETTLE_S)
             with record_function(MARK):
                 torch.empty(1)  # so that the count is read before anything else happens
                 work()

@@ -19,7 +19,6 @@ from torch import nn
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError, one_of
 from shoal.base.facts import MachineFacts, usable_cores
-from shoal.base.layout import PIPELINES
 from shoal.base.plan import Plan
 from shoal.base.policies import (
     COMPILE,
@@ -36,16 +35,16 @@ from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import Look, compose, divide, facts
+from shoal.parallel.compose import compose, divide, facts
 from shoal.parallel.light_build import light_build, settle
 from shoal.parallel.offload import stream_state
-from shoal.parallel.program import Program, trainable
+from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
-from shoal.trainer.contract import Loss, bare, call_model, cut_batch, split_batch
+from shoal.trainer.contract import Loss, bare
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
-from shoal.trainer.micro_batch import prepared
+from shoal.trainer.look import divides, look_at
 from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
@@ -127,7 +126,7 @@ def parallelize(
         precision=precision, reduce=reduce, recompute=recompute, offload=offload, compile=compile
     )
     compute = formats.resolve(precision, world.device)
-    with light_build() if _divides(layout) else nullcontext():
+    with light_build() if divides(layout) else nullcontext():
         module, said = bare(build_module(model, seed))
         module = formats.convert(module, compute)
     module = module.to(world.device)
@@ -149,7 +148,7 @@ def parallelize(
         offload=offload,
         compile=compile,
     )
-    program = divide(module, plan, world, _look(sample, plan, call))
+    program = divide(module, plan, world, look_at(sample, plan, world, call))
     settle(module)
     program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
     plan, notices = cut_for(bound, program)
@@ -180,12 +179,6 @@ def parallelize(
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
-
-
-def _divides(layout: str | Mapping[str, Any]) -> bool:
-    """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
-    said: Mapping[str, Any] = {"strategy": layout} if isinstance(layout, str) else layout
-    return any(said.get(axis, 1) != 1 for axis in ("tp", "pp")) or said.get("strategy") in ("tp", "3d", *PIPELINES)
 
 
 WORDS = {
@@ -255,30 +248,3 @@ def _plan(
     accumulate = check_batch(batch, micro, chosen.data_degree)
     check_micro_batches(chosen, batch, micro)
     return Plan(chosen, why, batch, micro, accumulate, compute, parameters, tensor=tensor)
-
-
-def _look(sample: Any, plan: Plan, call: str) -> Look | None:
-    """One forward pass on a few samples, for techniques that look at what the model does.
-
-    Errors: ConfigError without samples where the layout needs some.
-    """
-    layout = plan.layout
-    if max(layout.tp, layout.pp) == 1:
-        return None
-    if sample is None:
-        raise ConfigError(
-            f"layout = {layout.text()}: is derived from what the model does with a few samples; "
-            f"nearest: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
-        )
-    given = sample() if callable(sample) else sample
-    few = next(cut_batch(given, min(LOOKED_AT, plan.micro_batch)))
-
-    def look(program: Program, module: nn.Module) -> Any:
-        with program.autocast():
-            return call_model(module, split_batch(prepared(program, few))[0], call)
-
-    return look
-
-
-LOOKED_AT = 3
-"""Samples: so few that looking costs little, and no power of two, which degrees are."""

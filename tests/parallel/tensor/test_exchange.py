@@ -80,6 +80,18 @@ def test_gather(split: Split, parts: bool) -> None:
         torch.testing.assert_close(grad, cut(source, split, rank, SIZE))
 
 
+def test_gather_from_ranks_that_hold_copies() -> None:
+    """Two parts on four ranks: the first of two equal parts is gathered, and gets the gradient."""
+    label = Tiled(((2, Split(0)), (2, WHOLE)))
+
+    def work(axis):
+        value = numbers(axis.rank // 2, 3).requires_grad_()
+        exchange.gather(value, axis, label, True).backward(torch.ones(6, dtype=torch.float64))
+        return value.grad.tolist()
+
+    assert on_ranks(4, work) == [[4] * 3, [0] * 3, [4] * 3, [0] * 3]
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_part_of_a_whole_value(split: Split) -> None:
     ranks = passes(lambda v, axis: exchange.part(v, axis, split, False), 4, 8)

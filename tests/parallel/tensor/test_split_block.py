@@ -188,6 +188,25 @@ def test_nothing_to_split_is_no_error() -> None:
     assert difference(split, block, (x,)) < EXACT
 
 
+class Overwrites(nn.Module):
+    """Changes its own input: a rank's part of it would be another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        y.mul_(h)
+        return self.outer(y)
+
+
+def test_an_input_that_is_overwritten_stays_whole_or_is_told() -> None:
+    block, x = Overwrites().double(), sample(3, 8)
+    with pytest.raises(Untraceable, match="in place"):
+        split_block(block, (x, sample(3, 16).detach()), {}, 2)
+
+
 # ---- dropout
 
 
@@ -288,7 +307,9 @@ def test_the_users_word_wins(overrides, labels, sequence_dim: int | None) -> Non
     for name, label in labels.items():
         assert split.parameters.get(name, WHOLE) == label
     if "whole" in overrides.values():
-        assert split.reasons[next(n for n in labels if labels[n] == WHOLE)] .startswith("whole: as asked")
+        assert split.reasons[next(n for n in labels if labels[n] == WHOLE)].startswith(
+            "whole: as asked"
+        )
 
 
 def test_a_word_that_cannot_be_done() -> None:
@@ -365,3 +386,21 @@ def test_a_sum_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x = llama(), sample(3, 12, 32)
     split = split_block(block, (x,), {}, 2)
     assert difference(replace(split, partial=frozenset({"mlp_norm.weight"})), block, (x,)) > 1e-3
+
+
+# ---- the sequence alone is split
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("make", [llama, gpt, encoder, lambda: llama(dropout=0.3)])
+def test_whole_parameters_and_a_split_sequence(make, degree: int) -> None:
+    """What context parallelism needs: queries stay split, keys and values are gathered."""
+    block = make()
+    x = sample(2, 12, 48 if make is gpt else 32)
+    split = split_block(block, (x,), {}, degree, sequence_dim=1, split_parameters=False)
+    assert difference(split, block, (x,)) < EXACT
+    assert not split.parameters
+    assert counts(split) == {"all_gather forward": 2, "reduce_scatter backward": 2}
+    assert split.partial == {name for name, _ in block.named_parameters()}
+    other = again(split, block, (sample(3, 8, x.shape[-1]),), {})
+    assert difference(other, block, (sample(3, 8, x.shape[-1]),)) < EXACT

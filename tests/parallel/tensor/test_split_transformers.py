@@ -115,3 +115,11 @@ def test_routing_by_numbers_cannot_be_traced() -> None:
     with pytest.raises(Untraceable):
         split_block(layer, args, kwargs, 2)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "mistral", "bert", "bloom", "t5"])
+def test_a_split_sequence_with_whole_parameters(kind: str) -> None:
+    layer, args, kwargs = captured(kind)
+    split = split_block(layer, args, kwargs, 2, sequence_dim=1, split_parameters=False)
+    assert difference(split, layer, args, kwargs) < CASTS
+    assert counts(split)["all_gather forward"] == 2

@@ -1,4 +1,7 @@
-"""Writes out attention with dropout as the products it is, so that its mask has a place to be cut.
+"""Attention in a form whose masks have a place to be cut.
+
+Attention with dropout is written out as the products it is. Where the sequence is split,
+`is_causal` becomes a mask: a rank's first row is not the sequence's.
 
 Formula   out = dropout(softmax(q kᵀ · scale + mask)) · v
 Source    torch's own math kernel (aten/src/ATen/native/transformers/attention.cpp), which the CPU
@@ -54,6 +57,31 @@ def write_out(graph: fx.Graph, node: fx.Node) -> None:
             elif inner.op == "output":
                 node.replace_all_uses_with(copies[inner.args[0]])
     graph.erase_node(node)
+
+
+def write_mask(graph: fx.Graph, node: fx.Node) -> None:
+    """Put a mask in the place of `is_causal`."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return
+    named = _named(node)
+    if not named.get("is_causal"):
+        return
+    query, key = named["query"].meta["val"], named["key"].meta["val"]
+
+    def mask() -> Tensor:
+        rows, columns = query.shape[-2], key.shape[-2]
+        return torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+
+    with query.fake_mode:
+        written = make_fx(mask, pre_dispatch=True)()
+    copies: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(node):
+        for inner in written.graph.nodes:
+            if inner.op == "call_function":
+                copies[inner] = graph.node_copy(inner, lambda one: copies[one])
+            elif inner.op == "output":
+                named |= {"attn_mask": copies[inner.args[0]], "is_causal": False}
+    node.args, node.kwargs = (), named
 
 
 def attention(

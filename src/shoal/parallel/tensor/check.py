@@ -96,8 +96,8 @@ def check_class(module: nn.Module, group: BlockClass, axis: Axis) -> Finding | N
             for n, g in expected.gradients.items()
             if trial.everywhere(float((got.gradients[n] - g).norm() / norm)) > tolerance
         ]
-        wrong.sort(key=lambda n: n.startswith("input"), reverse=True)  # inputs are used first
         wrong.reverse()
+        wrong.sort(key=lambda n: n.startswith("input "))  # the last parameter first, inputs last
         if outputs > tolerance:
             return Finding(name, outputs, tuple(wrong), _in_outputs(trial, tolerance))
         if wrong:

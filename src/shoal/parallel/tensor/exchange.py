@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel.tensor.labels import Label, Split, Tiled, cut, join
+from shoal.parallel.tensor.labels import WHOLE, Label, Split, Tiled, cut, grid_place, join
 
 
 class Sum(Protocol):
@@ -77,7 +77,7 @@ def scatter(value: Tensor, axis: Axis, split: Split) -> Tensor:
     return scattered
 
 
-def gather(value: Tensor, axis: Axis, split: Split, part_gradients: bool) -> Tensor:
+def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool) -> Tensor:
     """Parts become the whole; `part_gradients`: what comes back must be summed."""
     gathered: Tensor = _Gather.apply(value, axis, split, part_gradients)
     return gathered
@@ -146,11 +146,16 @@ def _summed(value: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def _gathered(value: Tensor, axis: Axis, split: Split) -> Tensor:
+def _is_copy(label: Tiled, rank: int) -> bool:
+    places = zip(grid_place(label, rank), label.axes, strict=True)
+    return any(place and one == WHOLE for place, (_, one) in places)
+
+
+def _gathered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
     return join(axis.gather(value.contiguous()).unbind(0), split)
 
 
-def _scattered(value: Tensor, axis: Axis, split: Split) -> Tensor:
+def _scattered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
     parts = [cut(value, split, rank, axis.size) for rank in range(axis.size)]
     flat = torch.cat([one.reshape(-1) for one in parts])
     count = parts[0].numel()
@@ -192,7 +197,9 @@ class _Scatter(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, split: Split, part_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
+    ) -> Tensor:
         ctx.axis, ctx.split, ctx.part_gradients = axis, split, part_gradients
         return _gathered(value, axis, split)
 
@@ -202,6 +209,8 @@ class _Gather(torch.autograd.Function):
             own = _scattered(upstream, ctx.axis, ctx.split)
         else:
             own = cut(upstream, ctx.split, ctx.axis.rank, ctx.axis.size)
+        if isinstance(ctx.split, Tiled) and _is_copy(ctx.split, ctx.axis.rank):
+            own = torch.zeros_like(own)  # what was gathered came from the first of equal parts
         return own, None, None, None
 
 

@@ -241,7 +241,7 @@ class Labelling:
         weights = [bool(self.problem.sources[one]) for one in slots]
         shapes = [_shape(one) for one in slots]
         split = [k for k, label in enumerate(labels) if isinstance(label, Split | Tiled)]
-        split.sort(key=lambda k: not self.cheap(slots[k]))
+        split.sort(key=lambda k: (not self.cheap(slots[k]), -k))  # keys before queries
         for count in range(len(split)):
             for gathered in itertools.combinations(split, count):
                 wants = [WHOLE if k in gathered else label for k, label in enumerate(labels)]

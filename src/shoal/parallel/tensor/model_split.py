@@ -10,7 +10,7 @@ whatever stays whole is named in the notices with the reason. Nothing here chang
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,9 +22,9 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.tensor.capture import Call, bare, first_calls
 from shoal.parallel.tensor.edges import exchanges_of, scattered_lookups
 from shoal.parallel.tensor.labels import WHOLE, Label, Split, Whole
+from shoal.parallel.tensor.likeness import Likeness
 from shoal.parallel.tensor.split_block import BlockSplit, Exchange, NotSplit, split_block
 from shoal.parallel.tensor.tables import Tables, find_tables
-from shoal.parallel.tensor.trace import Untraceable, trace
 from shoal.parallel.trunk import Run, find_trunk
 
 WISHES = ("whole", "column", "row")
@@ -139,12 +139,13 @@ class _Planner:
         for name, p in module.named_parameters(remove_duplicate=False):
             self.homes.setdefault(id(p), []).append(name)
         self.classes: list[BlockClass] = []
-        self.graphs: dict[tuple[str, int], str] = {}
+        self.likeness = Likeness(module)
         self.refused: list[str] = []  # one line each: what stays whole, and why
 
     def plan(self, strict: bool) -> ModelSplit:
         blocks = self.blocks()
-        calls = first_calls(self.module, [n for n in self.everything(blocks)], self.run)
+        lookups = [n for n, p in self.module.named_modules() if isinstance(p, nn.Embedding)]
+        calls = first_calls(self.module, [*blocks, *lookups], self.run)
         tables = find_tables(self.module, self.run, blocks, self.degree, self.wishes.get)
         for names in self.groups([name for name in blocks if name in calls], calls):
             self.solve(names, calls, whole_if_not=True)
@@ -188,48 +189,15 @@ class _Planner:
             shared.pop()  # has no forward of its own
         return (".".join(shared),) if trunk.blocks else ()
 
-    def everything(self, blocks: Iterable[str]) -> Iterable[str]:
-        """Blocks, what lies in them, and embeddings before them."""
-        for block in blocks:
-            for name, _ in self.module.get_submodule(block).named_modules(prefix=block):
-                yield name
-        for name, part in self.module.named_modules():
-            if isinstance(part, nn.Embedding):
-                yield name
-
     def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
-        """Layers in groups of equal ones: equal in all they consist of, or in their graphs."""
-        exact: dict[Any, list[str]] = {}
-        for name in names:
-            part = self.module.get_submodule(name)
-            key = (_shape_of(part), self.relative(name), _attributes(part))
-            exact.setdefault(key, []).append(name)
-        merged: dict[Any, list[list[str]]] = {}
-        for (shape, wishes, _), group in exact.items():
-            alike = merged.setdefault((shape, wishes), [])
-            call = calls[group[0]]
-            for other in alike:
-                if self.graph(other[0], call) == self.graph(group[0], call):
-                    other += group
-                    break
-            else:
-                alike.append(group)
-        return [group for alike in merged.values() for group in alike]
-
-    def graph(self, name: str, call: Call) -> str:
-        """The text of a layer's graph with its constants, or why it has none."""
-        key = (name, id(call))
-        if key not in self.graphs:
-            try:
-                traced = trace(bare(self.module.get_submodule(name)), call.args, call.kwargs)
-            except Untraceable as failure:
-                self.graphs[key] = str(failure)
-            else:
-                held = {k: v for k, v in vars(traced.module).items() if isinstance(v, Tensor)}
-                constants = {**held, **dict(traced.module.named_buffers())}
-                values = [f"{k} = {v.tolist()}" for k, v in sorted(constants.items())]
-                self.graphs[key] = "\n".join([str(traced.graph), *values])
-        return self.graphs[key]
+        """Layers in groups of equal ones that the user wants split alike."""
+        found = []
+        for alike in self.likeness.groups(names, calls):
+            by_wish: dict[Any, list[str]] = {}
+            for name in alike:
+                by_wish.setdefault(self.relative(name), []).append(name)
+            found += list(by_wish.values())
+        return found
 
     def relative(self, name: str) -> tuple[tuple[str, str], ...]:
         """The user's wishes for a layer's parameters, by their names in it."""
@@ -257,11 +225,17 @@ class _Planner:
         why = self.try_to_split(names, calls)
         if not why:
             return True
-        worked = []
-        for child in _children(self.module.get_submodule(name)):
-            below = [f"{n}.{child}" if n else child for n in names]
-            for group in self.groups([n for n in below if n in calls], calls):
-                worked.append(self.solve(group, calls, False))
+        below = [
+            [f"{n}.{child}" if n else child for n in names]
+            for child in _children(self.module.get_submodule(name))
+        ]
+        unknown = [n for alike in below for n in alike if n not in calls]
+        calls |= first_calls(self.module, unknown, self.run) if unknown else {}
+        worked = [
+            self.solve(group, calls, False)
+            for alike in below
+            for group in self.groups([n for n in alike if n in calls], calls)
+        ]
         if whole_if_not:
             if any(worked):
                 self.refused.append(f"{name}{like} is split by its parts only: {why}")
@@ -292,11 +266,12 @@ class _Planner:
                 return f"{own} is also {other}"
         left = [n for n, p in part.named_parameters() if n not in split.parameters and p.dim() > 1]
         for own in left:
-            if wishes.get(own) != "whole":
+            full = f"{names[0]}.{own}" if names[0] else own
+            if self.wishes.get(full) != "whole":
                 more = f" (and in {len(names) - 1} like it)" if len(names) > 1 else ""
-                why = split.reasons.get(own, "no cut of it needs less exchange")
+                other = self.shared_with(names[0], part.get_parameter(own))
+                why = f"it is also {other}" if other else split.reasons[own]
                 why = why.removeprefix("whole: ")
-                full = f"{names[0]}.{own}" if names[0] else own
                 self.refused.append(f"{full}{more} stays whole: {why}")
         self.classes.append(BlockClass(tuple(names), split, twin, call))
         return ""
@@ -359,39 +334,6 @@ def _children(part: nn.Module) -> list[str]:
         elif next(child.parameters(), None) is not None:
             found.append(name)
     return found
-
-
-def _shape_of(part: nn.Module) -> Any:
-    """Classes, and shapes and formats of all tensors in a layer."""
-    told: list[Any] = []
-    for name, inner in part.named_modules():
-        tensors = [
-            (key, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad))
-            for held in (inner._parameters, inner._buffers)
-            for key, t in held.items()
-        ]
-        told.append((name, type(inner), tuple(tensors)))
-    return tuple(told)
-
-
-def _attributes(part: nn.Module) -> Any:
-    """Every other attribute in a layer: plain values, anything else by what object it is."""
-    plain = (bool, int, float, str, type(None), tuple)
-    own = vars(nn.Module())
-    return tuple(
-        (key, value if isinstance(value, plain) and _hashable(value) else id(value))
-        for inner in part.modules()
-        for key, value in sorted(vars(inner).items())
-        if key not in own or key == "training"
-    )
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> ModelSplit:

@@ -22,7 +22,7 @@ from shoal.parallel.tensor.label import Labelling
 from shoal.parallel.tensor.labels import WHOLE, Label
 from shoal.parallel.tensor.rules import DROPOUTS
 from shoal.parallel.tensor.steps import Step
-from shoal.parallel.tensor.trace import is_in_place
+from shoal.parallel.tensor.trace import Untraceable, is_in_place
 
 aten = torch.ops.aten
 
@@ -86,6 +86,8 @@ class _Writer:
         if step.rule.masked or _is_strided_dropout(node, slots):
             return self._dropout(node, handed[0], step.wants[0])
         if is_in_place(node) and handed[0] is not self.local.get(slots[0]):
+            if node not in self.problem.replaceable:
+                raise Untraceable(f"{node.target} changes in place what others read, too")
             handed[0] = self.graph.call_function(aten.clone.default, (handed[0],))
         values = iter(handed)
         edited = divided([list(node.args), dict(node.kwargs)], step.rule.edits)

@@ -76,6 +76,7 @@ def split_block(
     *,
     sequence_dim: int | None = None,
     overrides: Mapping[str, str] | None = None,
+    split_parameters: bool = True,
 ) -> BlockSplit:
     """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
 
@@ -84,12 +85,15 @@ def split_block(
     sequence_dim   sequence parallelism: the first floating input and outputs of its shape are
                    Split(sequence_dim)
     overrides      name pattern (relative to the layer) → "whole" │ "column" │ "row"
+    split_parameters   False: all parameters stay whole, and with a sequence_dim only the sequence
+                   is split (context parallelism: keys and values are gathered)
     Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
     parallelism then.
     """
-    traced = trace(block, args, kwargs)
+    traced = trace(block, args, kwargs, masks=not split_parameters)
     problem = Problem(traced, RULES, degree, sequence_dim)
-    labelling, whole = _solved(problem, overrides=overrides)
+    fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
+    labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
     return _made(traced, problem, labelling, place_sums(labelling), whole)
 
 
@@ -101,7 +105,8 @@ def again(
     The layer may hold the parts of its parameters now. Floating inputs only show shapes and types.
     Errors: Untraceable, also where the layer does not work on these inputs in parts; NotSplit.
     """
-    traced = trace(block, args, kwargs, split.shapes)
+    masks = split.sequence_dim is not None and not split.parameters
+    traced = trace(block, args, kwargs, split.shapes, masks=masks)
     problem = Problem(traced, RULES, split.degree, split.sequence_dim)
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)

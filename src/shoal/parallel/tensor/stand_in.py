@@ -40,7 +40,10 @@ class Insides:
             for key in (*part._parameters, *part._buffers)
         }
         self.parameters = tuple(
-            (part, key) for part in self.parts for key, p in part._parameters.items() if p is not None
+            (part, key)
+            for part in self.parts
+            for key, p in part._parameters.items()
+            if p is not None
         )
 
     def tensor(self, name: str) -> Tensor:

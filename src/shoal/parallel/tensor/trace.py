@@ -28,7 +28,7 @@ from shoal.parallel.tensor._torch import (
     make_fx,
     track_tensor_tree,
 )
-from shoal.parallel.tensor.attention import is_attention_with_dropout, write_out
+from shoal.parallel.tensor.attention import is_attention_with_dropout, write_mask, write_out
 
 aten = torch.ops.aten
 
@@ -74,10 +74,13 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]] | None = None,
+    *,
+    masks: bool = False,
 ) -> Traced:
     """Trace a layer's forward on a sample call.
 
     shapes   whole shapes of parameters by name, where the layer holds only parts of them now
+    masks    write a mask in the place of attention's `is_causal`
     Errors: Untraceable(reason). The layer and the generators stay as they are.
     """
     parameters = dict(block.named_parameters())
@@ -106,7 +109,7 @@ def trace(
             module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*flat)
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
-    _tidy(module)
+    _tidy(module, masks)
     kinds = [isinstance(leaf, Tensor) for leaf in outs["leaves"]]
     still = [None if isinstance(leaf, Tensor) else leaf for leaf in outs["leaves"]]
     return Traced(
@@ -181,7 +184,7 @@ def _function(cls: Any) -> Callable[..., Any]:
     return run
 
 
-def _tidy(module: fx.GraphModule) -> None:
+def _tidy(module: fx.GraphModule, masks: bool) -> None:
     """Take out checks that cost time; write attention with dropout as the products it is."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
@@ -190,6 +193,8 @@ def _tidy(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
         elif is_attention_with_dropout(node):
             write_out(module.graph, node)
+        elif masks:
+            write_mask(module.graph, node)
     module.graph.lint()
     module.recompile()
 

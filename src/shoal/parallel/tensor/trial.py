@@ -48,10 +48,10 @@ class Trial:
         self.args, self.kwargs = pytree.tree_map_only(
             Tensor, self._input, (group.call.args, group.call.kwargs)
         )
-        self.block = copy.deepcopy(group.bare).double()
+        self.block = _in_float64(group.bare)
         self.numbers = {n: self._perturbed(p, True) for n, p in block.named_parameters()}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
-            own.data = b.detach().to(own.dtype, copy=True)
+            own.copy_(b)
         self.program = again(group.split, self.block, self.args, self.kwargs)
         self.pulls: list[Tensor] = []
 
@@ -67,7 +67,8 @@ class Trial:
 
     def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
         """As one process computes it; `numbers` in place of the perturbed parameters."""
-        held = {n: t.clone().requires_grad_() for n, t in (numbers or self.numbers).items()}
+        given = numbers or self.numbers
+        held = {n: t.detach().requires_grad_() for n, t in given.items()}
         args, kwargs, inputs = self._fresh_inputs()
         buffers = {n: b.clone() for n, b in self.block.named_buffers()}
         torch.manual_seed(2)
@@ -174,6 +175,18 @@ class Trial:
         total = part.clone(memory_format=torch.contiguous_format)
         self.axis.sum(total)
         return total
+
+
+def _in_float64(bare: nn.Module) -> nn.Module:
+    """A copy in float64, its parameters still without numbers."""
+    twin = copy.deepcopy(bare)
+    for p in twin.parameters():
+        p.data = torch.zeros((), dtype=torch.float64, device=p.device).expand(p.shape)
+    for part in twin.modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[key] = buffer.double()
+    return twin
 
 
 def _gradient(leaf: Tensor) -> Tensor:

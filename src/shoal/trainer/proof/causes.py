@@ -15,7 +15,9 @@ import torch
 
 from shoal.trainer.proof.atoms import Atoms
 from shoal.trainer.proof.clue import Clue
+from shoal.trainer.proof.divided import DROPPED
 from shoal.trainer.proof.gradients import wrong_gradient
+from shoal.trainer.proof.norms import norms_along
 from shoal.trainer.proof.record import Record, Row
 from shoal.trainer.proof.verdict import Comparison, apart
 
@@ -94,7 +96,7 @@ def _norms_differ(case: Case) -> Clue | None:
             "norm of a local shard",
             rows[0].label,
             f"gradient norms at step {rows[0].step} are {told} by rank, {expected:.6g} in one "
-            f"process{sums}",
+            f"process{sums}{norms_along(norms, case.got)}",
             "every rank clips by the norm of what it holds itself; squares must be summed over "
             "all ranks first",
             "the gradient norm in trainer/step.py (update)",
@@ -181,6 +183,9 @@ def _targets(case: Case) -> Clue | None:
     for found in case.comparison.differences:
         if found.what == "targets":
             ours, theirs = case.expected.rows[found.row], case.got.rows[found.row]
+            clue = _gradient(case) if case.got.degrees.get("pp", 1) > 1 else None
+            if clue is not None and clue.name == DROPPED:
+                return clue
             return Clue(
                 "count of targets",
                 found.name,

@@ -10,6 +10,17 @@ from collections.abc import Sequence
 
 from shoal.trainer.proof.atoms import Atoms, Shares
 from shoal.trainer.proof.clue import Clue
+from shoal.trainer.proof.divided import (
+    border,
+    dropped,
+    factor,
+    last_words,
+    replicas,
+    some,
+    tie_twice,
+    where,
+)
+from shoal.trainer.proof.norms import wrong_norm
 from shoal.trainer.proof.record import Record
 from shoal.trainer.proof.sums import (
     TOLERANCE,
@@ -23,6 +34,7 @@ from shoal.trainer.proof.sums import (
     solve,
     sums_of,
 )
+from shoal.trainer.proof.suspicions import wrong_loss
 from shoal.trainer.proof.verdict import whole_norm
 
 
@@ -30,17 +42,19 @@ def wrong_gradient(expected: Record, got: Record, atoms: Atoms | None, number: i
     """The clue in row `number`, the first with a wrong gradient or gradient norm."""
     sums = sums_of(expected, got, number)
     if not sums.names:
-        return _norm_alone(expected, got, number)
+        return wrong_norm(expected, got, number)
+    try:
+        forward = wrong_loss(expected, got, atoms.again if atoms else None, number)
+    except Exception:  # the user's code, run once more: a difference must be told all the same
+        forward = None
+    if forward is not None:
+        return forward
     solved = solve(sums, atoms)
-    for read in (_never_summed, _tie, _whole_scale, _by_rank, _by_place, _lost):
+    for read in READERS:
         clue = read(sums, got, atoms, solved)
         if clue is not None:
             return clue
-    return _rounded(sums) or _unexplained(sums, solved)
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{len(names)} parameters (first {names[0]})" if len(names) > 1 else names[0]
+    return _rounded(sums) or last_words(sums, got, solved) or _unexplained(sums, solved)
 
 
 def _never_summed(
@@ -52,8 +66,8 @@ def _never_summed(
         return Clue(
             "gradient dropped",
             sums.names[0],
-            f"the gradient of {_some(sums.names)} is 0 at step {sums.step}, in one process it "
-            f"is not{last}",
+            f"the gradient of {some(sums.names)} is 0 at step {sums.step}, in one process it "
+            f"is not{last}{where(sums.names, got)}",
             "it never reaches the optimizer: left out of its bucket, or zeroed after it was summed",
             "which parameters the buckets hold, and whether the last bucket is sent",
         )
@@ -69,7 +83,7 @@ def _never_summed(
     return Clue(
         "missing reduction",
         sums.names[0],
-        f"the gradient of {_some(sums.names)} at step {sums.step} is {by_rank[own[0]]:.4g} × what "
+        f"the gradient of {some(sums.names)} at step {sums.step} is {by_rank[own[0]]:.4g} × what "
         f"rank {own[0]} computed itself, with nothing of the other ranks{last}",
         "it is not summed over ranks: its bucket is not sent, or it is missing in it",
         "the reducer: is every parameter in a bucket, is the last bucket flushed",
@@ -115,7 +129,7 @@ def _whole_scale(
     if factor is None or near(factor, 1.0):
         return None
     ranks = got.degree
-    names = f"the gradient of {_some(sums.names)} at step {sums.step} is {factor:.6g} × that of one"
+    names = f"the gradient of {some(sums.names)} at step {sums.step} is {factor:.6g} × that of one"
     if sums.short is not None:
         return Clue(
             "last short window",
@@ -241,7 +255,7 @@ def _rounded(sums: Sums) -> Clue | None:
             return Clue(
                 f"{name} accumulation",
                 sums.names[0],
-                f"the gradient of {_some(sums.names)} at step {sums.step} is off by "
+                f"the gradient of {some(sums.names)} at step {sums.step} is off by "
                 f"{relative:.1e} of itself, in random directions, as {name} rounds",
                 f"gradients are summed or sent in {name}",
                 "the dtype of gradient buffers and of the reduction",
@@ -266,7 +280,7 @@ def _unexplained(sums: Sums, solved: Shares | None) -> Clue:
     return Clue(
         "wrong gradient",
         sums.names[0],
-        f"the gradient of {_some(sums.names)} at step {sums.step} is off by {size / whole:.1e} of "
+        f"the gradient of {some(sums.names)} at step {sums.step} is off by {size / whole:.1e} of "
         f"the whole gradient{rest}",
         "something other than scales and sums: other samples, other random numbers, an operation "
         "that the layout splits wrongly",
@@ -274,22 +288,17 @@ def _unexplained(sums: Sums, solved: Shares | None) -> Clue:
     )
 
 
-def _norm_alone(expected: Record, got: Record, number: int) -> Clue | None:
-    """The sums agree: only the reported norm, and with it clipping, is another."""
-    ours, theirs = expected.rows[number], got.rows[number]
-    if ours.grad_norm is None or theirs.grad_norm is None:
-        return None
-    ratio = theirs.grad_norm / ours.grad_norm if ours.grad_norm else math.inf
-    if near(ratio, 1.0):
-        return None
-    part = ratio < 1
-    return Clue(
-        "norm of a local shard" if part else "gradient norm",
-        theirs.label,
-        f"the gradient norm at step {theirs.step} is {theirs.grad_norm:.6g}, {ours.grad_norm:.6g} "
-        f"in one process, while the gradients before clipping are equal",
-        "the norm is taken over a part of the elements: a local shard, one bucket, one group"
-        if part
-        else "elements are counted more than once in the norm (replicas, ties)",
-        "the gradient norm in trainer/step.py (update)",
-    )
+READERS = (
+    replicas,
+    _never_summed,
+    tie_twice,
+    _tie,
+    factor,
+    _whole_scale,
+    dropped,
+    _by_rank,
+    _by_place,
+    _lost,
+    border,
+)
+"""In the order in which they explain each other."""

@@ -57,8 +57,8 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
     >>> coordinates(5, {"pp": 2, "dp": 2, "tp": 2})
     {'pp': 1, 'dp': 0, 'tp': 1}
     """
-    found = {}
-    for axis in reversed(degrees):
+    found: dict[str, int] = {}
+    for axis in reversed(list(degrees)):
         rank, found[axis] = divmod(rank, degrees[axis])
     return {axis: found[axis] for axis in degrees}
 

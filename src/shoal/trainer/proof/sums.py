@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from shoal.trainer.proof.atoms import Atoms, Shares, shares
 from shoal.trainer.proof.bounds import SUM_EPSILON
+from shoal.trainer.proof.held import Apart
 from shoal.trainer.proof.record import Record, Tensors
 from shoal.trainer.proof.verdict import whole_norm
 
@@ -31,6 +32,8 @@ class Sums:
 
     right, wrong   what one process and the layout have · names  parameters that differ
     short          the step is the first that differs and holds less than the ones before it
+    loss_right     the loss of the step is that of one process
+    apart          parameters whose holders disagree: the sum over holders, clipping taken off
     """
 
     right: Tensors
@@ -38,6 +41,8 @@ class Sums:
     names: tuple[str, ...]
     step: int
     short: float | None
+    loss_right: bool = True
+    apart: dict[str, Apart] = field(default_factory=dict)
 
 
 def coefficient(norm: float | None, clip: float) -> float:
@@ -47,13 +52,9 @@ def coefficient(norm: float | None, clip: float) -> float:
 
 def sums_of(expected: Record, got: Record, number: int) -> Sums:
     """Both sides' sums at row `number`; what only one side used is zero on the other."""
-    count = expected.rows[number].targets
     right, wrong = (
-        {n: g.double() * (count / coefficient(r.rows[number].grad_norm, r.clip)) for n, g in found}
-        for r, found in (
-            (expected, expected.gradients[number].items()),
-            (got, got.gradients[number].items()),
-        )
+        {n: g.double() * _taken_off(r, number) for n, g in r.gradients[number].items()}
+        for r in (expected, got)
     )
     for name in right:
         wrong.setdefault(name, torch.zeros_like(right[name]))
@@ -66,7 +67,21 @@ def sums_of(expected: Record, got: Record, number: int) -> Sums:
     label = expected.rows[number].label
     earlier = [r.targets for r in expected.rows[:number] if r.label == label]
     short = count / earlier[-1] if earlier and count < 0.7 * min(earlier) else None
-    return Sums(right, wrong, tuple(far), expected.rows[number].step, short)
+    row, theirs = expected.rows[number], got.rows[number]
+    count = row.targets
+    losses = (row.loss or 0.0) * count, (theirs.loss or 0.0) * theirs.targets
+    loss_right = abs(losses[0] - losses[1]) <= max(noise, abs(losses[0]) * noise / (whole or 1.0))
+    apart = {
+        name: replace(one, total=one.total.double() * _taken_off(got, number))
+        for name, one in (got.apart[number] if got.apart else {}).items()
+    }
+    return Sums(right, wrong, tuple(far), row.step, short, loss_right, apart)
+
+
+def _taken_off(side: Record, number: int) -> float:
+    """From a clipped mean to a sum, by what that side itself divided by."""
+    row = side.rows[number]
+    return row.targets / coefficient(row.grad_norm, side.clip)
 
 
 def norm_of(tensor: torch.Tensor) -> float:

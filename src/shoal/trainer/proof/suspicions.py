@@ -66,7 +66,7 @@ def wrong_loss(expected: Record, got: Record, again: Again | None, number: int) 
         if math.isclose(again.loss(one.mistake), theirs.loss, rel_tol=same):
             seen = (
                 f"the loss at step {ours.step} is {theirs.loss:.8g} instead of {ours.loss:.8g}: "
-                f"one process gets it when {one.seen}"
+                f"one process gets that with {one.seen}"
             )
             return Clue(one.name, one.parameter, seen, one.cause, one.look)
     return None
@@ -102,7 +102,7 @@ def _row_biases(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iter
             _with(changed),
             "row bias on every rank",
             names[0],
-            f"{_alike(names)} counts {degree} times",
+            f"{_alike(names)} counted {degree} times",
             f"each of {degree} tensor-parallel ranks adds the bias to its summand before the sum; "
             f"it may be added once",
             "where a row-parallel layer adds its bias (tensor/rewrite.py, exchange.once)",
@@ -124,24 +124,25 @@ def _fused(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[
     for (size, segments), together in sizes.items():
         others = [n for n in SEGMENTS if n != segments and divides(size, n, degree)]
         for names, other in ((n, o) for n in _all_then_each(together) for o in others):
-            changed = {
-                name: _read_as(weights[name], held[name].dim or 0, segments, other, degree)
-                for name in names
-            }
+            changed = {}
+            for name in names:
+                dim = held[name].dim or 0
+                changed[name] = _read_as(
+                    weights[name], Split(dim, segments), Split(dim, other), degree
+                )
             yield Suspicion(
                 _with(changed),
                 "fused weight cut wrongly",
                 names[0],
-                f"{_alike(names)}, cut as {_segments(segments)}, is read as {_segments(other)}",
+                f"{_alike(names)}, cut as {_segments(segments)} and read as {_segments(other)}",
                 "a fused weight (q, k and v in one) must be cut within each of its segments, and "
                 "the layer must read the parts so",
                 "the label of that parameter: Split(dim, segments)",
             )
 
 
-def _read_as(weight: torch.Tensor, dim: int, cut_as: int, read_as: int, degree: int) -> torch.Tensor:
-    parts = [cut(weight, Split(dim, cut_as), rank, degree) for rank in range(degree)]
-    return join(parts, Split(dim, read_as))
+def _read_as(weight: torch.Tensor, cut_as: Split, read_as: Split, degree: int) -> torch.Tensor:
+    return join([cut(weight, cut_as, rank, degree) for rank in range(degree)], read_as)
 
 
 def _shared(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
@@ -168,7 +169,7 @@ def _wrong_part(names: Sequence[str], changed: Tensors, how: str) -> Suspicion:
         _with(changed),
         "wrong part of shared heads",
         names[0],
-        f"the rows of {_alike(names)} are moved {how}",
+        f"the rows of {_alike(names)} moved {how}",
         "tensor-parallel ranks share key/value heads, and a rank's query heads meet the heads of "
         "another rank",
         "which part of replicated key/value heads a rank takes (exchange.part)",
@@ -199,7 +200,7 @@ def _orders(held: Mapping[str, Held], weights: Tensors) -> Iterator[Suspicion]:
                 _reordered(home, numbers, places),
                 "stage order",
                 f"{home}.{places[0]}",
-                f"the blocks run in the order {shown}",
+                f"the blocks in the order {shown}",
                 "stages run, or send to each other, in another order than that of the layers",
                 "the rank of each stage in the schedule, and which blocks a rank keeps",
             )

@@ -1,0 +1,72 @@
+"""A look at what the model does with a few samples, from which tp and pp are derived.
+
+Every rank sees the same samples: what one of them finds out about the model must hold on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.base.layout import PIPELINES
+from shoal.base.plan import Plan
+from shoal.fabric import World
+from shoal.parallel.compose import Look
+from shoal.parallel.program import Program, dtype_of
+from shoal.trainer._torch import pytree
+from shoal.trainer.contract import call_model, cut_batch, split_batch
+from shoal.trainer.micro_batch import prepared
+
+LOOKED_AT = 3
+"""Samples: so few that looking costs little, and no power of two, which degrees are."""
+
+
+def divides(layout: str | Mapping[str, Any]) -> bool:
+    """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
+    said: Mapping[str, Any] = {"strategy": layout} if isinstance(layout, str) else layout
+    named = ("tp", "3d", *PIPELINES)
+    return any(said.get(axis, 1) != 1 for axis in ("tp", "pp")) or said.get("strategy") in named
+
+
+def look_at(sample: Any, plan: Plan, world: World, call: str) -> Look | None:
+    """One forward pass on a few samples, for techniques that look at what the model does.
+
+    Errors: ConfigError without samples where the layout needs some.
+    """
+    layout = plan.layout
+    if max(layout.tp, layout.pp) == 1:
+        return None
+    if sample is None:
+        raise ConfigError(
+            f"layout = {layout.text()}: is derived from what the model does with a few samples; "
+            f"nearest: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
+        )
+    given = sample() if callable(sample) else sample
+    few = _of_first(next(cut_batch(given, min(LOOKED_AT, plan.micro_batch))), world)
+
+    def look(program: Program, module: nn.Module) -> Any:
+        with program.autocast():
+            return call_model(module, split_batch(prepared(program, few))[0], call)
+
+    return look
+
+
+def _of_first(batch: Any, world: World) -> Any:
+    """Rank 0's batch on every rank: what is seen to be true of the model must be so everywhere."""
+    leaves, form = pytree.tree_flatten(batch)
+    told = [(list(v.shape), dtype_of(v)) if isinstance(v, torch.Tensor) else None for v in leaves]
+    for place, spec in enumerate(world.broadcast_json(told)):
+        if spec is None:
+            continue
+        own = (
+            leaves[place].to(world.device).contiguous()
+            if world.is_first
+            else torch.empty(spec[0], dtype=getattr(torch, spec[1]), device=world.device)
+        )
+        world.broadcast(own)
+        leaves[place] = own
+    return pytree.tree_unflatten(leaves, form)

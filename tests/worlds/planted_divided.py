@@ -1,0 +1,310 @@
+"""Bugs that tensor and pipeline parallelism are known for, planted for the battery to find.
+
+The check at the start, which looks at blocks alone, is put aside: the whole proof must find them
+too. As in planted.py, a bug patches the one place of ours that does it right, on the layout's side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import any_case
+from shoal.fabric import World
+from shoal.parallel import compose, joined, pipeline, tensor_parallel
+from shoal.parallel.pipe.runtime import PipeRuntime, _Step
+from shoal.parallel.tensor import exchange
+from shoal.parallel.tensor.labels import Split, Tiled
+from shoal.trainer import step as stepping
+from shoal.trainer.proof import Battery
+from shoal.trainer.proof.battery import SGD
+
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "gpt": ("gpt", {"dim": 16, "layers": 2, "heads": 4, "dropout": 0.1}, 61),
+    "untied": ("gpt", {"dim": 16, "layers": 4, "heads": 4, "dropout": 0.1, "tied": False}, 61),
+    "llama": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 1}, 61),
+    "pairs": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}, 61),
+}
+STEPS = 2
+
+
+@functools.cache
+def battery(model: str) -> Battery:
+    """One battery per model and process: the twin's records serve every layout."""
+    with patch.dict(any_case.OURS, {model: MODELS[model]}):
+        trial = any_case.trial_of(model)
+    made = Battery(trial, steps=STEPS)
+    return replace(made, optimizers={SGD: made.optimizers[SGD]})
+
+
+def prove(world: World, bug: str, model: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """The report on a layout with a planted bug."""
+    torch.set_num_threads(1)
+    kept = patch.object(tensor_parallel, "checked", lambda module, split, axis, strict: split)
+    with patch.dict(any_case.OURS, {model: MODELS[model]}), kept, BUGS[bug]():
+        return battery(model).prove(world, layout)
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    """No bug: the same battery must then be content."""
+    yield
+
+
+@contextmanager
+def backward_not_summed() -> Iterator[None]:
+    """What enters split work gets the gradient of one rank's part back."""
+
+    def backward(context: Any, upstream: torch.Tensor) -> Any:
+        return upstream, None
+
+    with patch.object(exchange._Enter, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def backward_not_scattered() -> Iterator[None]:
+    """The same under sequence parallelism: parts of the gradient are cut and not summed."""
+    right = exchange.gather
+
+    def gather(value: Any, axis: Any, split: Any, part_gradients: bool) -> Any:
+        return right(value, axis, split, False)
+
+    with patch.object(exchange, "gather", gather):
+        yield
+
+
+@contextmanager
+def forward_not_summed() -> Iterator[None]:
+    """Summands of a row-parallel layer go on as if they were the whole."""
+
+    def forward(context: Any, value: torch.Tensor, axis: Any) -> torch.Tensor:
+        return value.clone()
+
+    with patch.object(exchange._Reduce, "forward", staticmethod(forward)):
+        yield
+
+
+@contextmanager
+def row_bias() -> Iterator[None]:
+    """Every rank adds the bias of a row-parallel layer to its summand."""
+    with patch.object(exchange, "_Zeros", SimpleNamespace(apply=lambda value: value)):
+        yield
+
+
+def on_split(change: Any) -> Any:
+    """`apply_split` of a changed split, or with a changed result."""
+    return patch.object(
+        tensor_parallel, "apply_split", functools.partial(change, tensor_parallel.apply_split)
+    )
+
+
+@contextmanager
+def qkv_in_one() -> Iterator[None]:
+    """Fused weights are cut as if they had one segment."""
+
+    def cut_wrongly(right: Any, module: Any, split: Any, axis: Any) -> Any:
+        plain = {
+            name: replace(one, label=Split(one.label.dim)) if isinstance(one.label, Split) else one
+            for name, one in split.parameters.items()
+        }
+        return right(module, replace(split, parameters=plain), axis)
+
+    with on_split(cut_wrongly):
+        yield
+
+
+@contextmanager
+def parts_not_summed() -> Iterator[None]:
+    """Key/value weights that ranks share keep the gradient of a rank's own query heads."""
+
+    def forget(right: Any, *given: Any) -> Any:
+        return replace(right(*given), partial=frozenset())
+
+    with on_split(forget):
+        yield
+
+
+@contextmanager
+def neighbours_heads() -> Iterator[None]:
+    """Query heads meet the key/value heads of other ranks."""
+    right = exchange.cut
+
+    def cut(value: Any, label: Any, rank: int, degree: int) -> Any:
+        return right(
+            value, label, (rank + 2) % degree if isinstance(label, Tiled) else rank, degree
+        )
+
+    with patch.object(exchange, "cut", cut):
+        yield
+
+
+@contextmanager
+def joined_twice() -> Iterator[None]:
+    """What is summed beyond the data ranks is summed once more."""
+    right = joined.apply
+    with patch.object(compose.joined, "apply", lambda program: right(right(program))):
+        yield
+
+
+@contextmanager
+def tie_not_summed() -> Iterator[None]:
+    """The embedding's stage and the head's keep their own share of the tied weight's gradient."""
+    with patch.object(compose.joined, "apply", lambda program: program):
+        yield
+
+
+@contextmanager
+def replicas_counted() -> Iterator[None]:
+    """The gradient norm counts what several ranks hold several times."""
+
+    def squares(program: Any, reducer: Any) -> torch.Tensor:
+        return stepping.sum_of_squares(reducer.sums()) / program.copies
+
+    with patch.object(stepping, "_squares", squares):
+        yield
+
+
+def on_squares(counts: Any) -> Any:
+    """The squared norm, of the ranks only for which `counts(program)`."""
+    right = stepping._squares
+
+    def squares(program: Any, reducer: Any) -> torch.Tensor:
+        return right(program, reducer) * float(program.world.size == 1 or counts(program))
+
+    return patch.object(stepping, "_squares", squares)
+
+
+@contextmanager
+def norm_of_a_stage() -> Iterator[None]:
+    """The gradient norm is that of the last stage."""
+    with on_squares(lambda program: program.pipe.rank == program.pipe.size - 1):
+        yield
+
+
+@contextmanager
+def own_norm() -> Iterator[None]:
+    """Every rank clips by the norm over the ranks of its own mesh: all but the pipeline's."""
+    right = stepping._tally
+
+    def tally(program: Any, *rest: Any) -> Any:
+        told = right(program, *rest)
+        if program.world.size == 1:
+            return told
+        square = stepping._squares(program, stepping.reducer_of(program)).reshape(1)
+        program.tensor.sum(square)
+        return replace(told, norm=float(square) ** 0.5)
+
+    with patch.object(stepping, "_tally", tally):
+        yield
+
+
+@contextmanager
+def stages_exchanged() -> Iterator[None]:
+    """The second half of the blocks runs first."""
+    right = pipeline.plan
+
+    def plan(program: Any, run: Any) -> Any:
+        if program.plan.layout.pp > 1:
+            blocks = program.module.blocks._modules
+            for name in list(blocks)[: len(blocks) // 2]:
+                blocks[name] = blocks.pop(name)  # to the end
+        return right(program, run)
+
+    with patch.object(pipeline, "plan", plan):
+        yield
+
+
+def on_backward(number: int, stage: int | None) -> Any:
+    """The backward pass of micro-batch `number` does nothing, on one stage or all."""
+    right = _Step._backward
+
+    def backward(self: Any, act: Any, seeds: Any) -> Any:
+        if act.micro_batch == number and stage in (None, act.stage):
+            leaves = self.runtime.kept.pop((act.stage, act.micro_batch)).leaves
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        return right(self, act, seeds)
+
+    return patch.object(_Step, "_backward", backward)
+
+
+@contextmanager
+def dropped() -> Iterator[None]:
+    """No stage runs the backward pass of micro-batch 1."""
+    with on_backward(1, None):
+        yield
+
+
+@contextmanager
+def dropped_on_a_stage() -> Iterator[None]:
+    """The first stage does not run it."""
+    with on_backward(1, 0):
+        yield
+
+
+@contextmanager
+def messages_exchanged() -> Iterator[None]:
+    """A stage takes the gradients that belong to another of its arrivals: of the next element."""
+    right = _Step._backward
+
+    def backward(self: Any, act: Any, seeds: Any) -> Any:
+        return [gradient.roll(1, 0) for gradient in right(self, act, seeds)]
+
+    with patch.object(_Step, "_backward", backward):
+        yield
+
+
+@contextmanager
+def never_run() -> Iterator[None]:
+    """Micro-batch 1 is in nobody's list."""
+    right = PipeRuntime.run
+
+    def run(self: Any, program: Any, passes: Any, reducer: Any) -> None:
+        right(self, program, [one for one in passes if one.index != 1], reducer)
+
+    with patch.object(PipeRuntime, "run", run):
+        yield
+
+
+@contextmanager
+def averaged() -> Iterator[None]:
+    """A running average of the micro-batches' gradients instead of their sum."""
+    right = PipeRuntime.run
+
+    def run(self: Any, program: Any, passes: Any, reducer: Any) -> None:
+        right(self, program, passes, reducer)
+        for total in reducer.sums():
+            total /= len(passes)
+
+    with patch.object(PipeRuntime, "run", run):
+        yield
+
+
+BUGS = {
+    "nothing": nothing,
+    "backward not summed": backward_not_summed,
+    "backward not scattered": backward_not_scattered,
+    "forward not summed": forward_not_summed,
+    "row bias": row_bias,
+    "qkv in one": qkv_in_one,
+    "parts not summed": parts_not_summed,
+    "neighbour's heads": neighbours_heads,
+    "joined twice": joined_twice,
+    "tie not summed": tie_not_summed,
+    "replicas counted": replicas_counted,
+    "norm of a stage": norm_of_a_stage,
+    "own norm": own_norm,
+    "stages exchanged": stages_exchanged,
+    "never run": never_run,
+    "dropped": dropped,
+    "dropped on a stage": dropped_on_a_stage,
+    "messages exchanged": messages_exchanged,
+    "averaged": averaged,
+}
