@@ -6,6 +6,8 @@ Limits    no key/value cache: each token runs the model on the last `window` tok
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 

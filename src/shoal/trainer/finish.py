@@ -21,9 +21,8 @@ def finish(
 
     values   of the last validation, or None without held-out data
     """
-    # Where ranks work on one model together, a forward pass is everybody's.
-    everybody = run.program.together or run.program.tensor.size > 1
-    text = sample(run, source) if run.world.is_first or everybody else None
+    # Where parameters are gathered, a forward pass is everybody's.
+    text = sample(run, source) if run.world.is_first or run.program.together else None
     if not run.world.is_first:
         return
     emit = run.recorder.events.emit
@@ -40,9 +39,12 @@ def finish(
 
 
 def sample(run: Run, source: Source) -> str | None:
-    """Text that the model continues from `def `; None for models that do not write text."""
-    tokenizer = source.tokenizer
-    if tokenizer is None or not isinstance(run.model, Llama) or run.program.pipe.size > 1:
+    """Text that the model continues from `def `; None for models that do not write text.
+
+    None under tp and pp too: every new length would be traced, or cross all stages, token by token.
+    """
+    tokenizer, plain = source.tokenizer, max(run.program.pipe.size, run.program.tensor.size) == 1
+    if tokenizer is None or not isinstance(run.model, Llama) or not plain:
         return None
     from shoal.models.generate import generate
 

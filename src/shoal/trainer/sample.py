@@ -2,7 +2,7 @@
 
 The row's run is the main job's run (same model, data, order, micro-batches, optimizer, schedule)
 without validation, checkpoints and files. Steps: a few that warm up and are dropped, those that are
-timed, and four under a profiler for the memory that comes and goes, never timed. Many rows
+timed, and six under a profiler for the memory that comes and goes, never timed. Many rows
 share a process, one after another: each leaves nothing behind but its figures, except `single`,
 whose weights stay in a file with which the other rows compare theirs.
 """
