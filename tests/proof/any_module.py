@@ -37,11 +37,12 @@ Row = dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="forget what is done already")
+    parser.add_argument("--keep", action="store_true", help="keep rows of earlier sources too")
     parser.add_argument("--layouts", default="", help="comma-separated; default: all")
     parser.add_argument("--models", default="", help="comma-separated; default: all")
     options = parser.parse_args()
     source = source_hash()
-    rows = {} if options.fresh else done_already(source)
+    rows = {} if options.fresh else done_already("" if options.keep else source)
     wanted = chosen(options.layouts, options.models)
     with tempfile.TemporaryDirectory() as logs:
         fill(rows, wanted, Path(logs), source)
@@ -76,6 +77,7 @@ def fill(rows: dict[str, Row], wanted: list[tuple[str, str]], logs: Path, source
                 for process in world.processes:
                     process.kill()
                 world = None
+            rows[key]["source"] = source
             print(f"{key}: {rows[key]['verdict']} {rows[key]['reason'][:150]}", flush=True)
             write(rows, source)
     finally:
@@ -101,11 +103,12 @@ def one_row(world: Members, model: str, layout: str) -> tuple[Row, bool]:
 
 
 def done_already(source: str) -> dict[str, Row]:
+    """Rows of this source, or of any."""
     try:
         kept = json.loads(TARGET.read_text())
     except (OSError, ValueError):
         return {}
-    return kept["rows"] if kept["source"] == source else {}
+    return {k: row for k, row in kept["rows"].items() if source in ("", row["source"])}
 
 
 def write(rows: dict[str, Row], source: str) -> None:

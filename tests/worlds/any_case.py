@@ -42,6 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 fsdp2": {"tp": 2, "dp_shard": 2},
     "pp2 fsdp2": {"pp": 2, "dp_shard": 2},
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp_replicate": 2},
+    "cp2": {"cp": 2},
+    "cp2 fsdp2": {"cp": 2, "dp_shard": 2},
 }
 
 OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -201,7 +203,9 @@ def battery(model: str, steps: int = 5) -> Battery:
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
-def prove(world: World, model: str, layout: str, lifted: bool = True) -> dict[str, Any]:
+def prove(
+    world: World, model: str, layout: str | dict[str, Any], lifted: bool = True
+) -> dict[str, Any]:
     """The report of a model on a layout; `lifted`: transformers' casts to float32 are.
 
     Gives   the battery's report, with what the run told under "notices"; "refused" with the line
@@ -216,7 +220,8 @@ def prove(world: World, model: str, layout: str, lifted: bool = True) -> dict[st
     lift = CastsLifted() if lifted and model.startswith("hf ") else nullcontext()
     with lift, mock.patch.object(Recorder, "notice", hear):
         try:
-            report = battery(model).prove(world, LAYOUTS[layout])
+            asked = LAYOUTS[layout] if isinstance(layout, str) else layout
+            report = battery(model).prove(world, asked)
         except PlanError as refusal:
             report = {"verdict": "refused", "reason": str(refusal), "cause": None}
             report["trajectories"] = []

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 import cases
+from shoal.checkpoint.catalog import verify
+from shoal.checkpoint.export import export
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build as catalog
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.parallel.whole import gather_weights
+from shoal.parallel.whole import assembled, gather_weights
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -32,6 +37,8 @@ DEEP = {
     "grouped": ("llama", {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1}),
 }
 """Enough layers for four stages: one projection for q, k and v; fewer key heads than 4 ranks."""
+PARTS = (*DEEP, "columns")
+"""Cases for tensor and pipeline parallelism."""
 SLICED, WHOLE = ("sgd", "adamw", "lion", "rmsprop"), ("adafactor", "lamb", "muon")
 
 
@@ -41,7 +48,8 @@ def leg(
     """Go on with every (case, optimizer) for some steps on a layout, and save.
 
     Gives, by "case optimizer": [loss, gradient norm] per step, which parameters this rank steps,
-    at which step it began (-1: nothing was there to restore), and a number per whole weight.
+    at which step it began (-1: nothing was there to restore), a number per whole weight and per
+    averaged one, and what is wrong with the file that an export makes.
     """
     return {
         f"{case} {optimizer}": train(
@@ -78,7 +86,7 @@ def columns() -> nn.Module:
 
 
 def build(case: str) -> nn.Module:
-    """One of `DEEP`, or of the battery's models; float32, with fixed weights."""
+    """One of `PARTS`, or of the battery's models; float32, with fixed weights."""
     if case == "columns":
         return columns()
     if case not in DEEP:
@@ -90,20 +98,17 @@ def build(case: str) -> nn.Module:
 
 def dataset(case: str) -> Any:
     """The data that goes with it."""
-    return cases.Tokens() if case in (*DEEP, "columns") else cases.dataset(case)
+    return cases.Tokens() if case in PARTS else cases.dataset(case)
 
 
 def train(
-    world: World,
-    folder: Path,
-    case: str,
-    optimizer: str,
-    layout: Any,
-    steps: int,
-    average: float = 0.0,
+    world: World, folder: Path, case: str, optimizer: str, layout: Any, steps: int
 ) -> dict[str, Any]:
-    """What `leg` gives of one run; the world stays open for others."""
-    data = dataset(case)
+    """What `leg` gives of one run; the world stays open for others.
+
+    The cases for tensor and pipeline parallelism are averaged too, and saved beside every step.
+    """
+    data, parts = dataset(case), case in PARTS
     run = parallelize(
         lambda: build(case),
         OPTIMIZERS[optimizer],
@@ -115,7 +120,7 @@ def train(
         clip=1.0,
         seed=3,
         sample=lambda: default_collate([data[k] for k in range(3)]),
-        average=average,
+        average=0.5 if parts else 0.0,
         folder=folder,
         world=world,
     )
@@ -126,16 +131,52 @@ def train(
         for batch in loader:
             result = run.step(batch)
             curve.append([result.loss, result.grad_norm])
+            if parts:
+                run.save(wait=False)
             if len(curve) == steps:
                 break
     weights = gather_weights(run.program)
-    ramps = {n: torch.linspace(1, 2, w.numel(), dtype=torch.float64) for n, w in weights.items()}
+    path = run.save()
     answer = {
         "curve": curve,
         "steps": sorted(run.program.local),
         "began": began if restored else -1,
-        "saved": run.save() is not None,
-        "weights": {n: float(w.double().flatten() @ ramps[n]) for n, w in weights.items()},
+        "saved": path is not None,
+        "weights": numbers(weights),
+        "averages": numbers(averages(run)),
+        "wrong": wrong_export(path, weights, run.program.aliases) if path and parts else [],
     }
     run.close()
     return answer
+
+
+def numbers(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """One number per tensor, in which every element counts otherwise."""
+    ramps = {n: torch.linspace(1, 2, t.numel(), dtype=torch.float64) for n, t in tensors.items()}
+    return {n: float(t.double().flatten() @ ramps[n]) for n, t in tensors.items()}
+
+
+def averages(run: Run) -> dict[str, torch.Tensor]:
+    """The averaged weights, whole, on every rank."""
+    kept = run.average.tensors() if run.average is not None else {}
+    local = run.program.local
+    return assembled(
+        {name: (tensor, local[name].shard) for name, tensor in kept.items()}, run.world
+    )
+
+
+def wrong_export(
+    path: Path, weights: dict[str, torch.Tensor], aliases: dict[str, str]
+) -> list[str]:
+    """What of a checkpoint is damaged, or comes out otherwise than the weights are."""
+    wrong = verify(path)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        export(path, file)
+        with safetensors.safe_open(file, "pt") as stored:
+            names, told = set(stored.keys()), stored.metadata()
+            wrong += [f"{n} in one only" for n in names ^ set(weights)]
+            wrong += [n for n in names if not torch.equal(stored.get_tensor(n), weights[n])]
+    if told != {**aliases, "format": "pt"}:
+        wrong.append(f"ties are {told}")
+    return wrong

@@ -218,7 +218,7 @@ def equality(
 def program_of(module: nn.Module, world: World) -> Program:
     """As much of a program as recomputing needs."""
     plan: Any = None
-    return Program(module, world, plan, {}, {}, world, world, world, ())
+    return Program(module, world, plan, {}, {}, world, world, world, world, ())
 
 
 def gradients(

@@ -14,7 +14,7 @@ from shoal.base.errors import PlanError, one_of
 from shoal.base.layout import AXES, Layout
 from shoal.base.schedules import SPLIT_BACKWARD, settle_schedule
 
-BUILT_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+BUILT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes that this version splits."""
 
 
@@ -72,6 +72,7 @@ def check_together(layout: Layout) -> None:
     Errors   PlanError with the reason and the nearest legal layout
     """
     _check_experts(layout)
+    _check_context(layout)
     if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD:
         # Measured on torch 2.13: gradients of 0.55 to 1.3 times the true norm, without an error.
         lighter = ", or layout.zero=2" if layout.dp_replicate == 1 else ""
@@ -96,6 +97,17 @@ def _check_experts(layout: Layout) -> None:
         f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, whole shards or whole "
         f"groups of them; nearest: layout.ep={nearest}"
     )
+
+
+def _check_context(layout: Layout) -> None:
+    """Errors: PlanError for what `cp` is not built to go with."""
+    others = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    for axis, degree in others.items():
+        if layout.cp > 1 and degree > 1:
+            raise PlanError(
+                f"layout.cp = {layout.cp}: does not go with layout.{axis} = {degree} in this "
+                f"version; nearest: layout.cp={layout.cp} layout.dp_shard={degree}"
+            )
 
 
 def _product_text(degrees: Mapping[str, int], processes: int) -> str:

@@ -36,13 +36,14 @@ STRATEGIES = {
     "interleaved": "pp: 1f1b with several stages per process",
     "zero-bubble": "pp: 1f1b with the backward pass cut in two",
     "zbv": "pp: zero-bubble with two stages per process, in a V",
+    "cp": "every sequence is split over all processes",
     "ep": "ddp, with the experts of a mixture dealt to all processes",
     "3d": "tp × pp × dp: 2 × 2 × the rest",
 }
 """Strategies that this version builds."""
 
 PLANNED = (
-    "cp", "dualpipe", "local-sgd", "diloco", "streaming-diloco", "sparse-loco", "noloco",
+    "dualpipe", "local-sgd", "diloco", "streaming-diloco", "sparse-loco", "noloco",
     "fedavg", "fedprox", "fedopt", "scaffold", "branch-train-merge", "parameter-server",
 )  # fmt: skip
 """Strategies of the vocabulary that are not built yet: naming one is a clear refusal."""
@@ -238,8 +239,8 @@ def expand(
 def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
     """Errors: PlanError for a stage or for threads that the name does not have."""
     stage = STAGES.get(strategy, 0)
-    if zero and strategy in ("tp", "3d", *PIPELINES):
-        axis = {"tp": "tp", "3d": "tp=2 layout.pp"}.get(strategy, "pp")
+    if zero and strategy in ("tp", "cp", "3d", *PIPELINES):
+        axis = {"tp": "tp", "cp": "cp", "3d": "tp=2 layout.pp"}.get(strategy, "pp")
         raise PlanError(
             f"layout.zero = {zero}: splits over layout.dp_shard, of which layout.strategy = "
             f"{strategy} has none; nearest: degrees, layout.{axis}=2 layout.dp_shard=2 "
@@ -275,8 +276,8 @@ def _of_several(strategy: str, processes: int) -> Layout:
         return Layout(dp_replicate=processes)
     if strategy == "ep":
         return Layout(dp_replicate=processes, ep=processes)
-    if strategy == "tp":
-        return Layout(tp=processes)
+    if strategy in ("tp", "cp"):
+        return Layout.of({strategy: processes})
     if strategy in PIPELINES:
         return Layout(pp=processes)
     if strategy == "3d":

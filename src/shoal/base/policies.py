@@ -13,6 +13,7 @@ REDUCTIONS = ("auto", "fp32", "bf16")
 COMPRESS = ("none", "int8", "powersgd", "topk")
 SPLITS = ("whole", "column", "row")
 SEQUENCE_PARALLEL = ("auto", "on", "off")
+CONTEXT = ("auto", "ring", "ulysses", "gather")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
 
 
@@ -117,7 +118,7 @@ class CompressPolicy:
 
 @dataclass(frozen=True)
 class TensorPolicy:
-    """How layers are split over the tensor-parallel ranks; its keys stand in [layout]."""
+    """How layers are split over the ranks of tp and cp; its keys stand in [layout]."""
 
     strict: bool = False
     """refuse a model of which a part would stay whole, instead of naming that part"""
@@ -125,6 +126,8 @@ class TensorPolicy:
     """auto, on, off: between split layers every rank holds a part of the sequence only"""
     split: tuple[str, ...] = ()
     """PATTERN=whole, =column or =row: parameter names, and how they are split"""
+    context: str = "auto"
+    """auto, ring, ulysses, gather: how ranks that share a sequence (cp) compute attention"""
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -152,11 +155,18 @@ class TensorPolicy:
                 )
         return found
 
-    def check(self, tp: int | None = None) -> None:
+    def check(self, tp: int | None = None, cp: int | None = None) -> None:
         """Errors: ConfigError for a word outside the vocabulary, or with nothing to split.
 
-        tp   degree, where it is known
+        tp, cp   degrees, where they are known
         """
+        if self.context not in CONTEXT:
+            raise ConfigError(one_of("layout.context", self.context, CONTEXT))
+        if self.context != "auto" and cp == 1:
+            raise ConfigError(
+                f"layout.context = {self.context}: says how attention is computed over layout.cp, "
+                f"which is 1; nearest: layout.cp=2, or layout.context=auto"
+            )
         if self.sequence_parallel not in SEQUENCE_PARALLEL:
             raise ConfigError(
                 one_of("layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL)

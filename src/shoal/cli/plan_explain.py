@@ -104,7 +104,7 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
         schedule=section.schedule,
         chunks=section.chunks,
     )
-    section.tensor.check(layout.tp)
+    section.tensor.check(layout.tp, layout.cp)
     return layout
 
 

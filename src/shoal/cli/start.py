@@ -108,7 +108,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
         schedule=section.schedule,
         chunks=section.chunks,
     )
-    section.tensor.check(layout.tp)
+    section.tensor.check(layout.tp, layout.cp)
     resolve_batch(loaded, layout.data_degree)
     train = loaded.config.train
     if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):

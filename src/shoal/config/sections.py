@@ -90,7 +90,7 @@ class LayoutSection:
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"
-    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, 3d, ep, or a schedule; or degrees"""
+    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, cp, ep, 3d, a schedule; or degrees"""
     dp_replicate: int = 0
     """replicas of the whole model"""
     dp_shard: int = 0
@@ -104,7 +104,7 @@ class LayoutSection:
     pp: int = 0
     """ranks to which the layers are dealt: a pipeline"""
     cp: int = 0
-    """ranks that share a sequence; not built yet"""
+    """ranks that share a sequence, each with a part of its tokens and all weights"""
     tp: int = 0
     """ranks that share every layer, each with a part of its weights"""
     ep: int = 0
@@ -120,6 +120,9 @@ class LayoutSection:
     split: tuple[str, ...] = ()
     """for tp, PATTERN=whole, =column or =row: parameter names, and how their weights are cut"""
 
+    context: str = "auto"
+    """auto, ring, ulysses, gather: how attention is computed under cp"""
+
     def named(self) -> str:
         """The strategy, as far as the name and the degrees tell before processes are counted."""
         if self.strategy in STAGES or self.dp_shard < 2:
@@ -130,7 +133,7 @@ class LayoutSection:
     @property
     def tensor(self) -> TensorPolicy:
         """What is said of splitting layers."""
-        return TensorPolicy(self.strict, self.sequence_parallel, self.split)
+        return TensorPolicy(self.strict, self.sequence_parallel, self.split, self.context)
 
     def degrees(self) -> dict[str, int]:
         """Degrees that were given, by axis."""

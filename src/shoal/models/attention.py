@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.base.whole_operations import asked_whole
+
 FLASH_FROM = 2049
 """Shortest sequence for which the CPU's flash kernel is used."""
 
@@ -38,7 +40,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -
     Gives [batch, heads, seq, head_dim]. Under bf16 the blocks round scores to bf16 before the
     softmax (which itself adds up in fp32); flash kernels keep them in fp32.
     """
-    if q.device.type == "cpu" and q.shape[2] < FLASH_FROM:
+    as_one = asked_whole() and not dropout
+    if q.device.type == "cpu" and q.shape[2] < FLASH_FROM and not as_one:
         return _by_blocks(q, k, v, dropout)
     if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
         # only flash kernels read grouped heads; without copies fp32 would fall to seq² memory

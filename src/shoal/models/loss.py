@@ -6,15 +6,15 @@ Protocol  rows are cut into chunks. A chunk's logits are made in one reused buff
           their own gradient in place, multiplied into the gradients of `hidden` and `weight`, and
           forgotten. The backward pass only multiplies by the scalar that comes from above.
           Peak: one chunk of fp32 logits, where plain code needs 12 bytes × tokens × vocabulary.
-          Where every rank holds some rows of the head: `split_head.py`.
+          Where every rank holds some rows of the head: `split_head.py`; some tokens: `Sharing`.
 Source    the idea is Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), here in stock ops
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,19 @@ from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_grad
 
 IGNORED = -100
 """The target that counts for nothing (padding), as everywhere in PyTorch."""
+
+
+class Sharing(Protocol):
+    """Ranks each of which has some tokens of every sequence, as hidden states or logits tell it.
+
+    Such a tensor has it as `sharing`, shows the whole's shape and holds its own tokens in `local`.
+    """
+
+    def own(self, targets: Tensor) -> Tensor:
+        """This rank's tokens of a tensor that all ranks have whole."""
+
+    def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Both over the ranks; the total is differentiable."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,17 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
+        if (sharing := getattr(outputs.hidden, "sharing", None)) is not None:
+            own: Any = outputs.hidden
+            part = replace(outputs, hidden=own.local)
+            return _shared(part, targets, outputs.weight.shape[0], sharing)
         hidden, weight, vocabulary = outputs.hidden, outputs.weight, outputs.vocabulary
         return linear_cross_entropy(hidden, weight, targets.long(), vocabulary=vocabulary)
     logits = find_logits(outputs)
     _check_shapes(tuple(logits.shape[:-1]), targets)
+    if (sharing := getattr(logits, "sharing", None)) is not None:
+        scores: Any = logits
+        return _shared(scores.local, targets, logits.shape[-1], sharing)
     if (vocabulary := getattr(logits, "vocabulary", None)) is not None:
         flat = targets.reshape(-1).long()
         valid = flat != IGNORED
@@ -84,6 +104,16 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows if rows.dtype == torch.float64 else rows.float()
     total = F.cross_entropy(wide, flat, ignore_index=IGNORED, reduction="sum")
     return total, valid.sum()
+
+
+def _shared(outputs: Any, targets: Tensor, classes: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    """The same sum and count on every rank, each of which looks at its own tokens.
+
+    outputs   of this rank's tokens · targets   of all: a wrong one is an error on every rank
+    """
+    flat = targets.reshape(-1)
+    _check_targets(flat, flat != IGNORED, classes)
+    return sharing.sum(*token_loss(outputs, sharing.own(targets)))
 
 
 def linear_cross_entropy(

@@ -84,6 +84,7 @@ class BucketReducer:
         self.active = False
         self.armed = False
         self.seen: set[str] = set()
+        self.fresh: set[str] = set()
         self.missing: list[int] = []
         self.pending: list[tuple[Pending, torch.Tensor]] = []
         self.norms: list[torch.Tensor] = []
@@ -98,7 +99,8 @@ class BucketReducer:
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in self.copied else self.views[name]
         self.active, self.armed = True, False
-        self.seen, self.pending, self.norms = set(), [], []
+        self.seen, self.fresh = set(), set()
+        self.pending, self.norms = [], []
 
     def arm(self, last: bool) -> None:
         """Before the last pass: count ready gradients from here on and send full buckets."""
@@ -107,7 +109,10 @@ class BucketReducer:
             self.missing = [len(bucket.names) for bucket in self.plan]
 
     def passed(self, counted: bool) -> None:
-        """Nothing to do: what is not full yet is sent by `finish`."""
+        """What is not full yet is sent by `finish`."""
+        if counted:
+            self.seen |= self.fresh
+        self.fresh = set()
 
     def finish(self) -> None:
         """Send what is left, in order, and wait for everything; the wait counts as exposed."""
@@ -180,7 +185,7 @@ class BucketReducer:
         def ready(parameter: torch.Tensor) -> None:
             if not self.active:
                 return
-            self.seen.add(name)
+            self.fresh.add(name)
             if name in self.copied and parameter.grad is not None:
                 self.views[name].add_(parameter.grad)
                 parameter.grad = None

@@ -16,6 +16,7 @@ from shoal.base.facts import ParameterFacts
 from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel import (
+    apart,
     batch_norm,
     compiling,
     compress,
@@ -43,7 +44,7 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     """The part of `module` that this rank holds under `plan`; the rest of it is free afterwards.
 
     module    whole, on the world's device and in the plan's parameter format
-    look      needed for tp and pp, which are derived from what the model does
+    look      needed for tp, pp, cp and ep, which are derived from what the model does
     Errors    PlanError when ranks hold different models, or where this one cannot be divided so
     """
     program = undivided(module, plan, world)
@@ -57,13 +58,18 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     if look is None:
         return program
     # Modules that other layouts do without.
-    from shoal.parallel import pipeline, tensor_parallel
+    from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
 
     run = partial(look, program)
+    # Experts are found by how whole parts of the model call each other.
+    experts = expert_parallel.plan(program, run)
     # Where stages end is seen on whole layers; what a stage then holds of a layer is its part.
     cut = pipeline.plan(program, run)
-    program = tensor_parallel.apply(program, run)
-    return pipeline.apply(program, cut, tensor_parallel.Crossing(program.tensor))
+    program = tensor_parallel.apply(program, run, cut.trunk if cut else None)
+    program = context_parallel.apply(program, run)
+    program = pipeline.apply(program, cut, tensor_parallel.Crossing(program.tensor))
+    # After the last forward pass of a single rank: from here on tokens travel.
+    return expert_parallel.apply(program, experts)
 
 
 def compose(program: Program, *, seed: int) -> Program:
@@ -94,10 +100,15 @@ def _by_layout(program: Program) -> Program:
         from shoal.parallel import fsdp  # half a second of imports that other layouts do without
 
         return fsdp.apply(program)
-    if layout.zero:
-        return zero.apply(program)
     if layout.threads > 1:
         return dp.apply(program)
+    return apart.apply(program, _in_buckets) if program.apart else _in_buckets(program)
+
+
+def _in_buckets(program: Program) -> Program:
+    layout = program.plan.layout
+    if layout.zero:
+        return zero.apply(program)
     copied = any(bucket.compute for bucket in program.plan.buckets)
     return ddp.apply(program) if layout.processes > 1 or copied else single.apply(program)
 
@@ -121,4 +132,5 @@ def facts(program: Program) -> list[ParameterFacts]:
 def _held(program: Program, name: str) -> str:
     """A word for who holds a parameter and where its gradient is summed."""
     worlds = [world.ranks for world in program.joined.get(name, ())]
-    return f"{program.holders.get(name, 1)} {worlds}" if name in program.holders or worlds else ""
+    held = f"{program.holders.get(name, 1)} {worlds}" if name in program.holders or worlds else ""
+    return f"{held} apart {program.apart[name].ranks}" if name in program.apart else held

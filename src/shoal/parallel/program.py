@@ -116,11 +116,13 @@ class Program:
     """A module, made ready.
 
     world         all processes · data  those that hold the same parts of the model as this one, and
-                  run other micro-batches; `tensor`: that split its layers; `pipe`: its stages
+                  run other micro-batches; `tensor`: that split its layers; `pipe`: its stages;
+                  `context`: that share its sequences
     parameters    trainable ones of this rank by name, tied ones once, in the module's order
     names         trainable ones of the whole model, the same on every rank
     places        where this rank's part of a parameter lies in the whole, unless it is the whole
-    holders       over `tensor` and `pipe`: how many ranks hold the same part, unless it is one
+    holders       over `tensor`, `pipe`, `context`: how many ranks hold the same part, unless one
+    apart         ranks of `data` that hold the same part of a parameter, where not all of them do
     joined        worlds over which a parameter's gradient is summed beyond `data`, by name
     local         the part of each that this rank's optimizer steps; absent where it has none
     parts         what is kept of parameters that no rank holds whole (or not in their own format)
@@ -129,6 +131,7 @@ class Program:
     run           runs the passes of a step on the module, telling the reducer of each
     forward       a pass for evaluation; gives None where the outputs are not on this rank
     copies        how many ranks of `data` hold the same element of `reducer.sums()`
+    copies_apart  the same of parameters that are `apart`, by name
     twin          the module without data, for counting, where it cannot be copied itself
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
@@ -151,10 +154,12 @@ class Program:
     data: World
     tensor: World
     pipe: World
+    context: World
     names: tuple[str, ...]
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, Shard] = field(default_factory=dict)
     holders: dict[str, int] = field(default_factory=dict)
+    apart: dict[str, World] = field(default_factory=dict)
     joined: dict[str, tuple[World, ...]] = field(default_factory=dict)
     local: dict[str, Local] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
@@ -162,6 +167,7 @@ class Program:
     run: Callable[[Program, Sequence[Pass], Reducer], None] = in_turn
     forward: Callable[[Program, Pass], Any] = lambda program, one: one.outputs(program.module)
     copies: int = 1
+    copies_apart: dict[str, int] = field(default_factory=dict)
     together: bool = False
     twin: nn.Module | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
@@ -178,7 +184,12 @@ class Program:
     @property
     def speaks(self) -> bool:
         """Whether this rank's loss counts: of those that compute the same, the first."""
-        return self.tensor.rank == 0
+        return self.tensor.rank == 0 == self.context.rank
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether this rank's loss is differentiated: ranks that share a sequence count it once."""
+        return self.context.rank == 0
 
     def place(self, name: str) -> Shard:
         """Where this rank's parameter or buffer `name` lies in the whole model's tensor."""
@@ -203,6 +214,7 @@ def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
         data=along(world, degrees, ["dp_replicate", "dp_shard"]),
         tensor=along(world, degrees, ["tp"]),
         pipe=along(world, degrees, ["pp"]),
+        context=along(world, degrees, ["cp"]),
         names=tuple(parameters),
         frozen=frozen(module),
     )

@@ -11,40 +11,32 @@ described in docs/any-module.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.parallel.tensor.apply import apply_split
 from shoal.parallel.tensor.check import checked
-from shoal.parallel.tensor.model_split import plan_split
+from shoal.parallel.tensor.kept_split import KeptSplit
+from shoal.parallel.tensor.model_split import ModelSplit, plan_split
 from shoal.parallel.tensor.sequence import Deal, SequenceShard, is_shard, show
+from shoal.parallel.trunk import Run, Trunk
 
 
-def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
+def apply(program: Program, run: Run, trunk: Trunk | None = None) -> Program:
     """Cut the module's parameters in place, and let its blocks run as their split graphs.
 
-    run      does one forward pass on a sample
+    run      does one forward pass on a sample; not run where the split was kept
+    trunk    the module's, if it is known already
     Errors   PlanError where nothing can be split, or something cannot and the plan is strict
     """
-    degree, policy = program.tensor.size, program.plan.tensor
-    if degree == 1:
+    if program.tensor.size == 1:
         return program
-    split = plan_split(
-        program.module,
-        run,
-        degree,
-        strict=policy.strict,
-        overrides=policy.overrides,
-        sequence=policy.sequence_parallel != "off",
-    )
-    split = checked(program.module, split, program.tensor, strict=policy.strict)
+    split = _split(program, run, trunk)
     done = apply_split(program.module, split, program.tensor)
     program.notices.extend(split.notices)
     return replace(
@@ -54,6 +46,28 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
         joined={name: (program.tensor,) for name in done.partial},
         on_close=(*program.on_close, *done.undo),
     )
+
+
+def _split(program: Program, run: Run, trunk: Trunk | None) -> ModelSplit:
+    """How the module is split: as an earlier start found out and checked, or found out now."""
+    degree, policy = program.tensor.size, program.plan.tensor
+    settings = [degree, astuple(policy), program.plan.precision]
+    kept = KeptSplit(program.module, run, program.world, settings)
+    split = kept.read()
+    if split is not None:
+        return split
+    split = plan_split(
+        program.module,
+        run,
+        degree,
+        trunk=trunk,
+        strict=policy.strict,
+        overrides=policy.overrides,
+        sequence=policy.sequence_parallel != "off",
+    )
+    split = checked(program.module, split, program.tensor, strict=policy.strict)
+    kept.write(split)
+    return split
 
 
 class Crossing:

@@ -1,9 +1,6 @@
 """Finds the trunk of any model: the repeated blocks that tensor parallelism and pipelines work on.
 
-A model is walked from the root inwards. A module whose class (or which itself) is used only once is
-opened; the outermost ones that are used again and again are the blocks, in the order in which one
-forward pass on a sample calls them. A block of which there are few, and which is itself a stack of
-like blocks (the encoder and the decoder of T5), is opened too. Several classes may be blocks.
+One forward pass on a sample tells what calls what; the walk over the modules is `trunk_walk.py`.
 
     blocks     non-leaf modules of a class with several instances, or one that is called often
     leaf       a model without such blocks (a plain nn.Sequential of layers): every layer with
@@ -16,28 +13,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.parallel.echo import as_cheaply, echoing
 from shoal.parallel.program import StandIn
+from shoal.parallel.trunk_walk import Walk, is_leaf, kind_of
 from shoal.profile.shapes import map_tensors, tensors_of
-
-FEW = 4
-"""A class with at most so many instances may be a stack of blocks instead of a block."""
-STACK_SHARE = 0.8
-"""A stack keeps at least this share of its parameters in its blocks."""
-GROUP_SHARE = 0.1
-"""A class belongs to the trunk if it holds at least this share of what all blocks hold."""
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block in the sample's forward pass: copies of its arguments and outputs."""
+    """One call of a block in the sample's forward pass: copies of its arguments and outputs.
+
+    Numbers may be those of an equal block's call (`echo`); shapes and structure are its own.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -71,10 +66,10 @@ def find_trunk(module: nn.Module, run: Run) -> Trunk:
     run      calls the module on a sample of real inputs
     Gives    blocks and calls; no blocks at all for a model that calls no layer with parameters
     """
-    kinds = Counter(_kind(part) for part in module.modules())
-    likely = [n for n, p in module.named_modules() if not _is_leaf(p) and kinds[_kind(p)] > 1]
+    kinds = Counter(kind_of(part) for part in module.modules())
+    likely = [n for n, p in module.named_modules() if not is_leaf(p) and kinds[kind_of(p)] > 1]
     heard = _heard(module, likely, run)
-    names, leaf = _Walk(module, heard.shapes).trunk()
+    names, leaf = Walk(module, heard.shapes).trunk()
     if not set(names) <= set(likely):  # single layers, or one block that is called often
         heard = _heard(module, names, run)
     calls = heard.outermost(names)
@@ -125,23 +120,56 @@ def without_trace(module: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Heard:
-    """What one forward pass called.
+    """What one forward pass called, in the order of the calls' ends.
 
-    shapes   of the first output of every call, by module, in the order of first calls' ends
-    calls    (names of the modules around it, call) of those modules that are copied
+    around   modules that are being called now
     """
 
-    copied: Snapshots
-    shapes: dict[str, list[torch.Size]]
-    calls: list[tuple[tuple[str, ...], BlockCall]]
-    around: list[str]
+    copied: Snapshots = field(default_factory=Snapshots)
+    log: list[_Told] = field(default_factory=list)
+    around: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.log)
+
+    def again(self, said: slice, names: Mapping[str, str]) -> None:
+        """Calls inside of a block, once more inside of the one that is being called now."""
+        for told in self.log[said]:
+            inside = [names.get(name, name) for name in told.around]
+            inside = inside[inside.index(self.around[-1]) + 1 :]
+            own = names.get(told.name, told.name)
+            call = replace(told.call, name=own) if told.call else None
+            self.log.append(_Told(own, (*self.around, *inside), told.shape, call))
+
+    @property
+    def shapes(self) -> dict[str, list[torch.Size]]:
+        """Of the first output of every call, by module, in the order of first calls' ends."""
+        found: dict[str, list[torch.Size]] = {}
+        for told in self.log:
+            found.setdefault(told.name, []).append(told.shape)
+        return found
 
     def outermost(self, names: Iterable[str]) -> tuple[BlockCall, ...]:
         """Calls of some modules that are not inside of calls of the same modules."""
         chosen = set(names)
         return tuple(
-            call for around, call in self.calls if call.name in chosen and chosen.isdisjoint(around)
+            told.call
+            for told in self.log
+            if told.call and told.name in chosen and chosen.isdisjoint(told.around)
         )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A call: of which module, inside of calls of which others, and what came out.
+
+    call   the same with copies, if it is copied
+    """
+
+    name: str
+    around: tuple[str, ...]
+    shape: torch.Size
+    call: BlockCall | None
 
 
 class _Listener(StandIn):
@@ -162,137 +190,29 @@ class _Listener(StandIn):
         finally:
             heard.around.pop()
         found = tensors_of(outputs)
-        heard.shapes.setdefault(self.name, []).append(found[0].shape if found else torch.Size())
+        call = None
         if before is not None:
             call = BlockCall(self.name, before[0], before[1], heard.copied(outputs))
-            heard.calls.append((tuple(heard.around), call))
+        shape = found[0].shape if found else torch.Size()
+        heard.log.append(_Told(self.name, tuple(heard.around), shape, call))
         return outputs
 
 
 def _heard(module: nn.Module, copies: Iterable[str], run: Run) -> _Heard:
-    heard = _Heard(Snapshots(), {}, [], [])
     chosen = set(copies)
-    listeners = [_Listener(n, part, heard, n in chosen) for n, part in module.named_modules()]
-    try:
-        with torch.no_grad(), without_trace(module):
-            run(module)
-    finally:
-        for listener in listeners:
-            listener.take_away()
-    return heard
 
+    def look(cheaply: bool) -> _Heard:
+        heard = _Heard()
+        listeners: list[_Listener] = []
+        with echoing(module, heard) if cheaply else nullcontext():
+            try:
+                for name, part in module.named_modules():
+                    listeners.append(_Listener(name, part, heard, name in chosen))
+                with torch.no_grad(), without_trace(module):
+                    run(module)
+            finally:
+                for listener in listeners:
+                    listener.take_away()
+        return heard
 
-class _Walk:
-    """The walk from the root inwards, with what one forward pass called."""
-
-    def __init__(self, module: nn.Module, heard: dict[str, list[torch.Size]]) -> None:
-        self.module, self.heard = module, heard
-        self.names = {id(part): name for name, part in module.named_modules()}
-        self.used = Counter(
-            _kind(part) for name, part in module.named_modules() if name in heard and _held(part)
-        )
-        self.opened: set[Any] = set()
-
-    def trunk(self) -> tuple[list[str], bool]:
-        """(names of the blocks, whether they are leaves)."""
-        while True:
-            blocks, leaves = self.frontier(self.module)
-            stacks = {
-                kind
-                for kind, parts in _groups(blocks).items()
-                if len(parts) <= FEW and all(self.is_stack(part) for part in parts)
-            }
-            if not stacks:
-                break
-            self.opened |= stacks
-        groups = list(_groups(blocks).values())
-        total = _elements(part for parts in groups for part in parts)
-        chosen = [
-            part
-            for parts in groups
-            for part in parts
-            if _elements(parts) >= GROUP_SHARE * total and self.repeats(parts)
-        ]
-        if _elements(chosen) and _elements(chosen) >= _elements(self.comparable(leaves)):
-            return [self.names[id(part)] for part in chosen], False
-        return [self.names[id(part)] for part in self.all_leaves()], True
-
-    def repeats(self, parts: list[nn.Module]) -> bool:
-        return len(parts) > 1 or len(self.heard[self.names[id(parts[0])]]) > 1
-
-    def comparable(self, leaves: list[nn.Module]) -> list[nn.Module]:
-        """Layers beside the blocks, without embeddings and the output layer: large vocabularies."""
-        place = {name: number for number, name in enumerate(self.heard)}
-        called = [part for part in leaves if self.names[id(part)] in place]
-        called.sort(key=lambda part: place[self.names[id(part)]])
-        return [part for part in called[:-1] if not isinstance(part, nn.Embedding)]
-
-    def all_leaves(self) -> list[nn.Module]:
-        named = self.module.named_modules()
-        return [part for name, part in named if name in self.heard and _is_leaf(part)]
-
-    def frontier(self, top: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-        """(outermost repeated non-leaf modules under `top`, layers met on the way)."""
-        blocks: list[nn.Module] = []
-        leaves: list[nn.Module] = []
-        met: set[int] = set()
-        waiting = [top]
-        while waiting:
-            part = waiting.pop()
-            if id(part) in met or not _held(part):
-                continue
-            met.add(id(part))
-            if part is not top and self.is_block(part):
-                blocks.append(part)
-            elif _is_leaf(part):
-                leaves.append(part)
-            else:
-                waiting += reversed(list(part.children()))
-        return blocks, leaves
-
-    def is_block(self, part: nn.Module) -> bool:
-        calls = self.heard.get(self.names[id(part)], [])
-        if _is_leaf(part) or not calls or _kind(part) in self.opened:
-            return False
-        if isinstance(part, nn.Sequential) and not all(_is_leaf(p) for p in part if _held(p)):
-            return False
-        return self.used[_kind(part)] > 1 or len(calls) > 1
-
-    def is_stack(self, part: nn.Module) -> bool:
-        """Whether `part` only runs blocks of one class one after another.
-
-        The last one then gives what the stack gives, which experts of a mixture do not.
-        """
-        for parts in _groups(self.frontier(part)[0]).values():
-            if len(parts) < 2 or _elements(parts) < STACK_SHARE * _elements([part]):
-                continue
-            own = self.heard[self.names[id(part)]][-1]
-            return self.heard[self.names[id(parts[-1])]][-1] == own
-        return False
-
-
-def _kind(part: nn.Module) -> Any:
-    """What two blocks must have in common: their class; a Sequential is what it consists of."""
-    if isinstance(part, nn.Sequential):
-        return (type(part), *(type(entry) for entry in part))
-    return type(part)
-
-
-def _groups(parts: Iterable[nn.Module]) -> dict[Any, list[nn.Module]]:
-    groups: dict[Any, list[nn.Module]] = {}
-    for part in parts:
-        groups.setdefault(_kind(part), []).append(part)
-    return groups
-
-
-def _held(part: nn.Module) -> bool:
-    return next(part.parameters(), None) is not None
-
-
-def _is_leaf(part: nn.Module) -> bool:
-    return _held(part) and not any(_held(child) for child in part.children())
-
-
-def _elements(parts: Iterable[nn.Module]) -> int:
-    """Elements of all parameters of some modules, each counted once."""
-    return sum({id(p): p.numel() for part in parts for p in part.parameters()}.values())
+    return as_cheaply(look)

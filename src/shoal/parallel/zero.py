@@ -188,6 +188,7 @@ class ScatterReducer:
         self.active = False
         self.rounds = self.round = self.next = 0
         self.seen: set[str] = set()
+        self.fresh: set[str] = set()
         self.filled: set[str] = set()
         self.staged: dict[int, torch.Tensor] = {}
         self.pending: list[tuple[int, PendingSum]] = []
@@ -203,7 +204,8 @@ class ScatterReducer:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.active, self.rounds, self.round = True, rounds, 0
-        self.seen, self.norms, self.pending = set(), [], []
+        self.seen, self.fresh = set(), set()
+        self.norms, self.pending = [], []
 
     def arm(self, last: bool) -> None:
         """Every pass sends all buckets, in the plan's order."""
@@ -215,6 +217,9 @@ class ScatterReducer:
         while self.next < len(self.plan):
             self._send()
         self.round += 1
+        if counted:
+            self.seen |= self.fresh
+        self.fresh = set()
 
     def finish(self) -> None:
         """Join the rounds that this rank has no micro-batch for, then wait for everything."""
@@ -270,7 +275,7 @@ class ScatterReducer:
             gradient = parameter.grad
             if gradient is None:
                 return
-            self.seen.add(name)
+            self.fresh.add(name)
             self.filled.add(name)
             self._staging(number)[start:stop].view(parameter.shape).copy_(gradient)
             parameter.grad = None

@@ -35,6 +35,7 @@ from shoal.planner.transients import (
     rank_sum,
     sharded_bytes,
     waiting_head_bytes,
+    wide_elements,
     workspace_bytes,
 )
 
@@ -119,7 +120,7 @@ def _candidates(case: Case, stage: int | None) -> list[int]:
 
 def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     elements = rank_sum(case, stage.units, stage.tied)
-    weights, gradients, optimizer = state_bytes(case, elements)
+    weights, gradients, optimizer = state_bytes(case, elements, wide_elements(case, stage))
     sharded = sharded_bytes(case, stage)
     if gathers_on_gloo(case):
         instants = _instants_on_gloo(case, habits, stage, elements)

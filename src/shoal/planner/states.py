@@ -6,12 +6,13 @@
                                                                      gathered)
 
 with AdamW's two moments (8 bytes). `average` adds an fp32 copy, split as the optimizer's state is;
-`defer_sync` keeps whole gradients (zero3: until the last micro-batch; so does a pipeline). Experts
-are split over fewer ranks: their n is the number of ranks that hold the same expert. Megatron's
-distributed optimizer is zero1.
+`defer_sync` keeps whole gradients (zero3: until the last micro-batch; so does torchtitan in a
+pipeline). What no product reads (embeddings, and heads tied to them) has no narrow copy: 16 bytes,
+not 18. Experts are split over fewer ranks: their n is the number of ranks that hold the same
+expert. Megatron's distributed optimizer is zero1.
 
 Source: Rajbhandari et al. 2020 (ZeRO, 1910.02054) §3; Shoal's own tensors, counted in
-tests/worlds/test_states.py; Megatron: theoretical_memory_usage.py (6 + 12/d).
+tests/worlds/test_states.py and test_divided_memory.py; Megatron: theoretical_memory_usage.py (6 + 12/d).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class States(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Elements of a stage on one rank before the data-parallel split, and their shares."""
+    """Elements of a stage on one rank before the data-parallel split."""
 
     dense: float
     experts: float
@@ -69,8 +70,15 @@ def shard_counts(case: Case) -> tuple[int, float]:
     return dense, max(1.0, dense * layout.tp / (case.ep * (case.expert_tp or layout.tp)))
 
 
-def state_bytes(case: Case, elements: Elements) -> States:
+def keeps_gathered(case: Case) -> bool:
+    """Whether zero 3 gathers once a step: others do in a pipeline; Shoal does per micro-batch."""
+    return case.layout.zero == 3 and case.layout.pp > 1 and case.framework != "shoal"
+
+
+def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
     """States of a stage that holds `elements` on this rank.
+
+    wide   of the dense ones: those of which no narrow copy is made
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.estimate import ModelFacts
@@ -81,18 +89,18 @@ def state_bytes(case: Case, elements: Elements) -> States:
     900.0
     """
     dense, experts = shard_counts(case)
-    one = _per_element(case, float(dense))
-    if not elements.experts:
-        return States(*(elements.dense * part for part in one))
-    other = _per_element(case, experts)
-    return States(
-        *(elements.dense * a + elements.experts * b for a, b in zip(one, other, strict=True))
+    width = WIDTHS[case.compute]
+    held = (
+        (elements.dense - wide, _per_element(case, float(dense), width)),
+        (wide, _per_element(case, float(dense), max(4, width))),
+        (elements.experts, _per_element(case, experts, width)),
     )
+    return States(*(sum(count * one[kind] for count, one in held) for kind in range(3)))
 
 
-def _per_element(case: Case, n: float) -> States:
-    """Bytes per element with optimizer state split over `n`."""
-    zero, width = case.layout.zero, WIDTHS[case.compute]
+def _per_element(case: Case, n: float, width: int) -> States:
+    """Bytes per element with optimizer state split over `n`, if `width` bytes of it are read."""
+    zero = case.layout.zero
     wide = max(4, width)
     narrow = width < 4
     moments = case.optimizer_bytes * wide / 4
@@ -107,7 +115,7 @@ def _per_element(case: Case, n: float) -> States:
             gradients /= n
     if case.defer_sync and zero == 2:
         gradients = wide  # as zero1
-    if zero == 3 and case.accumulate > 1 and (case.defer_sync or case.layout.pp > 1):
+    if zero == 3 and case.accumulate > 1 and (case.defer_sync or keeps_gathered(case)):
         gradients = wide + wide / n
     if case.average:
         optimizer += wide / n if zero else wide

@@ -1,7 +1,7 @@
 """Bytes that come and go in a step beside activations: gathered weights, buckets, loss, pools.
 
     sharded   zero 3 gathers the next block ahead, keeps embedding and head from forward to
-              backward, in a pipeline everything; gradients travel in fp32 beside narrow originals
+              backward, others than Shoal in a pipeline everything; gradients travel in fp32 beside narrow originals
     loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
               hidden states and of the head's weight (made in the forward pass) · parallel: ÷ tp
     traced    a loss that was traced says itself what it holds, gradients included
@@ -19,7 +19,7 @@ from shoal.base.estimate import Case, UnitFacts
 from shoal.planner.activations import shares
 from shoal.planner.frameworks import Framework
 from shoal.planner.stage_cut import Stage, is_block
-from shoal.planner.states import WIDTHS, Elements, rank_elements, shard_counts
+from shoal.planner.states import WIDTHS, Elements, keeps_gathered, rank_elements, shard_counts
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
 """Budget of Shoal's chunked loss in wide logits (`shoal.models.loss.default_chunk_rows`)."""
@@ -44,6 +44,21 @@ def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0
         dense += one.dense * count
         experts += one.experts * count
     return Elements(dense + tied / case.layout.tp, experts)
+
+
+def wide_elements(case: Case, stage: Stage) -> float:
+    """Elements of which Shoal makes no narrow copy: tables that are looked up, norms.
+
+    A table is what no product of its unit reads; a head that is tied to one reads it as it is.
+    """
+    if case.framework != "shoal":
+        return 0.0
+    found = stage.tied / case.layout.tp
+    for unit, count in stage.units:
+        one = rank_elements(unit, case.layout, case.ep, case.expert_tp or case.layout.tp)
+        table = not unit.forward_flops and not unit.loss_bytes
+        found += count * (one.dense if table else unit.plain_parameters)
+    return found
 
 
 def local_elements(case: Case, elements: Elements) -> float:
@@ -83,7 +98,7 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
     largest = max(sizes, default=0.0)
     root = sum(rank_sum(case, [(u, n) for u, n in stage.units if not is_block(u)]))
     kept = root + 2 * largest  # the next block is gathered ahead
-    if case.layout.pp > 1:  # else every micro-batch would gather again
+    if keeps_gathered(case):  # else every micro-batch would gather again
         kept = sum(rank_sum(case, stage.units, stage.tied))
     return Sharded(
         gathered=width * kept,

@@ -105,7 +105,10 @@ def first_line(failure: BaseException) -> str:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The same structure with every tensor replaced; looks into dataclasses too."""
+    """The same structure with every tensor replaced; looks into dataclasses too.
+
+    A tensor is one, whatever structure its class shows to libraries that look inside.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -116,7 +119,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         changed = {name: map_tensors(function, getattr(value, name)) for name in fields}
         return dataclasses.replace(value, **changed)
 
-    return pytree.tree_map(leaf, tree, is_leaf=is_record)
+    return pytree.tree_map(leaf, tree, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_record(value)
 
 
 def is_record(value: Any) -> bool:

@@ -41,9 +41,10 @@ def finish(
 def sample(run: Run, source: Source) -> str | None:
     """Text that the model continues from `def `; None for models that do not write text.
 
-    None under tp and pp too: every new length would be traced, or cross all stages, token by token.
+    None under tp, cp and pp too: every new length would be traced, or cross all stages.
     """
-    tokenizer, plain = source.tokenizer, max(run.program.pipe.size, run.program.tensor.size) == 1
+    program, tokenizer = run.program, source.tokenizer
+    plain = max(program.pipe.size, program.tensor.size, program.context.size) == 1
     if tokenizer is None or not isinstance(run.model, Llama) or not plain:
         return None
     from shoal.models.generate import generate

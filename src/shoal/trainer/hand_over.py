@@ -52,15 +52,38 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
         )
     ranks = plan.layout.dp_shard
     whole = bool(allowed.flat)
-    buckets = cut_buckets(plan.buckets, facts(program), ranks, whole_parameters=whole)
+    known = facts(program)
+    owners = [_owners(bucket.names[0], program) for bucket in plan.buckets]
+    cut = {
+        count: iter(
+            cut_buckets(
+                [b for b, n in zip(plan.buckets, owners, strict=True) if n == count],
+                known,
+                count,
+                whole_parameters=whole,
+            )
+        )
+        for count in set(owners)
+    }
+    buckets = tuple(next(cut[count]) for count in owners)
     lines = [f"{name} steps whole parameters: each has one owner among {ranks} ranks"]
     return replace(plan, buckets=buckets), lines if whole else []
+
+
+def _owners(name: str, program: Program) -> int:
+    """Ranks among which a parameter's states are dealt."""
+    return program.apart[name].size if name in program.apart else program.data.size
 
 
 def _check_division(program: Program, allowed: Slicing) -> None:
     """Errors: PlanError where tp or pp leaves a rank less than this optimizer has to see."""
     layout = program.plan.layout
-    if program.places and allowed.flat:
+    if program.apart and allowed.rows:
+        raise PlanError(
+            f"layout.ep = {layout.ep}: cuts stacks of experts by rows, and {allowed.rows}; "
+            f"nearest: layout.ep=1, or optimizer.name=adamw"
+        )
+    if program.places.keys() - program.apart.keys() and allowed.flat:
         raise PlanError(
             f"layout.tp = {layout.tp}: cuts weights inside, and {allowed.flat}; nearest: "
             f"layout.tp=1, or optimizer.name=adamw"

@@ -1,4 +1,4 @@
-"""A look at what the model does with a few samples, from which tp and pp are derived.
+"""A look at what the model does with a few samples, from which tp, pp, cp and ep are derived.
 
 Every rank sees the same samples: what one of them finds out about the model must hold on all.
 """
@@ -38,7 +38,7 @@ def look_at(sample: Any, plan: Plan, world: World, call: str) -> Look | None:
     Errors: ConfigError without samples where the layout needs some.
     """
     layout = plan.layout
-    if max(layout.tp, layout.pp) == 1:
+    if max(layout.tp, layout.pp, layout.cp, layout.ep) == 1:
         return None
     if sample is None:
         raise ConfigError(

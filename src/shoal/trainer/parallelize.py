@@ -91,7 +91,7 @@ def parallelize(
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
                  on integer targets, ignoring −100
     layout       "auto", a strategy ("single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp",
-                 "pp", "3d", a pipeline's schedule), or degrees such as {"tp": 2, "dp_shard": 2},
+                 "pp", "cp", "3d", a pipeline's schedule), or degrees, say {"tp": 2, "dp_shard": 2},
                  with whatever else [layout] may say: zero, schedule, chunks, strict, split, …
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
@@ -108,7 +108,7 @@ def parallelize(
     recompute    none, selective, full: activations of blocks computed twice
     compile      none, blocks: fused kernels for every block by torch.compile
     offload      none, optimizer, parameters, activations: kept in the host's memory (GPUs)
-    sample       tp and pp: a batch of a few samples, or a function that gives one; what the model
+    sample       tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
                  does with it tells how its layers can be split and where it can be cut
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
@@ -240,10 +240,11 @@ def _plan(
         said.pop("strict", False),
         said.pop("sequence_parallel", "auto"),
         tuple(said.pop("split", ())),
+        said.pop("context", "auto"),
     )
     strategy = said.pop("strategy", "dp" if named.get("threads") else "auto")
     chosen, why = choose_layout(strategy, said, world.size, parameters, machine, **named)
-    tensor.check(chosen.tp)
+    tensor.check(chosen.tp, chosen.cp)
     micro = micro_batch or default_micro_batch(batch)
     accumulate = check_batch(batch, micro, chosen.data_degree)
     check_micro_batches(chosen, batch, micro)

@@ -30,7 +30,7 @@ def busiest(program: Program, batch: Any, own: int, *, has_spare: bool) -> int:
     Errors   ConfigError on all ranks where one of them must join and never saw a batch
     """
     world, layout = program.data, program.plan.layout
-    if world.size == 1 or layout.zero < 2:
+    if world.size == 1 or not (program.together or layout.zero == 2):
         return own
     if isinstance(batch, StepBatch):
         rounds, fewest = -(-batch.total // world.size), batch.total // world.size

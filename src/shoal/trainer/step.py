@@ -156,13 +156,12 @@ def _tally(
 
 def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
     """This rank's share of the squared norm of the whole gradient: every element counts once."""
-    if not program.holders:
-        return sum_of_squares(reducer.sums()) / program.copies
-    by_holders: dict[int, list[torch.Tensor]] = {}
+    by_copies: dict[int, list[torch.Tensor]] = {}
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
-        by_holders.setdefault(program.holders.get(name, 1), []).append(tensor)
-    shares = [sum_of_squares(tensors) / holders for holders, tensors in by_holders.items()]
-    return sum(shares, torch.zeros((), dtype=torch.float64)) / program.copies
+        copies = program.copies_apart.get(name, program.copies) * program.holders.get(name, 1)
+        by_copies.setdefault(copies, []).append(tensor)
+    shares = [sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()]
+    return sum(shares, torch.zeros((), dtype=torch.float64))
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -201,10 +201,31 @@ class Overwrites(nn.Module):
         return self.outer(y)
 
 
-def test_an_input_that_is_overwritten_stays_whole_or_is_told() -> None:
-    block, x = Overwrites().double(), sample(3, 8)
-    with pytest.raises(Untraceable, match="in place"):
-        split_block(block, (x, sample(3, 16).detach()), {}, 2)
+def test_an_input_that_is_overwritten_stays_whole() -> None:
+    block, x, y = Overwrites().double(), sample(3, 8), sample(3, 16).detach()
+    split = split_block(block, (x, y), {}, 2)
+    assert difference(split, block, (x, y)) < EXACT
+    assert not split.parameters
+    split = split_block(block, (x, y), {}, 2, overrides={"inner.weight": "column"})
+    assert difference(split, block, (x, y)) < EXACT
+    assert len(split.gathered) == 1
+
+
+class Scales(nn.Module):
+    """Changes its own input by a small one, and only splits what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(dim=16, hidden=32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers(y.mul_(x))
+
+
+def test_an_input_that_would_be_overwritten_in_a_copy_is_told() -> None:
+    """Its gradient is cheapest summed at `x`, so that `y` would become another tensor there."""
+    with pytest.raises(Untraceable, match="changes in place what others read, too"):
+        split_block(Scales().double(), (sample(3, 1), sample(3, 16).detach()), {}, 2)
 
 
 # ---- dropout

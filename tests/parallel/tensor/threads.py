@@ -138,7 +138,8 @@ def whole_pass(split, block, args, kwargs, seed: int = 3) -> tuple[Pass, list]:
     weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
     loss_of(outputs, weights).backward()
     grads = {n: p.grad for n, p in params.items()}
-    told = Pass([o.detach() for o in outputs], [x.grad for x in leaves], grads, [*buffers.values()])
+    inputs = [x.grad if x.is_leaf else None for x in leaves]  # one that was overwritten is none
+    told = Pass([o.detach() for o in outputs], inputs, grads, [*buffers.values()])
     return told, weights
 
 
@@ -187,7 +188,7 @@ def _told(split, ranks, me: int) -> Pass:
         for k, label in enumerate(labels)
     ]
     inputs = [
-        _whole_gradient([r[3][k].grad for r in ranks], label, me)
+        _whole_gradient([r[3][k].grad if r[3][k].is_leaf else None for r in ranks], label, me)
         for k, label in enumerate(split.inputs)
     ]
     grads = {}

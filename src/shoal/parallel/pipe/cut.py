@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 
 from shoal.parallel.pipe.deal import StageCut, deal
-from shoal.parallel.pipe.liveness import Flow, alike, merged, watch
+from shoal.parallel.pipe.liveness import alike, merged, watch
 from shoal.parallel.pipe.verify import verify
 from shoal.parallel.trunk import Run, Trunk
 
@@ -39,21 +40,18 @@ def cut_stages(
     """
     flow = watch(module, trunk, run)
     if not module.training:
-        return _verified(module, deal(module, flow, stages, costs), flow, run)
+        cut = deal(module, flow, stages, costs)
+        verify(module, cut, flow, run)
+        return replace(cut, trunk=replace(trunk, calls=()))
     with _evaluating(module):
         evaluated = watch(module, trunk, run)
         both = alike(flow, evaluated)  # else evaluation is refused when it calls other blocks
     cut = deal(module, merged(flow, evaluated) if both else flow, stages, costs)
-    _verified(module, cut, flow, run)
+    verify(module, cut, flow, run)
     if both:
         with _evaluating(module):
-            _verified(module, cut, evaluated, run)
-    return cut
-
-
-def _verified(module: nn.Module, cut: StageCut, flow: Flow, run: Run) -> StageCut:
-    verify(module, cut, flow, run)
-    return cut
+            verify(module, cut, evaluated, run)
+    return replace(cut, trunk=replace(trunk, calls=()))
 
 
 @contextmanager

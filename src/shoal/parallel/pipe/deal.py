@@ -24,6 +24,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.parallel.pipe.liveness import Flow, Leaf, UnitCall
 from shoal.parallel.pipe.partition import partition
+from shoal.parallel.trunk import Trunk
 from shoal.profile.flops import meta_twin
 from shoal.profile.shapes import map_tensors, tensors_of
 
@@ -58,6 +59,7 @@ class StageCut:
                values do not matter, but their shapes do
     costs      per stage
     twin       the model without data, for shapes
+    trunk      the model's, without the calls' values
     """
 
     calls: tuple[CallPlan, ...]
@@ -67,6 +69,7 @@ class StageCut:
     between: frozenset[str]
     costs: tuple[float, ...]
     twin: nn.Module
+    trunk: Trunk | None = None
 
     @property
     def stages(self) -> int:

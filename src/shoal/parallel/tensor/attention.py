@@ -1,7 +1,8 @@
 """Attention in a form whose masks have a place to be cut.
 
 Attention with dropout is written out as the products it is. Where the sequence is split,
-`is_causal` becomes a mask: a rank's first row is not the sequence's.
+`is_causal` becomes a mask: a rank's first row is not the sequence's. Or the operation is shared:
+the ranks compute it together, by whatever way they are given, and nobody needs all keys.
 
 Formula   out = dropout(softmax(q kᵀ · scale + mask)) · v
 Source    torch's own math kernel (aten/src/ATen/native/transformers/attention.cpp), which the CPU
@@ -57,6 +58,44 @@ def write_out(graph: fx.Graph, node: fx.Node) -> None:
             elif inner.op == "output":
                 node.replace_all_uses_with(copies[inner.args[0]])
     graph.erase_node(node)
+
+
+def share(graph: fx.Graph, node: fx.Node) -> bool:
+    """Let the ranks compute this operation together, where it is attention that they can share.
+
+    That is without a mask or dropout, of tokens to themselves or to all of others.
+    """
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    named = _named(node)
+    q, k, v = (named[name] for name in ("query", "key", "value"))
+    shapes = [tuple(one.meta["val"].shape) for one in (q, k, v)]
+    causal = bool(named.get("is_causal"))
+    if named.get("attn_mask") is not None or named.get("dropout_p") or len(shapes[0]) not in (3, 4):
+        return False
+    if len({len(shape) for shape in shapes}) > 1 or (causal and shapes[0][-2] != shapes[1][-2]):
+        return False
+    with graph.inserting_before(node):
+        shared = graph.call_function(
+            shared_attention, (q, k, v), {"causal": causal, "scale": named.get("scale")}
+        )
+    shared.meta = dict(node.meta)
+    node.replace_all_uses_with(shared)
+    graph.erase_node(node)
+    return True
+
+
+def shared_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Attention that ranks may compute together; alone it is torch's own.
+
+    q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
+    """
+    grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def write_mask(graph: fx.Graph, node: fx.Node) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
+from shoal.parallel.echo import NoLog, as_cheaply, echoing
 from shoal.parallel.program import StandIn
 from shoal.parallel.trunk import Run, without_trace
 
@@ -42,19 +44,33 @@ class Call:
 
 def first_calls(module: nn.Module, names: Iterable[str], run: Run) -> dict[str, Call]:
     """The first call of each of some layers, in the order of the calls; absent if never called."""
-    calls: dict[str, Call] = {}
-    last = _Last()
-    parts = {name: module.get_submodule(name) for name in names}  # each once
-    listeners = [_Listener(name, part, calls, last) for name, part in parts.items()]
-    nothing = torch.empty(0)
-    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda kept: kept)
-    try:
-        with torch.enable_grad(), drop, without_trace(module):
-            run(module)
-    finally:
-        for listener in listeners:
-            listener.take_away()
-    return calls
+
+    def look(cheaply: bool) -> dict[str, Call]:
+        calls: dict[str, Call] = {}
+        with echoing(module, NoLog()) if cheaply else nullcontext():
+            noting(names, run, calls)(module)
+        return calls
+
+    return as_cheaply(look)
+
+
+def noting(names: Iterable[str], run: Run, calls: dict[str, Call]) -> Run:
+    """`run`, which also notes the first call of each of some layers in `calls`."""
+
+    def noted(module: nn.Module) -> Any:
+        last = _Last()
+        parts = {name: module.get_submodule(name) for name in names}  # each once
+        listeners = [_Listener(name, part, calls, last) for name, part in parts.items()]
+        nothing = torch.empty(0)
+        drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda kept: kept)
+        try:
+            with torch.enable_grad(), drop, without_trace(module):
+                return run(module)
+        finally:
+            for listener in listeners:
+                listener.take_away()
+
+    return noted
 
 
 def bare(block: nn.Module) -> nn.Module:

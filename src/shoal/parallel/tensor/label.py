@@ -22,7 +22,7 @@ from shoal.parallel.tensor.labels import PARTIAL, WHOLE, Label, Partial, Split, 
 from shoal.parallel.tensor.problem import Problem, is_getitem
 from shoal.parallel.tensor.rules import Rule
 from shoal.parallel.tensor.steps import Choice, Conflict, NotSplit, Step, may_stay_split
-from shoal.parallel.tensor.trace import Untraceable, is_in_place
+from shoal.parallel.tensor.trace import is_in_place
 from shoal.parallel.tensor.weights import choose
 
 SMALL = 8
@@ -249,8 +249,6 @@ class Labelling:
                     rule = self.rule(node, tried, once)
                     if rule is not None and (rule.out == PARTIAL or not once):
                         return Step(tuple(tried), rule, once)
-        if is_in_place(node) and node not in self.problem.replaceable and split:
-            raise Untraceable(f"{node.target} changes a part of a split value in place")
         return self._whole_step(node)
 
     # ---- what follows from a step

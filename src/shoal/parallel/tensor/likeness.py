@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.parallel.alike import attributes_of, shapes_of
 from shoal.parallel.tensor.capture import Call, bare
 from shoal.parallel.tensor.trace import Untraceable, trace
 
@@ -30,7 +31,7 @@ class Likeness:
         exact: dict[Any, list[str]] = {}
         for name in names:
             part = self.module.get_submodule(name)
-            exact.setdefault((_shape_of(part), _attributes(part)), []).append(name)
+            exact.setdefault((shapes_of(part), attributes_of(part)), []).append(name)
         merged: dict[Any, list[list[str]]] = {}
         for (shape, _), group in exact.items():
             alike = merged.setdefault(shape, [])
@@ -57,36 +58,3 @@ class Likeness:
                 values = [f"{k} = {v.tolist()}" for k, v in sorted(constants.items())]
                 self.graphs[key] = "\n".join([str(traced.graph), *values])
         return self.graphs[key]
-
-
-def _shape_of(part: nn.Module) -> Any:
-    """Classes, and shapes and formats of all tensors in a layer."""
-    told: list[Any] = []
-    for name, inner in part.named_modules():
-        tensors = [
-            (key, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad))
-            for held in (inner._parameters, inner._buffers)
-            for key, t in held.items()
-        ]
-        told.append((name, type(inner), tuple(tensors)))
-    return tuple(told)
-
-
-def _attributes(part: nn.Module) -> Any:
-    """Every other attribute in a layer: plain values, anything else by what object it is."""
-    plain = (bool, int, float, str, type(None), tuple)
-    own = vars(nn.Module())
-    return tuple(
-        (key, value if isinstance(value, plain) and _hashable(value) else id(value))
-        for inner in part.modules()
-        for key, value in sorted(vars(inner).items())
-        if key not in own or key == "training"
-    )
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -11,79 +11,27 @@ whatever stays whole is named in the notices with the reason. Nothing here chang
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest, one_of
 from shoal.parallel._torch import pytree
-from shoal.parallel.tensor.capture import Call, bare, first_calls
+from shoal.parallel.echo import NoLog, as_cheaply, echoing
+from shoal.parallel.tensor.capture import Call, bare, first_calls, noting
 from shoal.parallel.tensor.edges import exchanges_of, scattered_lookups
-from shoal.parallel.tensor.labels import WHOLE, Label, Split, Whole
+from shoal.parallel.tensor.labels import WHOLE, Split, Whole
 from shoal.parallel.tensor.likeness import Likeness
-from shoal.parallel.tensor.split_block import BlockSplit, Exchange, NotSplit, split_block
+from shoal.parallel.tensor.split_block import BlockSplit, NotSplit, split_block
+from shoal.parallel.tensor.splits import BlockClass, ModelSplit, ParameterSplit
 from shoal.parallel.tensor.tables import Tables, find_tables
-from shoal.parallel.trunk import Run, find_trunk
+from shoal.parallel.trunk import Run, Trunk, find_trunk
 
 WISHES = ("whole", "column", "row")
-
-
-@dataclass(frozen=True)
-class ParameterSplit:
-    """What a rank holds of one parameter.
-
-    label     Split: a part; Whole: all of it
-    partial   whole, but its gradient is a part on every rank: to be summed over tp once a step
-    reason    one line
-    """
-
-    label: Label
-    partial: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class BlockClass:
-    """Equal layers, split alike.
-
-    names   of the layers in the model · split  for the sample's kind of input
-    bare    one of them without numbers, for tracing other kinds of input
-    call    the sample's call of the first one
-    """
-
-    names: tuple[str, ...]
-    split: BlockSplit
-    bare: nn.Module
-    call: Call
-
-
-@dataclass(frozen=True)
-class ModelSplit:
-    """How a model is computed by `degree` ranks.
-
-    sequence     blocks hand each other parts of the sequence where they can
-    classes      split layers · tables  split embeddings and heads
-    parameters   every parameter by its first name
-    exchanges    collectives of a forward and backward pass on the sample, by module
-    notices      what stays whole that could be expected to be split, one line each
-    calls        how the sample called the layers, without numbers
-    """
-
-    degree: int
-    sequence: bool
-    classes: tuple[BlockClass, ...]
-    tables: Tables
-    parameters: dict[str, ParameterSplit]
-    exchanges: dict[str, tuple[Exchange, ...]]
-    notices: tuple[str, ...]
-    calls: dict[str, Call]
-
-    @property
-    def scattered(self) -> frozenset[str]:
-        """Embeddings that hand their rank's part of the sequence to the first block."""
-        return scattered_lookups(self.classes, self.tables, self.calls)
 
 
 def plan_split(
@@ -91,6 +39,7 @@ def plan_split(
     run: Run,
     degree: int,
     *,
+    trunk: Trunk | None = None,
     strict: bool = False,
     overrides: Mapping[str, str] = {},
     sequence: bool = False,
@@ -98,6 +47,7 @@ def plan_split(
     """How `degree` ranks compute `module`.
 
     run         calls the module on a sample of real inputs and gives its outputs
+    trunk       of the module, if it is known already
     strict      refuse instead of leaving something whole
     overrides   pattern of parameter names (as in a shell) → whole │ column │ row
     sequence    hand parts of the sequence from block to block
@@ -105,7 +55,7 @@ def plan_split(
                 matches no parameter; ConfigError for another wish
     """
     planner = _Planner(module, run, degree, _wishes(module, overrides), sequence)
-    return planner.plan(strict)
+    return planner.plan(trunk or find_trunk(module, run), strict)
 
 
 def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
@@ -142,11 +92,10 @@ class _Planner:
         self.likeness = Likeness(module)
         self.refused: list[str] = []  # one line each: what stays whole, and why
 
-    def plan(self, strict: bool) -> ModelSplit:
-        blocks = self.blocks()
+    def plan(self, trunk: Trunk, strict: bool) -> ModelSplit:
+        blocks = self.blocks(trunk)
         lookups = [n for n, p in self.module.named_modules() if isinstance(p, nn.Embedding)]
-        calls = first_calls(self.module, [*blocks, *lookups], self.run)
-        tables = find_tables(self.module, self.run, blocks, self.degree, self.wishes.get)
+        calls, tables = as_cheaply(partial(self.look, blocks, [*blocks, *lookups]))
         for names in self.groups([name for name in blocks if name in calls], calls):
             self.solve(names, calls, whole_if_not=True)
         parameters = self.parameters(tables)
@@ -169,12 +118,21 @@ class _Planner:
             parameters,
             exchanges_of(self.module, self.classes, tables, calls, self.degree),
             tuple(f"layout.tp = {self.degree}: {line}" for line in self.refused),
+            scattered_lookups(self.classes, tables, calls),
             {name: call.without_numbers() for name, call in calls.items()},
         )
 
-    def blocks(self) -> tuple[str, ...]:
+    def look(
+        self, blocks: tuple[str, ...], names: list[str], cheaply: bool
+    ) -> tuple[dict[str, Call], Tables]:
+        """First calls of some layers, and the tables beside the blocks, in one forward pass."""
+        calls: dict[str, Call] = {}
+        with echoing(self.module, NoLog()) if cheaply else nullcontext():
+            run = noting(names, self.run, calls)
+            return calls, find_tables(self.module, run, blocks, self.degree, self.wishes.get)
+
+    def blocks(self, trunk: Trunk) -> tuple[str, ...]:
         """Names of the layers to split, each as one: the trunk's, or what holds its leaves."""
-        trunk = find_trunk(self.module, self.run)
         if not trunk.leaf:
             return trunk.blocks
         parents = [name.split(".")[:-1] for name in trunk.blocks]
@@ -358,4 +316,14 @@ def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> 
     if all(isinstance(one.label, Whole) for one in held.values()):
         raise PlanError(f"{notices[-1]}; nothing else can be split; nearest: layout.tp=1")
     told = exchanges_of(module, kept, split.tables, split.calls, split.degree)
-    return replace(split, classes=kept, parameters=held, exchanges=told, notices=tuple(notices))
+    return replace(
+        split,
+        classes=kept,
+        parameters=held,
+        exchanges=told,
+        notices=tuple(notices),
+        scattered=scattered_lookups(kept, split.tables, split.calls),
+    )
+
+
+__all__ = ["BlockClass", "ModelSplit", "ParameterSplit", "plan_split", "without"]

@@ -26,6 +26,9 @@ from shoal.parallel.tensor.trace import Untraceable, is_in_place
 
 aten = torch.ops.aten
 
+Shared = Callable[..., torch.Tensor]
+"""Attention of this rank's queries to the keys of all ranks."""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -43,9 +46,14 @@ class Exchange:
     after: str
 
 
-def rewrite(labelling: Labelling, sums: Sums) -> tuple[fx.GraphModule, tuple[Exchange, ...]]:
-    """`run(axis, *local parameters, *local buffers, *inputs)` and its collectives, in order."""
-    writer = _Writer(labelling, sums)
+def rewrite(
+    labelling: Labelling, sums: Sums, attention: Shared | None = None
+) -> tuple[fx.GraphModule, tuple[Exchange, ...]]:
+    """`run(axis, *local parameters, *local buffers, *inputs)` and its collectives, in order.
+
+    attention   what computes attention that is shared: (q, axis, k, v, causal=, scale=)
+    """
+    writer = _Writer(labelling, sums, attention)
     for node in labelling.problem.traced.graph.nodes:
         writer.write(node)
     writer.graph.lint()
@@ -54,8 +62,9 @@ def rewrite(labelling: Labelling, sums: Sums) -> tuple[fx.GraphModule, tuple[Exc
 
 
 class _Writer:
-    def __init__(self, labelling: Labelling, sums: Sums) -> None:
+    def __init__(self, labelling: Labelling, sums: Sums, attention: Shared | None) -> None:
         self.labelling, self.sums, self.problem = labelling, sums, labelling.problem
+        self.attention = attention
         self.graph = fx.Graph()
         self.axis = self.graph.placeholder("axis")
         self.local: dict[fx.Node, fx.Node] = {}
@@ -83,6 +92,8 @@ class _Writer:
             if place in step.once:
                 value = self._call(exchange.once, value)
             handed.append(value)
+        if step.rule.joint and self.attention is not None:
+            return self._call(self.attention, *handed, **node.kwargs)
         if step.rule.masked or _is_strided_dropout(node, slots):
             return self._dropout(node, handed[0], step.wants[0])
         if is_in_place(node) and handed[0] is not self.local.get(slots[0]):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.parallel.tensor.arguments import Edit, divided, edits, numbers_in
+from shoal.parallel.tensor.attention import shared_attention
 from shoal.parallel.tensor.experiment import Call, Experiment, Value
 from shoal.parallel.tensor.labels import Label, Partial, Split, Tiled, divides
 from shoal.parallel.tensor.outcome import labels_of
@@ -38,12 +39,14 @@ class Rule:
     edits    which arguments are divided
     masked   dropout: each rank takes its part of the whole mask
     writes   places of buffers that it changes
+    joint    attention that the ranks compute together, each with its part of the sequence
     """
 
     out: Label | tuple[Label, ...]
     edits: tuple[Edit, ...] = ()
     masked: bool = False
     writes: tuple[int, ...] = ()
+    joint: bool = False
 
 
 class Rules:
@@ -74,6 +77,8 @@ class Rules:
     ) -> Rule | None:
         if not _possible(call, labels, degree):
             return None
+        if call.target is shared_attention and (rule := _joint(call, labels)) is not None:
+            return rule
         if sum(value.elements for value in call.values) > LARGE:
             small = _smaller(call, degree)
             if small is not None and _possible(small, labels, degree) and self._experiment(small):
@@ -125,6 +130,12 @@ def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
             if isinstance(one, Split) and not divides(value.shape[one.dim], one.groups, parts):
                 return False
     return True
+
+
+def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
+    """Queries, keys and values of neighbouring tokens: nobody needs to see all of them."""
+    along = Split(len(call.values[0].shape) - 2)
+    return Rule(along, joint=True) if all(label == along for label in labels) else None
 
 
 def grids(labels: Sequence[Label | None], degree: int) -> list[int]:

@@ -8,7 +8,7 @@ Protocol  shape, dtype, device …: the whole tensor's, at once   `.local`: this
           any torch function on it: all-gather, kept with the shard, then the function on the whole
           What is computed from a gathered whole is computed by every rank alike, so the gradient of
           the whole is complete on each and a rank just takes its part of it: gather forward, slice
-          backward.
+          backward. A deal of `summands` says otherwise: only their sum over the ranks is complete.
           A library that walks structures (recompute, FSDP's hooks) sees `.local`, an ordinary
           tensor: the class is registered with torch's pytree.
 Source    Korthikanti et al. 2022 (2205.05198) for the parts; the wrapper is our own
@@ -16,6 +16,7 @@ Source    Korthikanti et al. 2022 (2205.05198) for the parts; the wrapper is our
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,21 +34,46 @@ class Deal:
     """How one dim of a tensor is dealt to the ranks of an axis.
 
     dim    which one · cuts  rank r has the indices from cuts[r] to cuts[r + 1]
+    summands   the ranks' gradients of a gathered whole add up to its gradient, and so do those of
+               a whole that is cut; else each rank has all of it
     """
 
     axis: Axis
     dim: int
     cuts: tuple[int, ...]
+    summands: bool = False
 
     @staticmethod
-    def even(axis: Axis, dim: int, length: int) -> Deal:
+    def even(axis: Axis, dim: int, length: int, *, summands: bool = False) -> Deal:
         """As equal as it goes: the first `length % size` ranks have one index more."""
-        return Deal(axis, dim, even_cuts(length, axis.size))
+        return Deal(axis, dim, even_cuts(length, axis.size), summands)
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""
         start, stop = self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
         return whole.narrow(self.dim, start, stop - start).contiguous()
+
+    def part_of_gradient(self, whole: Tensor) -> Tensor:
+        """This rank's part of the gradient of a gathered whole."""
+        if not self.summands:
+            return self.part(whole)
+        spans = list(zip(self.cuts, self.cuts[1:], strict=False))
+        parts = [whole.narrow(self.dim, a, b - a).reshape(-1) for a, b in spans]
+        cuts = [0, *itertools.accumulate(part.numel() for part in parts)]
+        shape = list(whole.shape)
+        shape[self.dim] = spans[self.axis.rank][1] - spans[self.axis.rank][0]
+        return self.axis.scatter_sum(torch.cat(parts), cuts).result().view(shape)
+
+    def whole_gradient(self, local: Tensor) -> Tensor:
+        """The gradient of a whole that was cut, or this rank's summand of it."""
+        if not self.summands:
+            return self.join(local)
+        before, length = self.cuts[self.axis.rank], self.cuts[-1]
+        shape = list(local.shape)
+        shape[self.dim] = length
+        whole = local.new_zeros(shape)
+        whole.narrow(self.dim, before, local.shape[self.dim]).copy_(local)
+        return whole
 
     def join(self, local: Tensor) -> Tensor:
         """The whole from every rank's part; short parts are padded on the way."""
@@ -195,7 +221,8 @@ def cut(whole: Tensor, deal: Deal) -> Tensor:
 def local_of(value: Tensor, deal: Deal) -> Tensor:
     """The own part of a whole tensor or of a shard that is dealt likewise."""
     if isinstance(value, SequenceShard):
-        if value.deal.dim == deal.dim and value.deal.cuts == deal.cuts:
+        same = value.deal.dim == deal.dim and value.deal.cuts == deal.cuts
+        if same and value.deal.axis is deal.axis:
             return value.local
         value = value.whole()
     return cut(value, deal)
@@ -227,7 +254,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.deal.part(upstream), None
+        return ctx.deal.part_of_gradient(upstream), None
 
 
 class _Cut(torch.autograd.Function):
@@ -238,7 +265,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.deal.join(upstream), None
+        return ctx.deal.whole_gradient(upstream), None
 
 
 class _Show(torch.autograd.Function):
@@ -251,7 +278,7 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.deal.part(whole_of(upstream)), None, None
+        return ctx.deal.part_of_gradient(whole_of(upstream)), None, None
 
 
 class _Replace(torch.autograd.Function):
@@ -291,11 +318,12 @@ _FREE = frozenset(getattr(Tensor, name).__get__ for name in _METADATA) | {
 """What the wrapper answers itself."""
 
 
-def _rebuild(children: Any, context: Any) -> Any:
+def rebuild(children: Any, context: Any) -> Any:
+    """A shard again, of what a walk through a structure made of its part."""
     (child,), (deal, kind) = children, context
     return show(child, deal, kind) if isinstance(child, Tensor) else child
 
 
 pytree.register_pytree_node(
-    SequenceShard, lambda shard: ([shard.local], (shard.deal, type(shard))), _rebuild
+    SequenceShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rebuild
 )

@@ -22,9 +22,6 @@ SEGMENTS = (3, 2)
 DEAR = 20
 """A side result stays split rather than that more than 1 / DEAR of the parameters become whole."""
 
-KINDS = ("whole", "column", "row")
-"""What a user may say of a weight."""
-
 
 def solve(
     problem: Problem,

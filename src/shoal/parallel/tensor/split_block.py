@@ -9,17 +9,18 @@ The layer itself is never changed. `split_block` chooses how its parameters are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.parallel.tensor.attention import shared_attention
 from shoal.parallel.tensor.gradients import Sums, place_sums
 from shoal.parallel.tensor.label import Labelling
 from shoal.parallel.tensor.labels import WHOLE, Label, Split
 from shoal.parallel.tensor.problem import Problem, shapes_of
-from shoal.parallel.tensor.rewrite import Exchange, rewrite
+from shoal.parallel.tensor.rewrite import Exchange, Shared, rewrite
 from shoal.parallel.tensor.rules import Rules
 from shoal.parallel.tensor.solve import reason_of, solve
 from shoal.parallel.tensor.steps import NotSplit
@@ -49,6 +50,7 @@ class BlockSplit:
     mutated      buffers that the layer changes: the same on every rank
     flatten      (args, kwargs) → the flat tensor inputs
     rebuild      flat outputs → what the layer's forward returns
+    attention    what the ranks compute attention with, together
     """
 
     degree: int
@@ -66,6 +68,7 @@ class BlockSplit:
     sequence_dim: int | None
     flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    attention: Shared | None = None
 
 
 def split_block(
@@ -77,6 +80,7 @@ def split_block(
     sequence_dim: int | None = None,
     overrides: Mapping[str, str] | None = None,
     split_parameters: bool = True,
+    attention: Shared | None = None,
 ) -> BlockSplit:
     """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
 
@@ -87,14 +91,18 @@ def split_block(
     overrides      name pattern (relative to the layer) → "whole" │ "column" │ "row"
     split_parameters   False: all parameters stay whole, and with a sequence_dim only the sequence
                    is split (context parallelism: keys and values are gathered)
+    attention      instead of gathering them, what computes attention from the ranks' parts
     Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
     parallelism then.
     """
-    traced = trace(block, args, kwargs, masks=not split_parameters)
+    traced = trace(block, args, kwargs, masks=not split_parameters, shared=attention is not None)
     problem = Problem(traced, RULES, degree, sequence_dim)
     fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
     labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
-    return _made(traced, problem, labelling, place_sums(labelling), whole)
+    if attention is not None and not _all_shared(labelling):
+        said = {"overrides": overrides, "split_parameters": split_parameters}
+        return split_block(block, args, kwargs, degree, sequence_dim=sequence_dim, **said)
+    return _made(traced, problem, labelling, place_sums(labelling), whole, attention)
 
 
 def again(
@@ -106,7 +114,8 @@ def again(
     Errors: Untraceable, also where the layer does not work on these inputs in parts; NotSplit.
     """
     masks = split.sequence_dim is not None and not split.parameters
-    traced = trace(block, args, kwargs, split.shapes, masks=masks)
+    shared = split.attention is not None
+    traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
     problem = Problem(traced, RULES, split.degree, split.sequence_dim)
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
@@ -117,7 +126,10 @@ def again(
             f"inputs {shapes} do not work with the parameters cut as they are: "
             f"{_gathered(labelling)[0]}"
         )
-    return _made(traced, problem, labelling, place_sums(labelling, split.partial), {})
+    if shared and not _all_shared(labelling):
+        return again(replace(split, attention=None), block, args, kwargs)
+    sums = place_sums(labelling, split.partial)
+    return _made(traced, problem, labelling, sums, {}, split.attention)
 
 
 def _solved(problem: Problem, **given: Any) -> tuple[Labelling, dict[str, str]]:
@@ -135,8 +147,9 @@ def _made(
     labelling: Labelling,
     sums: Sums,
     whole: Mapping[str, str],
+    attention: Shared | None,
 ) -> BlockSplit:
-    run, exchanges = rewrite(labelling, sums)
+    run, exchanges = rewrite(labelling, sums, attention)
     cuts = {
         name: label
         for name in traced.parameters
@@ -162,6 +175,14 @@ def _made(
         sequence_dim=problem.sequence_dim,
         flatten=traced.flatten,
         rebuild=traced.rebuild,
+        attention=attention,
+    )
+
+
+def _all_shared(labelling: Labelling) -> bool:
+    """Whether all attention that could be shared is: else masks must be written."""
+    return all(
+        step.rule.joint for node, step in labelling.steps.items() if node.target is shared_attention
     )
 
 

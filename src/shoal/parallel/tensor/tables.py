@@ -75,8 +75,6 @@ def find_tables(
         and _is_plain(part)
         and not any(name == block or name.startswith(f"{block}.") for block in blocks)
     }
-    if not candidates:
-        return Tables()
     seen = _watch(module, run, candidates, blocks)
     first = {id(p): name for name, p in module.named_parameters()}
     groups: dict[int, list[str]] = {}

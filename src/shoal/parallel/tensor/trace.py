@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from shoal.base.whole_operations import shown_whole
 from shoal.parallel._torch import pytree
 from shoal.parallel.tensor._torch import (
     FakeTensorMode,
@@ -28,7 +29,12 @@ from shoal.parallel.tensor._torch import (
     make_fx,
     track_tensor_tree,
 )
-from shoal.parallel.tensor.attention import is_attention_with_dropout, write_mask, write_out
+from shoal.parallel.tensor.attention import (
+    is_attention_with_dropout,
+    share,
+    write_mask,
+    write_out,
+)
 
 aten = torch.ops.aten
 
@@ -76,11 +82,13 @@ def trace(
     shapes: Mapping[str, Sequence[int]] | None = None,
     *,
     masks: bool = False,
+    shared: bool = False,
 ) -> Traced:
     """Trace a layer's forward on a sample call.
 
     shapes   whole shapes of parameters by name, where the layer holds only parts of them now
     masks    write a mask in the place of attention's `is_causal`
+    shared   leave attention to the ranks together, where they can (`attention.share`)
     Errors: Untraceable(reason). The layer and the generators stay as they are.
     """
     parameters = dict(block.named_parameters())
@@ -105,11 +113,12 @@ def trace(
         _fake(fakes, p, (shapes or {}).get(name, p.shape)) for name, p in parameters.items()
     ] + [_fake(fakes, t, t.shape) for t in (*buffers.values(), *inputs)]
     try:
-        with torch.enable_grad(), _whole_functions():
+        whole = shown_whole() if masks else nullcontext()
+        with torch.enable_grad(), _whole_functions(), whole:
             module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*flat)
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
-    _tidy(module, masks)
+    _tidy(module, masks, shared)
     kinds = [isinstance(leaf, Tensor) for leaf in outs["leaves"]]
     still = [None if isinstance(leaf, Tensor) else leaf for leaf in outs["leaves"]]
     return Traced(
@@ -184,7 +193,7 @@ def _function(cls: Any) -> Callable[..., Any]:
     return run
 
 
-def _tidy(module: fx.GraphModule, masks: bool) -> None:
+def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
     """Take out checks that cost time; write attention with dropout as the products it is."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
@@ -193,7 +202,7 @@ def _tidy(module: fx.GraphModule, masks: bool) -> None:
             module.graph.erase_node(node)
         elif is_attention_with_dropout(node):
             write_out(module.graph, node)
-        elif masks:
+        elif masks and not (shared and share(module.graph, node)):
             write_mask(module.graph, node)
     module.graph.lint()
     module.recompile()

@@ -68,7 +68,7 @@ def where(names: Sequence[str], got: Record) -> str:
 def replicas(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
     """Ranks that hold the same part have different gradients of it."""
     apart = [name for name in sums.names if name in sums.apart]
-    if not apart:
+    if not apart or not sums.loss_right:
         return None
     added = [n for n in apart if _are(sums.apart[n].total, sums.right[n])]
     adds_up = "; their sum is the right one" if added else ""

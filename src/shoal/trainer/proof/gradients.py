@@ -20,6 +20,7 @@ from shoal.trainer.proof.divided import (
     tie_twice,
     where,
 )
+from shoal.trainer.proof.experts import experts
 from shoal.trainer.proof.norms import wrong_norm
 from shoal.trainer.proof.record import Record
 from shoal.trainer.proof.sums import (
@@ -290,6 +291,7 @@ def _unexplained(sums: Sums, solved: Shares | None) -> Clue:
 
 READERS = (
     replicas,
+    experts,
     _never_summed,
     tie_twice,
     _tie,

@@ -58,6 +58,7 @@ class Record:
     tied             second name → first name · buckets  names that travel together, in order
     degree           ranks that draw different micro-batches · clip  largest gradient norm
     degrees          of all axes of the layout · held  who holds a parameter, where that is divided
+    ep, experts      ranks to which experts are dealt · parameters that are stacks of them
     apart            for each row, parameters whose holders have different gradients
     """
 
@@ -76,6 +77,8 @@ class Record:
     clip: float = 0.0
     degrees: dict[str, int] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
+    ep: int = 1
+    experts: list[str] = field(default_factory=list)
     apart: list[dict[str, Apart]] = field(default_factory=list)
 
 
@@ -153,6 +156,9 @@ def _describe(found: Record, label: str, run: Run) -> None:
     found.degree = run.plan.layout.data_degree
     found.degrees = run.plan.layout.degrees
     found.held |= _labelled(label, who_holds(program))
+    found.ep = run.plan.layout.ep
+    dealt = run.world.gather_json(list(program.apart)) if found.ep > 1 else []
+    found.experts += [full(name) for name in dict.fromkeys(n for told in dealt for n in told)]
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
 
 

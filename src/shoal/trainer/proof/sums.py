@@ -66,9 +66,9 @@ def sums_of(expected: Record, got: Record, number: int) -> Sums:
     far = [n for n in right if not norm_of(right[n] - wrong[n]) <= noise]
     label = expected.rows[number].label
     earlier = [r.targets for r in expected.rows[:number] if r.label == label]
-    short = count / earlier[-1] if earlier and count < 0.7 * min(earlier) else None
     row, theirs = expected.rows[number], got.rows[number]
     count = row.targets
+    short = count / earlier[-1] if earlier and count < 0.7 * min(earlier) else None
     losses = (row.loss or 0.0) * count, (theirs.loss or 0.0) * theirs.targets
     loss_right = abs(losses[0] - losses[1]) <= max(noise, abs(losses[0]) * noise / (whole or 1.0))
     apart = {

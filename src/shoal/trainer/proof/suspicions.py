@@ -15,6 +15,7 @@ digits, is the cause. Only what the record says of the layout is tried, so these
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,9 @@ SAME, SAME_ROUNDED = 1e-10, 1e-5
 
 SEGMENTS = (1, 2, 3, 4)
 """Numbers of segments that a fused weight may have."""
+
+ALL_ORDERS = 4
+"""Stages of which every order is tried."""
 
 Mistake = Callable[[nn.Module], AbstractContextManager[None]]
 
@@ -193,7 +197,7 @@ def _orders(held: Mapping[str, Held], weights: Tensors) -> Iterator[Suspicion]:
         shapes = [{own: weights[name].shape for own, name in blocks[n].items()} for n in numbers]
         if len(set(at)) < 2 or any(shape != shapes[0] for shape in shapes):
             continue
-        for order in _stage_orders(_runs(at), len(set(at))):
+        for order in _stage_orders(_runs(at), at):
             places = [numbers[k] for k in order]
             shown = ", ".join(map(str, places[:8])) + (", …" if len(places) > 8 else "")
             yield Suspicion(
@@ -216,20 +220,17 @@ def _runs(at: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _stage_orders(runs: Sequence[list[int]], ranks: int) -> list[list[int]]:
+def _stage_orders(runs: Sequence[list[int]], at: Sequence[int]) -> list[list[int]]:
     """Orders of stages that are easily mistaken for the right one, as orders of blocks."""
     count = len(runs)
-    right = list(range(count))
-    orders = [right[::-1], right[1:] + right[:1], right[-1:] + right[:-1]]
-    for first in range(count):
-        for second in range(first + 1, count):
-            swapped = list(right)
-            swapped[first], swapped[second] = second, first
-            orders.append(swapped)
-    if count % ranks == 0:  # chunk by chunk, or rank by rank
-        for width in (ranks, count // ranks):
-            orders.append([k for start in range(width) for k in range(start, count, width)])
-    unique = dict.fromkeys(tuple(order) for order in orders if order != right)
+    right = tuple(range(count))
+    as_held = tuple(sorted(right, key=lambda stage: at[runs[stage][0]]))
+    orders = [as_held, right[::-1], *(right[k:] + right[:k] for k in right[1:])]
+    if count <= ALL_ORDERS:
+        orders += itertools.permutations(right)
+    for width in range(2, count):  # chunk by chunk where it should be rank by rank
+        orders.append(tuple(k for start in range(width) for k in range(start, count, width)))
+    unique = dict.fromkeys(order for order in orders if order != right)
     return [[place for stage in order for place in runs[stage]] for order in unique]
 
 

@@ -1,0 +1,69 @@
+"""Ranks in a ring: each hands tensors on to the next one and gets the like from the one before.
+
+After `size − 1` turns every rank has seen what every other one began with, and nobody ever held
+more than two parts. A turn is under way while the caller computes: it is waited for when needed.
+
+Source: the ring of Baidu's all-reduce (2017); for attention: Liu et al. 2023 (2310.01889)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.fabric.all_to_all import to_each
+from shoal.fabric.parts import PendingSum
+from shoal.fabric.point_to_point import PointToPoint, Transfer
+from shoal.fabric.world import World
+
+
+class Turn:
+    """A turn of the ring under way."""
+
+    def __init__(self, sent: Sequence[Transfer], coming: Sequence[Transfer]) -> None:
+        self.sent, self.coming = sent, coming
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait; gives what came, and lets what was sent be changed."""
+        came = [one.wait() for one in self.coming]
+        for one in self.sent:
+            one.wait()
+        return came
+
+
+class Ring:
+    """The ranks of a world, as a ring; what else is wanted of them is the world's."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rank, self.size = world, world.rank, world.size
+        self.messages = PointToPoint(world)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum over the ranks, in place."""
+        self.world.sum(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] of every rank to [size, ...]."""
+        return self.world.gather(tensor)
+
+    def scatter_sum(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
+        """Begin to sum a flat tensor of which rank r gets elements cuts[r] to cuts[r + 1]."""
+        return self.world.scatter_sum(tensor, cuts)
+
+    def pass_on(self, tensors: Sequence[torch.Tensor]) -> Turn:
+        """Begin a turn; the tensors must stay as they are until it is waited for.
+
+        tensors   of the same shapes and formats on every rank
+        """
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return Turn(
+            [self.messages.send(one, following) for one in tensors],
+            [self.messages.receive(tuple(one.shape), one.dtype, before) for one in tensors],
+        )
+
+    def to_each(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows for every rank, in order of the ranks; see `all_to_all.to_each`."""
+        return to_each(self.world, rows, sent, received)

@@ -1,0 +1,47 @@
+"""Tells whether two layers are made alike: classes, shapes of their tensors, other attributes.
+
+What computes differently may still be made alike only if it says so nowhere: by a global variable,
+say. Layers that know their own number are not made alike, though they may compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def shapes_of(part: nn.Module) -> Any:
+    """Classes, and shapes and formats of all tensors in a layer: equal or not, and hashable."""
+    told: list[Any] = []
+    for name, inner in part.named_modules():
+        tensors = [
+            (key, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad))
+            for held in (inner._parameters, inner._buffers)
+            for key, t in held.items()
+        ]
+        told.append((name, type(inner), tuple(tensors)))
+    return tuple(told)
+
+
+def attributes_of(part: nn.Module) -> Any:
+    """Every other attribute in a layer: plain values, anything else by what object it is."""
+    plain = (bool, int, float, str, type(None), tuple)
+    return tuple(
+        (key, value if isinstance(value, plain) and _hashable(value) else id(value))
+        for inner in part.modules()
+        for key, value in sorted(vars(inner).items())
+        if key not in OF_TORCH or key == "training"
+    )
+
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Context parallelism: ranks share a sequence; attention over parts of it."""

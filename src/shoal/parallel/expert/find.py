@@ -1,0 +1,131 @@
+"""Finds the parts of any model that are stacked experts, by what they hold and how they are called.
+
+A part is a layer of experts where all its parameters have the same first dim, the number E of
+experts, and its forward is called with three tensors and nothing else:
+
+    tokens   [n, d], floating    · chosen  [n, k], integers up to E (E: no expert)
+    weights  [n, k], floating    · gives   [n, d']
+
+No name is asked for. Whether such a part really is a sum over experts is checked by running it
+(check.py). What is stored as a list of modules, one for each expert, is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Key = int | str
+"""An argument, by place or by name."""
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A part of a model that is stacked experts.
+
+    name, part   the submodule · experts  how many
+    roles        where its call has tokens, chosen experts and weights
+    sample       the values of such a call, until they are checked
+    counts       its attributes that say how many experts it has, and must be told when it has fewer
+    """
+
+    name: str
+    part: nn.Module
+    experts: int
+    roles: tuple[Key, Key, Key]
+    sample: tuple[Tensor, ...] = ()
+    counts: tuple[str, ...] = ()
+
+    def read(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """(tokens, chosen, weights) of a call."""
+        return tuple(args[key] if isinstance(key, int) else named[key] for key in self.roles)
+
+    def call(self, forward: Callable[..., Any], *values: Tensor) -> Any:
+        """`forward` called with tokens, chosen and weights as the model calls it."""
+        given = dict(zip(self.roles, values, strict=True))
+        args = [given[place] for place in range(3) if place in given]
+        return forward(*args, **{key: v for key, v in given.items() if isinstance(key, str)})
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Layers of one kind compute alike."""
+        shapes = tuple((name, p.shape, p.dtype) for name, p in self.part.named_parameters())
+        return type(self.part), shapes, self.roles
+
+
+def find_layers(module: nn.Module, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]:
+    """All layers of experts, outermost first, in the order of the module.
+
+    run   does one forward pass on a sample
+    """
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    stacked = dict(_stacked(module))
+    hooks = [
+        part.register_forward_pre_hook(_noting(calls, name), with_kwargs=True)
+        for name, part in stacked.items()
+    ]
+    try:
+        with torch.no_grad():
+            run(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: list[ExpertLayer] = []
+    for name, part in stacked.items():
+        inside = any(name.startswith(f"{outer.name}.") for outer in found)
+        if name not in calls or inside:
+            continue
+        args, named = calls[name]
+        experts = len(next(part.parameters()))
+        roles = _roles(args, named, experts)
+        if roles is not None:
+            layer = ExpertLayer(name, part, experts, roles)
+            found.append(replace(layer, sample=layer.read(args, named)))
+    return found
+
+
+def _stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Parts whose parameters all have the same first dim, one of them a stack of matrices."""
+    for name, part in module.named_modules():
+        own = list(part.parameters())
+        if own and all(p.dim() for p in own) and max(p.dim() for p in own) >= 3:
+            sizes = {len(p) for p in own}
+            if len(sizes) == 1 and sizes.pop() > 1:
+                yield name, part
+
+
+def _noting(
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]], name: str
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def note(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls[name] = args, named
+
+    return note
+
+
+def _roles(
+    args: tuple[Any, ...], named: Mapping[str, Any], experts: int
+) -> tuple[Key, Key, Key] | None:
+    """Which argument is what; None where this is no call of experts."""
+    given: dict[Key, Any] = dict(enumerate(args))
+    given.update(named)
+    tensors = {key: v for key, v in given.items() if isinstance(v, Tensor) and v.dim() == 2}
+    if len(given) != 3 or len(tensors) != 3:
+        return None
+    integers = [key for key, v in tensors.items() if not v.is_floating_point()]
+    if len(integers) != 1:
+        return None
+    chosen = tensors[integers[0]]
+    if chosen.dtype == torch.bool or len({len(v) for v in tensors.values()}) != 1:
+        return None
+    floating = [key for key in tensors if key != integers[0]]
+    # Tokens come first in every convention, should both have the same width.
+    weights = [key for key in floating if tensors[key].shape == chosen.shape][-1:]
+    if not weights or not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) > experts:
+        return None
+    tokens = next(key for key in floating if key != weights[0])
+    return tokens, integers[0], weights[0]

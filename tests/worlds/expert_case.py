@@ -1,0 +1,378 @@
+"""Experts on other ranks, against one process: our mixture, transformers' Mixtral, a user's own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import any_case
+import cases
+from shoal.base.errors import ConfigError, PlanError
+from shoal.fabric import World, start_world
+from shoal.fabric.axes import along
+from shoal.models.catalog import build
+from shoal.models.moe import Mixture, balanced_loss
+from shoal.parallel import expert_parallel
+from shoal.parallel.apart import BothReducers
+from shoal.parallel.expert import balance
+from shoal.parallel.program import Program
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.proof import Battery, Side
+from shoal.trainer.proof.battery import SGD
+from shoal.trainer.record import Recorder
+from shoal.trainer.result import StepResult
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"dp_replicate": 2, "ep": 2},
+    "ep4": {"strategy": "ep"},
+    "ddp4 ep2": {"dp_replicate": 4, "ep": 2},
+    "zero1 ep2": {"dp_shard": 4, "zero": 1, "ep": 2},
+    "zero2 ep2": {"dp_shard": 4, "zero": 2, "ep": 2},
+    "fsdp4 ep2": {"dp_shard": 4, "ep": 2},
+    "fsdp4 ep4": {"dp_shard": 4, "ep": 4},
+    "hsdp ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "hsdp ep4": {"dp_replicate": 2, "dp_shard": 2, "ep": 4},
+    "pp2 ep2": {"pp": 2, "dp_replicate": 2, "ep": 2},
+    "pp2 fsdp2 ep2": {"pp": 2, "dp_shard": 2, "ep": 2},
+    "tp2 ep2": {"tp": 2, "dp_replicate": 2, "ep": 2},
+}
+
+BATCH, MICRO_BATCH, SAMPLES = 8, 2, 19
+"""Steps of 8, 8 and 3 samples: in the last one some of 4 ranks have nothing of their own to run."""
+
+MOE = {"dim": 32, "layers": 2, "experts": 8, "hidden": 24, "balance": 0.1, "dropout": 0.1}
+
+
+def mixture(**changes: Any) -> nn.Module:
+    """Our model, with a router of strong opinions: some experts get no token at all."""
+    torch.manual_seed(7)
+    model = build("moe", {**MOE, **changes}, vocabulary=61, sequence=12)
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, Mixture):
+                part.router.weight.mul_(20.0)
+                part.router.weight[5] = -part.router.weight[2]
+    return model
+
+
+class OwnExperts(nn.Module):
+    """A user's experts: other names, an order of arguments of their own, and biases."""
+
+    def __init__(self, kinds: int, dim: int) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.inner = nn.Parameter(torch.randn(kinds, dim, 2 * dim) / math.sqrt(dim))
+        self.shift = nn.Parameter(torch.randn(kinds, 2 * dim))
+        self.outer = nn.Parameter(torch.randn(kinds, 2 * dim, dim) / math.sqrt(dim))
+
+    def forward(self, picked: Tensor, odds: Tensor, hidden: Tensor) -> Tensor:
+        """[n, k], [n, k], [n, dim] to [n, dim]; every expert runs on every token."""
+        every = torch.einsum("nd,edh->neh", hidden, self.inner) + self.shift
+        every = torch.einsum("neh,ehd->ned", F.gelu(every), self.outer)
+        # The number of experts is read here: a rank with fewer must be told.
+        share = torch.zeros(len(hidden), self.kinds, dtype=odds.dtype)
+        share = share.scatter_add(1, picked, odds)
+        mixed: Tensor = torch.einsum("ned,ne->nd", every, share)
+        return mixed
+
+
+class OwnLayer(nn.Module):
+    """Routes to one of four, by a softmax that is not normalised again."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(dim), nn.Linear(dim, 4)
+        self.experts = OwnExperts(4, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, dim] to [batch, dim]."""
+        h = self.norm(x)
+        odds, picked = self.router(h).softmax(-1).topk(1, -1)
+        moved: Tensor = x + self.experts(hidden=h, picked=picked, odds=odds)
+        return moved
+
+
+class Own(nn.Module):
+    """A user's classifier of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 16)
+        self.layers = nn.ModuleList(OwnLayer(16) for _ in range(2))
+        self.last = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[batch, 1, 8, 8] to logits [batch, 10]."""
+        h = self.first(images.flatten(1))
+        for layer in self.layers:
+            h = layer(h)
+        logits: Tensor = self.last(h)
+        return logits
+
+
+def own(favourite: int | None = None) -> nn.Module:
+    """The same weights on every rank; all tokens may go to one expert."""
+    torch.manual_seed(7)
+    made = Own()
+    for layer in made.layers:
+        if favourite is not None:
+            nn.init.zeros_(layer.router.bias)
+            with torch.no_grad():
+                layer.router.bias[favourite] = 50.0
+    return made
+
+
+OURS = {
+    "moe": mixture,
+    "moe with capacity": functools.partial(mixture, capacity=1.0),
+    "moe of one": functools.partial(mixture, top_k=1, tied=False),
+    "own": own,
+    "own one-sided": functools.partial(own, favourite=2),
+}
+
+
+def _first(data: Any) -> Any:
+    return torch.utils.data.Subset(data, range(SAMPLES))
+
+
+def train(model: str, side: Side, **settings: Any) -> Iterator[tuple[str, StepResult]]:
+    """What both sides do."""
+    data = _first(cases.Images() if model.startswith("own") else cases.Tokens())
+    run = side.parallelize(
+        OURS[model],
+        None if model.startswith("own") else balanced_loss,
+        batch=BATCH,
+        micro_batch=MICRO_BATCH,
+        sample=lambda: torch.utils.data.default_collate([data[k] for k in range(3)]),
+        **settings,
+    )
+    loader = run.loader(data)
+    while True:
+        for batch in loader:
+            yield "", run.step(batch)
+
+
+@functools.cache
+def battery(model: str, steps: int) -> Battery:
+    """One per model and process: the twin's records serve every layout."""
+    trial = functools.partial(train, model) if model in OURS else any_case.trial_of(model)
+    made = Battery(trial, steps=steps)
+    return replace(made, optimizers={SGD: made.optimizers[SGD]})
+
+
+def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, Any]:
+    """The report of a model on a layout, with what the run told."""
+    torch.set_num_threads(1)
+    told: list[str] = []
+
+    def hear(recorder: Recorder, text: str) -> None:
+        told.append(text)
+
+    lift = any_case.CastsLifted() if model.startswith("hf ") else nullcontext()
+    with (
+        lift,
+        mock.patch.object(Recorder, "notice", hear),
+        mock.patch.object(any_case, "BATCH", BATCH),
+    ):
+        report = battery(model, steps).prove(world, LAYOUTS[layout])
+    return {**report, "notices": list(dict.fromkeys(told))}
+
+
+# ---- planted bugs
+
+
+@contextmanager
+def over_all_ranks() -> Iterator[None]:
+    """Experts' gradients are summed over all data-parallel ranks, like all others."""
+    right = expert_parallel.apply
+
+    def apply(program: Program, layers: Any) -> Program:
+        done = right(program, layers)
+        return replace(done, apart=dict.fromkeys(done.apart, done.data))
+
+    with mock.patch.object(expert_parallel, "apply", apply):
+        yield
+
+
+@contextmanager
+def averaged() -> Iterator[None]:
+    """Experts' gradients are divided by the ranks that exchange tokens."""
+    right = BothReducers.finish
+
+    def finish(self: BothReducers) -> None:
+        right(self)
+        for tensor in self.reducers[1].sums():
+            tensor.div_(2)
+
+    with mock.patch.object(BothReducers, "finish", finish):
+        yield
+
+
+@contextmanager
+def never_summed() -> Iterator[None]:
+    """Ranks that hold the same experts keep what their own group's tokens gave."""
+    right = expert_parallel.apply
+
+    def apply(program: Program, layers: Any) -> Program:
+        done = right(program, layers)
+        alone = along(program.world, program.plan.layout.degrees, ["pp"])
+        return replace(done, apart=dict.fromkeys(done.apart, alone))
+
+    with mock.patch.object(expert_parallel, "apply", apply):
+        yield
+
+
+BUGS = {
+    "over all ranks": over_all_ranks,
+    "averaged": averaged,
+    "never summed": never_summed,
+}
+
+
+def planted(world: World, bug: str, layout: str) -> dict[str, Any]:
+    """The report on a layout with a planted bug."""
+    with BUGS[bug]():
+        return prove(world, "moe", layout, steps=3)
+
+
+# ---- what a run does beside training
+
+
+def moe_run(world: World, layout: dict[str, Any], model: str = "moe", **settings: Any) -> Any:
+    """A run of our mixture in float64, and its loader."""
+    torch.set_num_threads(1)
+    data = _first(cases.Tokens())
+    run = parallelize(
+        OURS[model],
+        lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+        balanced_loss,
+        layout,
+        batch=BATCH,
+        micro_batch=MICRO_BATCH,
+        sample=lambda: torch.utils.data.default_collate([data[k] for k in range(3)]),
+        **{"precision": "fp64", "clip": 1.0, "world": world, **settings},
+    )
+    return run, run.loader(data)
+
+
+def leg(world: World, layout: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
+    """Go on with a run for some steps on a layout, and save; then what it evaluates to."""
+    run, loader = moe_run(start_world() if world.size > 1 else world, layout, folder=folder)
+    run.restore()
+    began, losses = run.step_count, []
+    while len(losses) < steps:
+        for batch in loader:
+            done = run.step(batch)
+            losses.append([done.loss, done.grad_norm])
+            if len(losses) == steps:
+                break
+    run.save()
+    told = {"began": began, "losses": losses, "evaluated": run.evaluate(_first(cases.Tokens()))}
+    run.close()
+    return told
+
+
+def counted(world: World, layout: dict[str, Any]) -> dict[str, Any]:
+    """One step's all-to-all bytes on this rank, what they should be, and what this rank holds.
+
+    Shares of all ranks are needed for what comes back: they are added up by the test.
+    """
+    run, loader = moe_run(world, layout, "moe with capacity")
+    ep, experts = run.plan.layout.ep, MOE["experts"]
+    own = run.world.rank % ep
+    away = {"rows": 0, "calls": 0}
+
+    def watch(part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        places = inputs[1].flatten()
+        travelling = (places < experts) & (places // (experts // ep) != own)
+        away["rows"] += int(travelling.sum())
+        away["calls"] += 1
+
+    for part in run.model.modules():
+        if isinstance(part, Mixture):
+            part.experts.register_forward_pre_hook(watch)
+    run.world.traffic.take()
+    run.step(next(iter(loader)))
+    sent, _ = run.world.traffic.take()
+    stacks = [p for name, p in run.program.parameters.items() if "experts" in name]
+    told = {
+        "sent": sent["all_to_all"],
+        "rows_bytes": 4 * away["rows"] * MOE["dim"] * 8,
+        "counts_bytes": away["calls"] * (ep - 1) * (experts // ep) * 8,
+        "stored_bytes": sum(p.untyped_storage().nbytes() for p in stacks),
+        "whole_bytes": sum(
+            8 * math.prod(run.program.places[name].global_shape) for name in run.program.apart
+        ),
+    }
+    run.close()
+    return told
+
+
+def lines(world: World, every: int) -> list[str]:
+    """What a run tells of how tokens spread, every so many steps."""
+    told: list[str] = []
+
+    def hear(recorder: Recorder, text: str) -> None:
+        told.append(text)
+
+    with mock.patch.object(Recorder, "notice", hear), mock.patch.object(balance, "EVERY", every):
+        run, loader = moe_run(world, {"strategy": "ep"}, "moe with capacity")
+        for batch in loader:
+            run.step(batch)
+        run.close()
+    return told
+
+
+class Restless(OwnExperts):
+    """Experts that drop out."""
+
+    def forward(self, picked: Tensor, odds: Tensor, hidden: Tensor) -> Tensor:
+        """As the plain ones, on other tokens."""
+        return super().forward(picked, odds, F.dropout(hidden, 0.5, self.training))
+
+
+class Meeting(OwnExperts):
+    """Experts whose tokens see each other: no sum over places."""
+
+    def forward(self, picked: Tensor, odds: Tensor, hidden: Tensor) -> Tensor:
+        """As the plain ones, less the mean."""
+        return super().forward(picked, odds, hidden - hidden.mean(0))
+
+
+def odd_one(kind: str) -> nn.Module:
+    """A user's model whose experts cannot be dealt out."""
+    torch.manual_seed(7)
+    made = Own()
+    if kind == "dense":
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    for layer in made.layers:
+        layer.experts = {"dropout": Restless, "mean": Meeting}[kind](4, 16)
+    return made
+
+
+def refusal(world: World, kind: str, layout: dict[str, Any], **settings: Any) -> str:
+    """The line of the refusal."""
+    data = _first(cases.Images())
+    try:
+        parallelize(
+            lambda: Own() if kind == "own" else odd_one(kind),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            None,
+            layout,
+            batch=BATCH,
+            micro_batch=MICRO_BATCH,
+            **{"sample": (torch.stack([data[0][0]]), data[0][1][None]), **settings},
+            world=world,
+        )
+    except (PlanError, ConfigError) as error:
+        return str(error)
+    return "nothing"

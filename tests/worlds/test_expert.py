@@ -1,0 +1,139 @@
+"""Experts on other ranks compute what one process computes; what cannot be dealt is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import expert_case
+from shoal.fabric import start_world
+from shoal.view.proof import proof_text
+
+EXACT = 1e-12
+
+ROWS = [
+    (2, "moe with capacity", "ep2"),
+    (2, "own one-sided", "ep2"),  # one of the ranks never gets a token
+    (4, "moe", "ep4"),
+    (4, "moe", "ddp4 ep2"),
+    (4, "moe", "zero1 ep2"),
+    (4, "moe", "zero2 ep2"),
+    (4, "moe", "fsdp4 ep2"),
+    (4, "moe", "hsdp ep2"),
+    (4, "own", "hsdp ep4"),
+    (4, "moe of one", "fsdp4 ep4"),
+    (4, "moe", "pp2 fsdp2 ep2"),
+    (4, "moe", "tp2 ep2"),
+    (4, "hf mixtral", "fsdp4 ep2"),
+]
+
+
+@pytest.mark.parametrize(("size", "model", "layout"), ROWS)
+def test_equals_one_process(worlds, size: int, model: str, layout: str) -> None:
+    if model.startswith("hf "):
+        pytest.importorskip("transformers")
+    reports = worlds(size).call("expert_case:prove", model=model, layout=layout)
+    assert all(r["verdict"] == "equal" for r in reports), proof_text(reports[0])
+    for told in reports[0]["trajectories"]:
+        assert max(told["largest"].values()) <= EXACT
+    assert any("experts, " in line for line in reports[0]["notices"])
+
+
+@pytest.mark.parametrize(
+    ("size", "bug", "layout", "cause", "words"),
+    [
+        (2, "over all ranks", "ep2", "factor of ep", "the sum over the experts of 2 ranks"),
+        (4, "over all ranks", "ddp4 ep2", "factor of ep", "the sum over the experts of 2 ranks"),
+        (4, "averaged", "ddp4 ep2", "factor of ep", "is 0.5 × that of one process"),
+        (4, "never summed", "ddp4 ep2", "experts not summed", "data-parallel ranks 2, 3 only"),
+    ],
+)
+def test_a_planted_bug_is_named(worlds, size, bug, layout, cause, words) -> None:
+    report = worlds(size).call("expert_case:planted", bug=bug, layout=layout)[0]
+    assert report["verdict"] == "different"
+    assert report["cause"]["name"] == cause, report["cause"]["text"]
+    assert words in report["cause"]["text"]
+    assert "blocks.0.mixture.experts.gate" in report["cause"]["text"]
+
+
+def test_a_run_goes_on_without_and_with_experts_dealt_out(worlds, tmp_path: Path) -> None:
+    legs = [
+        (2, {"strategy": "ep"}),
+        (1, {"strategy": "single"}),
+        (4, {"dp_shard": 4, "ep": 2}),
+        (2, {"dp_shard": 2, "zero": 1, "ep": 2}),
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        unbroken = expert_case.leg(start_world({}), {"strategy": "single"}, str(tmp_path / "a"), 8)
+        told, evaluated = [], {}
+        for size, layout in legs:
+            arguments = {"layout": layout, "folder": str(tmp_path / "b"), "steps": 2}
+            if size == 1:
+                answers = [expert_case.leg(start_world({}), **arguments)]
+            else:
+                answers = worlds(size).call("expert_case:leg", **arguments)
+            assert all(a["losses"] == answers[0]["losses"] for a in answers)
+            assert answers[0]["began"] == len(told)
+            told += answers[0]["losses"]
+            evaluated = answers[0]["evaluated"]
+    finally:
+        torch.set_num_threads(threads)
+    for ours, theirs in zip(told, unbroken["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    assert evaluated == pytest.approx(unbroken["evaluated"], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, {"strategy": "ep"}), (4, {"dp_replicate": 4, "ep": 2})]
+)
+def test_bytes_that_travel_and_stay(worlds, size, layout) -> None:
+    """Rows go to other ranks and back, forward and backward; dropped places do not travel."""
+    told = worlds(size).call("expert_case:counted", layout=layout)
+    rows = sum(one["sent"] - one["counts_bytes"] for one in told)
+    assert rows == sum(one["rows_bytes"] for one in told) > 0
+    for one in told:
+        assert 2 * one["stored_bytes"] == one["whole_bytes"]
+
+
+def test_how_tokens_spread_is_told(worlds) -> None:
+    """Three steps, told every two of them; of each micro-batch a part has no place."""
+    told = worlds(2).call("expert_case:lines", every=2)
+    lines = [line for line in told[0] if line.startswith("experts over")]
+    assert len(lines) == 1
+    assert lines[0].startswith("experts over 2 steps: the fullest of blocks.")
+    assert "× the mean of its layer" in lines[0]
+    assert "0.0 % of places had none" not in lines[0]
+
+
+REFUSED = [
+    ("dense", {"strategy": "ep"}, {}, "layout.ep = 2: the model has no part whose parameters are "
+     "all stacked by expert and that is called with tokens [n, d], chosen experts [n, k] and "
+     "weights [n, k]; nearest: layout.ep=1"),
+    ("dropout", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts is called like experts, "
+     "but it draws random numbers (dropout), which would depend on where its tokens are; nearest: "
+     "layout.ep=1"),
+    ("mean", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts is called like experts, but "
+     "with its experts apart it is off by "),
+    ("own", {"strategy": "ep"}, {"compress": "int8"}, "layout.compress = int8: sums over all "
+     "data-parallel ranks, and layout.ep = 2 sums experts over some; nearest: "
+     "layout.compress=none"),
+    ("own", {"strategy": "ep"}, {"sample": None}, "nearest: shoal.parallelize(…, sample=batch)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "layout", "settings", "line"), REFUSED)
+def test_refusals(worlds, kind, layout, settings, line) -> None:
+    told = worlds(2).call("expert_case:refusal", kind=kind, layout=layout, **settings)
+    assert all(line in one for one in told), told[0]
+
+
+def test_experts_that_do_not_divide(worlds) -> None:
+    told = worlds(3).call("expert_case:refusal", kind="own", layout={"strategy": "ep"})
+    assert told[0] == (
+        "layout.ep = 3: layers.0.experts has 4 experts, which cannot be dealt to 3 ranks evenly; "
+        "nearest: layout.ep=1"
+    )

@@ -1,0 +1,156 @@
+"""Runs whose ranks hold parts of layers, or some layers only, go on on any other layout.
+
+Float64; the loss and gradient norm of every step within 1e-10 of an unbroken run of one process,
+AdamW's moments, momentum and averaged weights included. Every checkpoint is written beside
+training, verified, and exported under the model's own names, bit for bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import resume_case
+from cli_run import CommandLine, trajectory
+from shoal.fabric import start_world
+
+BOUND, DEADLINE_S = 1e-10, 180.0
+Legs = list[tuple[int, Any, int]]
+"""(processes, layout, steps) of each leg; an epoch has three steps."""
+
+GRID = {"tp": 2, "pp": 2}
+CHAIN: Legs = [(4, GRID, 1), (4, GRID, 2), (4, "fsdp", 1), (4, {"tp": 4}, 1), (1, "single", 1)]
+COPIES: Legs = [(4, {"tp": 4}, 1), (4, {"pp": 2, "dp_shard": 2}, 1)]
+STAGES: Legs = [(2, {"pp": 2, "schedule": "interleaved"}, 1), (2, "zero1", 1)]
+SHARDS: Legs = [
+    (4, {"tp": 2, "dp_shard": 2}, 1),
+    (4, {"tp": 2, "dp_shard": 2, "zero": 1}, 1),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in the processes of a world, so that sums are taken in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_legs(
+    worlds, folder: Path, wanted: list[tuple[str, str]], legs: Legs
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """By "case optimizer", per leg: what every rank told."""
+    told: dict[str, list[list[dict[str, Any]]]] = {}
+    for size, layout, steps in legs:
+        arguments = {"folder": str(folder), "wanted": wanted, "layout": layout, "steps": steps}
+        if size == 1:
+            answers = [resume_case.leg(start_world({}), **arguments)]
+        else:
+            answers = worlds(size).call("resume_case:leg", **arguments)
+        for name in answers[0]:
+            told.setdefault(name, []).append([answer[name] for answer in answers])
+    return told
+
+
+def alone(folder: Path, case: str, optimizer: str, steps: int) -> dict[str, Any]:
+    """The unbroken run of one process."""
+    return resume_case.train(start_world({}), folder, case, optimizer, "single", steps)
+
+
+def assert_unbroken(told: list[list[dict[str, Any]]], legs: Legs, expected: dict[str, Any]) -> None:
+    began = 0
+    for (_, layout, steps), ranks in zip(legs, told, strict=True):
+        assert [rank["began"] for rank in ranks] == [began or -1] * len(ranks), layout
+        assert all(rank["saved"] and not rank["wrong"] for rank in ranks), (layout, ranks)
+        for rank in ranks:
+            for key in ("curve", "weights", "averages"):
+                assert rank[key] == ranks[0][key], (layout, key)
+        began += steps
+    curve = [point for ranks in told for point in ranks[0]["curve"]]
+    for step, (ours, theirs) in enumerate(zip(curve, expected["curve"], strict=True), 1):
+        assert ours == pytest.approx(theirs, rel=BOUND, abs=0), f"step {step}"
+    for key in ("weights", "averages"):
+        assert told[-1][0][key] == pytest.approx(expected[key], rel=BOUND, abs=1e-12), key
+
+
+@pytest.fixture(scope="module")
+def chain(worlds, tmp_path_factory: pytest.TempPathFactory):
+    """tp 2 × pp 2 → the same → fsdp 4 → tp 4 → single."""
+    return run_legs(worlds, tmp_path_factory.mktemp("chain"), [("fused", "adamw")], CHAIN)
+
+
+def test_a_grid_goes_on_over_all_layouts(chain, tmp_path: Path) -> None:
+    """q, k and v in one projection."""
+    assert_unbroken(chain["fused adamw"], CHAIN, alone(tmp_path, "fused", "adamw", 6))
+
+
+def test_the_same_grid_goes_on_bit_for_bit(worlds, chain, tmp_path: Path) -> None:
+    ((ranks,),) = run_legs(worlds, tmp_path, [("fused", "adamw")], [(4, GRID, 3)]).values()
+    first, second = chain["fused adamw"][:2]
+    assert first[0]["curve"] + second[0]["curve"] == ranks[0]["curve"]
+    assert second[0]["weights"] == ranks[0]["weights"]
+    assert second[0]["averages"] == ranks[0]["averages"]
+
+
+def test_fewer_key_heads_than_ranks_go_on(worlds, tmp_path: Path) -> None:
+    """Ranks that share a key head offer the same slices."""
+    told = run_legs(worlds, tmp_path / "legs", [("grouped", "sgd")], COPIES)
+    assert_unbroken(told["grouped sgd"], COPIES, alone(tmp_path / "one", "grouped", "sgd", 2))
+
+
+def test_stages_of_an_interleaved_pipeline_go_on(worlds, tmp_path: Path) -> None:
+    told = run_legs(worlds, tmp_path / "legs", [("fused", "adamw")], STAGES)
+    assert_unbroken(told["fused adamw"], STAGES, alone(tmp_path / "one", "fused", "adamw", 2))
+
+
+def test_columns_cut_within_segments_go_on(worlds, tmp_path: Path) -> None:
+    """q, k and v in the columns of one weight, cut once more over data ranks; a tied head."""
+    told = run_legs(worlds, tmp_path / "legs", [("columns", "adamw")], SHARDS)
+    assert_unbroken(told["columns adamw"], SHARDS, alone(tmp_path / "one", "columns", "adamw", 2))
+
+
+def test_a_grid_is_killed_and_stopped_and_goes_on_in_two_parts(tmp_path: Path) -> None:
+    """The real command, proven before it starts: killed, restarted, stopped, gone on as tp 2."""
+    text = "".join(f"def plus_{k}(x):\n    return x + {k}\n" for k in range(120))
+    (tmp_path / "text.py").write_text(text)
+    said = [
+        f"data.source=text:{tmp_path / 'text.py'}", "data.tokenizer=bpe:300", "data.sequence=16",
+        "model.dim=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "train.steps=16",
+        "train.batch=8", "train.micro_batch=4", "precision.compute=fp64", "checkpoint.every=1",
+    ]  # fmt: skip
+    grid = CommandLine(tmp_path, *said, "launch.processes=4", "layout.tp=2", "layout.pp=2")
+    grid.wait_for(lambda: grid.steps() >= 2, DEADLINE_S)
+    grid.kill(2)
+    grid.wait_for(lambda: grid.events("resumed") != [] and grid.steps() >= 6, DEADLINE_S)
+    grid.process.send_signal(signal.SIGTERM)
+    code, output = grid.finish(DEADLINE_S)
+    assert code == 143, output
+    assert "proof: 3d (pp = 2, tp = 2, schedule = 1f1b) computes what one process" in output
+    assert 6 <= grid.steps() < 16
+    two = ("launch.processes=2", "layout.tp=2", "layout.pp=1")
+    parts = CommandLine(tmp_path, "--resume", "runs/run", *two)
+    code, output = parts.finish(DEADLINE_S)
+    assert code == 0, output
+    assert "layout was 3d (pp = 2, tp = 2, schedule = 1f1b), is tp (tp = 2)" in output
+    alone = CommandLine(tmp_path, *said, "launch.processes=1", name="alone")
+    code, output = alone.finish(DEADLINE_S)
+    assert code == 0, output
+    for ours, theirs in zip(trajectory(grid.run), trajectory(alone.run), strict=True):
+        assert ours == (theirs[0], *(pytest.approx(n, rel=BOUND) for n in theirs[1:3]), theirs[3])
+    out = tmp_path / "model.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "checkpoint", "export", "runs/run", str(out)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = load_file(out).keys()
+    assert "blocks.0.attention.q.weight" in names
+    assert "blocks.1.mlp.down.weight" in names
