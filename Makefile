@@ -35,6 +35,8 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/proof/kills.py
 	$(BIN)/python tests/proof/equality.py
 	$(BIN)/python tests/proof/formats.py
+	$(BIN)/python tests/proof/any_module.py
+	$(BIN)/python tests/worlds/pipe_makespan.py
 
 test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment
 	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda -p no:cacheprovider --override-ini addopts= -q

@@ -15,7 +15,15 @@ from torch.utils import _pytree as pytree
 
 from shoal.models.catalog import build, loss_of
 from shoal.models.loss import Unprojected, token_loss
-from shoal.models.moe import Mixture, MoE, Routed, balanced_loss, expert_loads
+from shoal.models.moe import (
+    Mixture,
+    MoE,
+    Routed,
+    balanced_loss,
+    dropped_places,
+    expert_loads,
+    within_capacity,
+)
 from shoal.profile.trace import trace_facts
 
 
@@ -91,6 +99,46 @@ def test_no_token_is_dropped_and_idle_experts_have_zero_gradients() -> None:
         assert not weight.grad[[0, 1, 2, 4]].any()
 
 
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 5.0])
+def test_capacity_drops_what_is_over_and_counts_it(capacity: float) -> None:
+    """The other choices of a token keep their weights; a token may lose all of them."""
+    made, x = mixture(2)
+    whole = made(x)[0]
+    every = made.load
+    made.capacity = capacity
+    out, _ = made(x)
+    most = math.ceil(capacity * 33 * 2 / 5)
+    assert made.load is not None
+    assert every is not None
+    assert made.dropped is not None
+    assert made.load.tolist() == [min(n, most) for n in every.tolist()]
+    assert int(made.dropped) == int(every.sum() - made.load.sum())
+    if capacity == 5.0:
+        torch.testing.assert_close(out, whole, rtol=0, atol=0)
+        return
+    assert int(made.dropped) > 0
+    odds = made.router(x).softmax(-1).view(33, 5)
+    weights, chosen = odds.topk(2, -1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    left, expected = [most] * 5, torch.zeros(33, 16, dtype=torch.float64)
+    for choice in range(2):  # all first choices before all second ones
+        for token, e in enumerate(chosen[:, choice].tolist()):
+            if left[e]:
+                left[e] -= 1
+                row = x.view(33, 16)[token]
+                inner = F.silu(made.experts.gate[e] @ row) * (made.experts.up[e] @ row)
+                expected[token] += weights[token, choice] * (made.experts.down[e] @ inner)
+    torch.testing.assert_close(out.view(33, 16), expected, rtol=0, atol=1e-12)
+    (mine,) = torch.autograd.grad(out.square().sum(), x)
+    (other,) = torch.autograd.grad(expected.square().sum(), x)
+    torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    chosen = torch.tensor([[0, 1], [2, 1], [1, 0], [1, 2]])
+    assert within_capacity(chosen, 3, 2).tolist() == [[0, 3], [2, 3], [1, 0], [1, 2]]
+
+
 def test_balance_is_one_where_the_router_is_indifferent() -> None:
     made, x = mixture()
     with torch.no_grad():
@@ -131,6 +179,12 @@ def test_loads_are_told_by_name() -> None:
     loads = expert_loads(model)
     assert list(loads) == ["blocks.0.mixture", "blocks.1.mixture"]
     assert all(int(load.sum()) == 2 * 16 * 2 for load in loads.values())
+    assert dropped_places(model) == {}
+    model = small(capacity=0.5)
+    model(torch.randint(50, (2, 16)))
+    lost = dropped_places(model)
+    assert list(lost) == list(loads)
+    assert all(int(n) + int(expert_loads(model)[k].sum()) == 64 for k, n in lost.items())
 
 
 def test_routed_outputs_are_a_tree() -> None:

@@ -40,7 +40,7 @@ def test_a_name_and_its_degrees_are_the_same_layout(name: str, processes: int) -
     wanted = "pp" if name in PIPELINES else SAME.get(name, name)
     assert layout.strategy == wanted
     assert layout.text().startswith(f"{wanted} (")
-    degrees = {axis: n for axis, n in layout.degrees.items() if n > 1}
+    degrees = {axis: n for axis, n in {**layout.degrees, "ep": layout.ep}.items() if n > 1}
     again = choose(
         "auto", degrees, processes,
         zero=layout.zero or None, schedule=layout.schedule, chunks=layout.chunks,
@@ -62,6 +62,9 @@ def test_what_people_read() -> None:
     assert mixed.text() == "fsdp + tp (dp_shard = 2, tp = 2)"
     mixed = choose("auto", {"pp": 2, "dp_shard": 2}, 4, zero=1, schedule="zbv")
     assert mixed.text() == "zero1 + pp (pp = 2, dp_shard = 2, schedule = zbv)"
+    assert choose("ep", {"dp_replicate": 4, "ep": 2}, 4).text() == "ep (dp_replicate = 4, ep = 2)"
+    mixed = choose("auto", {"dp_shard": 4, "ep": 2}, 4)
+    assert mixed.text() == "fsdp + ep (dp_shard = 4, ep = 2)"
     three = choose("3d", {"pp": 2, "tp": 2, "dp_shard": 2}, 8)
     assert three.text() == "3d (pp = 2, dp_shard = 2, tp = 2, zero = 3, schedule = 1f1b)"
 
@@ -90,7 +93,9 @@ def test_schedules_are_the_planners() -> None:
         ({"tp": 2}, 4, {}, "nearest legal: layout.dp_replicate=2, or launch.processes=2"),
         ({"tp": 2, "pp": 3}, 8, {}, "nearest legal: layout.pp=2 layout.dp_replicate=2"),
         ({"tp": 2, "dp_shard": 2}, 8, {}, "nearest legal: layout.dp_replicate=2"),
-        ({"cp": 2}, 2, {}, "layout.cp = 2: not built in this version, which splits pp, dp_replic"),
+        ({"islands": 2}, 2, {}, "layout.islands = 2: not built in this version, which splits pp, dp_"),
+        ({"cp": 2, "tp": 2}, 4, {}, "layout.cp = 2: does not go with layout.tp = 2 in this version; "
+         "nearest: layout.cp=2 layout.dp_shard=2"),
         ({"tp": -2}, 2, {}, "layout.tp = -2: at least 1; nearest: layout.tp=1"),
         ({"tp": 2}, 2, {"threads": 2}, "layout.threads = 2: replicas in threads are one process"),
         ({"tp": 2}, 2, {"zero": 1}, "layout.zero = 1: splits over layout.dp_shard, which is 1"),
@@ -129,7 +134,7 @@ def test_degrees_that_cannot_be(
         ("dp", 1, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
         ("1f1b", 2, {"schedule": "gpipe"}, "layout.strategy = 1f1b names another"),
         ("dualpipe", 2, {}, "not built in this version"),
-        ("cp", 2, {}, "not built in this version"),
+        ("cp", 2, {"zero": 1}, "nearest: degrees, layout.cp=2 layout.dp_shard=2 layout.zero=1"),
     ],
 )
 def test_names_that_cannot_be(

@@ -1,8 +1,9 @@
-"""Measures what a rank of a divided model holds and sends, beside what the planner foresees."""
+"""Measures what a rank of a divided model holds and sends, beside what was foreseen and stated."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,26 +14,31 @@ from shoal.base.estimate import Case, ModelFacts
 from shoal.fabric import World
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.planner.frameworks import framework
 from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut
-from shoal.planner.states import state_bytes as planned_states
+from shoal.planner.states import state_bytes as assigned_bytes
 from shoal.planner.transients import rank_sum, wide_elements
+from shoal.planner.travel import sent_by
 from shoal.profile.states import peak_extra_bytes, state_bytes
 from shoal.profile.trace import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
-SEQUENCE, VOCABULARY, ROWS = 16, 512, 2
+SEQUENCE, VOCABULARY, ROWS = 64, 512, 2
+ARGUMENTS = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4}
+STATES = ("weights", "gradients", "optimizer")
 LINK = Link("wire", 1e-6, 1e9)
 
 
-def model(tied: bool = True) -> nn.Module:
-    arguments = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 4, "tied": tied}
-    return build("llama", arguments, vocabulary=VOCABULARY, sequence=SEQUENCE)
+def model(tied: bool) -> nn.Module:
+    """A Llama of four blocks."""
+    given = {**ARGUMENTS, "tied": tied}
+    return build("llama", given, vocabulary=VOCABULARY, sequence=SEQUENCE)
 
 
+@functools.cache
 def facts(width: int, tied: bool) -> ModelFacts:
+    """As a run's prediction has them."""
     tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.long)
     return trace_facts(
         lambda: model(tied),
@@ -44,82 +50,52 @@ def facts(width: int, tied: bool) -> ModelFacts:
     )
 
 
-def case_of(run: Run, known: ModelFacts) -> Case:
-    machine = Cluster(
-        Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, run.plan.layout.processes, LINK, LINK
-    )
-    plan = run.plan
-    return Case(
-        known,
-        plan.layout,
-        machine,
-        plan.batch,
-        plan.micro_batch,
-        compute=plan.precision,
-        loss="chunked",
-        schedule=plan.layout.schedule or "1f1b",
-        chunks=plan.layout.chunks,
-    )
+def measure(world: World, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An answer of this rank for every {layout, precision, tied, micro_batches, peak}."""
+    return [one(world, **row) for row in wanted]
 
 
-def states(world: World, wanted: list[list[Any]]) -> list[dict[str, Any]]:
-    return [_states(world, *one) for one in wanted]
-
-
-def _states(
-    world: World, layout: dict[str, Any], precision: str, tied: bool
+def one(
+    world: World,
+    layout: dict[str, Any],
+    *,
+    precision: str = "fp32",
+    tied: bool = False,
+    micro_batches: int = 4,
+    peak: bool = False,
 ) -> dict[str, Any]:
+    """States of this rank, what a step holds beyond them, what a step sends."""
     torch.manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (4 * ROWS, SEQUENCE))
+    tokens = torch.randint(0, VOCABULARY, (micro_batches * ROWS, SEQUENCE))
+    data = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
     run = parallelize(
         model(tied),
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
         layout=layout,
-        batch=4 * ROWS * layout.get("dp_shard", 1) * layout.get("dp_replicate", 1),
+        batch=micro_batches * ROWS * data,
         micro_batch=ROWS,
         precision=precision,
         sample=(tokens, tokens),
         world=world,
     )
-    run.step((tokens, tokens))
-    run.forward_backward((tokens, tokens))
-    counted = state_bytes(run)
+    batch = (tokens, tokens)
+    run.step(batch)  # after it Adam has its moments, and forms of messages are known
+    calls = _sent(run, batch)
+    run.forward_backward(batch)
+    held = state_bytes(run)
     run.update()
-    case = case_of(run, facts(2 if precision == "bf16" else 4, tied))
-    stage = cut(case, run.program.pipe.rank)
-    planned = planned_states(
-        case, rank_sum(case, stage.units, stage.tied), wide_elements(case, stage)
-    )
-    elements = sum(p.numel() for p in run.program.parameters.values())
+    extra = peak_extra_bytes(lambda: run.step(batch), world.device, 3) if peak else 0
+    answer = {**_foreseen(run, tied), "held": asdict(held), "extra": extra, "calls": calls}
+    answer["elements"] = sum(p.numel() for p in run.program.parameters.values())
     for undo in run.program.on_close:
         undo()
-    return {
-        "counted": [counted.weights, counted.gradients, counted.optimizer],
-        "planned": list(planned),
-        "elements": elements,
-        "stage": [(unit.name, count) for unit, count in stage.units],
-        "total": run.plan.parameters,
-    }
+    return answer
 
 
-def travels(world: World, layout: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Every collective of one step on this rank, and what was stated of it before."""
-    noted: dict[str, Any] = {}
-    undo = _noting(noted)
-    torch.manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (3 * rows, SEQUENCE))
-    run = parallelize(
-        model(False),
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
-        layout=layout,
-        batch=3 * rows,
-        micro_batch=rows,
-        sample=(tokens, tokens),
-        world=world,
-    )
-    undo()
-    run.step((tokens, tokens))
+def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
+    """Every collective and message of one step: (kind, payload bytes, degree)."""
     calls: list[tuple[str, int, int]] = []
+    world = run.program.world
     count = world.traffic.count
 
     def counting(kind: str, payload_bytes: int, degree: int) -> None:
@@ -128,89 +104,37 @@ def travels(world: World, layout: dict[str, Any], rows: int) -> dict[str, Any]:
         count(kind, payload_bytes, degree)
 
     world.traffic.count = counting
-    run.step((tokens, tokens))
+    run.step(batch)
     del world.traffic.count
-    for close in run.program.on_close:
-        close()
-    return {"calls": calls, "names": len(run.program.names), **noted}
+    tally_bytes = 8 * (6 + 4 * world.size + len(run.program.names))
+    calls.remove(("all_reduce", tally_bytes, world.size))  # the step's own numbers
+    return calls
 
 
-def _noting(noted: dict[str, Any]) -> Any:
-    from shoal.parallel import pipeline, tensor_parallel
-
-    inner = tensor_parallel.apply_split
-
-    def apply_split(module: nn.Module, split: Any, axis: Any) -> Any:
-        noted["exchanges"] = {
-            name: [[e.kind, e.when, e.payload_bytes, e.after] for e in es]
-            for name, es in split.exchanges.items()
-        }
-        done = inner(module, split, axis)
-        noted["partial"] = {n: dict(module.named_parameters())[n].numel() for n in done.partial}
-        return done
-
-    tensor_parallel.apply_split = apply_split
-    plan = pipeline.plan
-
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        cut = plan(*args, **kwargs)
-        if cut is not None:
-            noted["stages"] = {c.name: c.stage for c in cut.calls}
-        return cut
-
-    pipeline.plan = planned
-
-    def undo() -> None:
-        tensor_parallel.apply_split = inner
-        pipeline.plan = plan
-
-    return undo
-
-
-WIDE = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "tied": False}
-LONG = 64
-
-
-def peaks(world: World, wanted: list[list[Any]]) -> list[dict[str, Any]]:
-    tokens = torch.zeros(ROWS, LONG, dtype=torch.long)
-    known = trace_facts(
-        lambda: build("llama", WIDE, vocabulary=VOCABULARY, sequence=LONG),
-        (tokens,),
-        loss=token_loss,
-        targets=tokens,
+def _foreseen(run: Run, tied: bool) -> dict[str, Any]:
+    """The same as the planner has it."""
+    plan, rank = run.plan, run.program.pipe.rank
+    device = Device("cpu", 1e12, {}, 1e10, kind="cpu")
+    case = Case(
+        facts(2 if plan.precision == "bf16" else 4, tied),
+        plan.layout,
+        Cluster(device, 1, plan.layout.processes, LINK, LINK),
+        plan.batch,
+        plan.micro_batch,
+        compute=plan.precision,
+        schedule=plan.layout.schedule or "1f1b",
+        chunks=plan.layout.chunks,
+        sequence_parallel=plan.tensor.sequence_parallel != "off",
     )
-    return [_peak(world, known, *one) for one in wanted]
-
-
-def _peak(
-    world: World, known: ModelFacts, layout: dict[str, Any], micro_batches: int
-) -> dict[str, Any]:
-    torch.manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (micro_batches * ROWS, LONG))
-    run = parallelize(
-        build("llama", WIDE, vocabulary=VOCABULARY, sequence=LONG),
-        lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-        layout=layout,
-        batch=micro_batches * ROWS,
-        micro_batch=ROWS,
-        sample=(tokens, tokens),
-        world=world,
-    )
-    run.step((tokens, tokens))
-    held = state_bytes(run).total
-    extra = peak_extra_bytes(lambda: run.step((tokens, tokens)), world.device, 3)
-    case = replace(
-        case_of(run, known), sequence_parallel=layout.get("sequence_parallel") != "off"
-    )
-    found = predict_memory(case, run.program.pipe.rank)
-    states = sum(found.parts.get(k, 0.0) for k in ("weights", "gradients", "optimizer"))
-    for undo in run.program.on_close:
-        undo()
+    stage = cut(case, rank)
+    elements = rank_sum(case, stage.units, stage.tied)
+    peak = predict_memory(case, rank)
+    travel = run.program.travel
     return {
-        "states": held,
-        "extra": extra,
-        "planned_states": states,
-        "planned_extra": found.allocated_bytes - states,
-        "parts": found.parts,
-        "when": found.when,
+        "assigned": assigned_bytes(case, elements, wide_elements(case, stage))._asdict(),
+        "foreseen": peak.allocated_bytes - sum(peak.parts.get(kind, 0.0) for kind in STATES),
+        "blocks": sum(count for unit, count in stage.blocks),
+        "stated": asdict(sent_by(case, travel, rank)) if travel else {},
+        "exchanges": [[asdict(each) for each in stage] for stage in travel.exchanges],
+        "parameters": plan.parameters,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import any_case
 import cases
 from shoal.base.errors import ConfigError, PlanError
-from shoal.fabric import World, start_world
+from shoal.fabric import Traffic, World, start_world
 from shoal.fabric.axes import along
 from shoal.models.catalog import build
 from shoal.models.moe import Mixture, balanced_loss
@@ -259,14 +260,16 @@ def moe_run(world: World, layout: dict[str, Any], model: str = "moe", **settings
         batch=BATCH,
         micro_batch=MICRO_BATCH,
         sample=lambda: torch.utils.data.default_collate([data[k] for k in range(3)]),
-        **{"precision": "fp64", "clip": 1.0, "world": world, **settings},
+        # A world of its own, which the run closes.
+        world=start_world() if world.size > 1 else world,
+        **{"precision": "fp64", "clip": 1.0, **settings},
     )
     return run, run.loader(data)
 
 
 def leg(world: World, layout: dict[str, Any], folder: str, steps: int) -> dict[str, Any]:
     """Go on with a run for some steps on a layout, and save; then what it evaluates to."""
-    run, loader = moe_run(start_world() if world.size > 1 else world, layout, folder=folder)
+    run, loader = moe_run(world, layout, folder=folder)
     run.restore()
     began, losses = run.step_count, []
     while len(losses) < steps:
@@ -300,9 +303,15 @@ def counted(world: World, layout: dict[str, Any]) -> dict[str, Any]:
     for part in run.model.modules():
         if isinstance(part, Mixture):
             part.experts.register_forward_pre_hook(watch)
-    run.world.traffic.take()
-    run.step(next(iter(loader)))
-    sent, _ = run.world.traffic.take()
+    sent: Counter[str] = Counter()
+    count = Traffic.count
+
+    def heard(traffic: Traffic, kind: str, payload_bytes: int, degree: int) -> None:
+        sent[kind] += payload_bytes
+        count(traffic, kind, payload_bytes, degree)
+
+    with mock.patch.object(Traffic, "count", heard):
+        run.step(next(iter(loader)))
     stacks = [p for name, p in run.program.parameters.items() if "experts" in name]
     told = {
         "sent": sent["all_to_all"],
@@ -368,8 +377,8 @@ def refusal(world: World, kind: str, layout: dict[str, Any], **settings: Any) ->
             lambda p: torch.optim.SGD(p, lr=0.1),
             None,
             layout,
-            batch=BATCH,
-            micro_batch=MICRO_BATCH,
+            batch=2 * world.size,
+            micro_batch=2,
             **{"sample": (torch.stack([data[0][0]]), data[0][1][None]), **settings},
             world=world,
         )

@@ -20,6 +20,7 @@ from shoal.fabric import World
 from shoal.parallel import batch_norm
 from shoal.parallel.buckets import BucketReducer
 from shoal.parallel.zero import FlatWeights
+from shoal.trainer import micro_batch
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer import run as running
 from shoal.trainer import step as stepping
@@ -57,7 +58,7 @@ def on_update(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def mean_of_means(world: World) -> Iterator[None]:
     """Every rank divides by its own count of targets; then the mean over ranks."""
     own = {"count": 0.0}
-    counted, begun, send = stepping.sum_and_count, BucketReducer.begin, BucketReducer._send
+    counted, begun, send = micro_batch.sum_and_count, BucketReducer.begin, BucketReducer._send
 
     def count(*arguments: Any) -> Any:
         total, targets = counted(*arguments)
@@ -74,7 +75,7 @@ def mean_of_means(world: World) -> Iterator[None]:
         send(self)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(stepping, "sum_and_count", count))
+        stack.enter_context(patch.object(micro_batch, "sum_and_count", count))
         stack.enter_context(patch.object(BucketReducer, "begin", begin))
         stack.enter_context(patch.object(BucketReducer, "_send", divided))
         by_ranks = on_update(lambda program, tally: replace(tally, count=float(world.size)))
@@ -108,7 +109,7 @@ def short_window(world: World) -> Iterator[None]:
 def sync_each(world: World) -> Iterator[None]:
     """Gradients are summed over ranks after every micro-batch, not only after the last."""
     now: dict[str, Any] = {"reducer": None, "ran": 0}
-    begun, called, ended = BucketReducer.begin, stepping.call_model, BucketReducer.finish
+    begun, called, ended = BucketReducer.begin, micro_batch.call_model, BucketReducer.finish
 
     def finish(self: BucketReducer) -> None:
         ended(self)
@@ -128,7 +129,7 @@ def sync_each(world: World) -> Iterator[None]:
     with (
         patch.object(BucketReducer, "begin", begin),
         patch.object(BucketReducer, "finish", finish),
-        patch.object(stepping, "call_model", call),
+        patch.object(micro_batch, "call_model", call),
     ):
         yield
 
@@ -222,7 +223,7 @@ def optimizer_first(world: World) -> Iterator[None]:
 def bf16_sums(world: World) -> Iterator[None]:
     """Gradients are accumulated in bf16."""
     now: dict[str, Any] = {"reducer": None}
-    begun, called = BucketReducer.begin, stepping.call_model
+    begun, called = BucketReducer.begin, micro_batch.call_model
 
     def begin(self: BucketReducer, *rest: Any) -> None:
         begun(self, *rest)
@@ -235,7 +236,7 @@ def bf16_sums(world: World) -> Iterator[None]:
 
     with (
         patch.object(BucketReducer, "begin", begin),
-        patch.object(stepping, "call_model", call),
+        patch.object(micro_batch, "call_model", call),
     ):
         yield
 

@@ -85,17 +85,15 @@ def check_together(layout: Layout) -> None:
 
 def _check_experts(layout: Layout) -> None:
     """Errors: PlanError where data-parallel ranks cannot lend themselves to `ep`."""
-    if layout.data_degree % layout.ep == 0 and (
-        layout.dp_shard % layout.ep == 0 or layout.ep % layout.dp_shard == 0
-    ):
+    if layout.lends(layout.ep):
         return
-    lent = [n for n in range(1, layout.data_degree + 1) if layout.data_degree % n == 0]
-    lent = [n for n in lent if layout.dp_shard % n == 0 or n % layout.dp_shard == 0]
+    lent = filter(layout.lends, range(1, layout.data_degree + 1))
     nearest = min(lent, key=lambda n: (abs(n - layout.ep), n))
+    more = f"layout.dp_replicate={layout.ep}, or " if layout.data_degree == 1 else ""
     raise PlanError(
         f"layout.ep = {layout.ep}: deals experts to data-parallel ranks, of which there are "
         f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, whole shards or whole "
-        f"groups of them; nearest: layout.ep={nearest}"
+        f"groups of them; nearest: {more}layout.ep={nearest}"
     )
 
 
@@ -113,13 +111,12 @@ def _check_context(layout: Layout) -> None:
 def _product_text(degrees: Mapping[str, int], processes: int) -> str:
     """The line for degrees whose product is not the number of processes."""
     counted = {axis: degree for axis, degree in degrees.items() if axis != "ep"}
-    named = " × ".join(f"{axis} {degree}" for axis, degree in counted.items())
-    if "ep" in degrees:
-        named = f"{named}, ep {degrees['ep']} among data-parallel ranks,".removeprefix(", ")
+    named = " × ".join(f"{axis} {degree}" for axis, degree in counted.items()) or "no axis"
+    aside = " (ep multiplies nothing)" if "ep" in degrees else ""
     product = math.prod(counted.values())
     changes = " ".join(f"layout.{axis}={n}" for axis, n in _nearest(degrees, processes).items())
     return (
-        f"layout: {named} = {product} processes, but launch.processes = {processes}; "
+        f"layout: {named} = {product} processes{aside}, but launch.processes = {processes}; "
         f"nearest legal: {changes}, or launch.processes={product}"
     )
 

@@ -108,6 +108,16 @@ class Layout:
         """How many ranks draw different micro-batches."""
         return self.dp_replicate * self.dp_shard
 
+    def lends(self, ep: int) -> bool:
+        """Whether the data-parallel ranks can deal experts among `ep` of them: whole shards.
+
+        >>> layout = Layout(dp_replicate=2, dp_shard=4)
+        >>> [ep for ep in range(1, 9) if layout.lends(ep)]
+        [1, 2, 4, 8]
+        """
+        nested = self.dp_shard % ep == 0 or ep % self.dp_shard == 0
+        return self.data_degree % ep == 0 and nested
+
     @property
     def expert_replicate(self) -> int:
         """Ranks that hold the same experts whole; `expert_shard`: that share one copy of them.

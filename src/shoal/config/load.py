@@ -47,7 +47,6 @@ ALIASES = {
 
 NOT_BUILT = {
     "islands": "training across slow links",
-    "layout.context": "context parallelism",
 }
 """Keys of the vocabulary that this version does not build: refused by name, not as typos."""
 

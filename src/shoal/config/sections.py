@@ -90,7 +90,7 @@ class LayoutSection:
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"
-    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, cp, ep, 3d, a schedule; or degrees"""
+    """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, cp, ep, 3d, schedules; or degrees"""
     dp_replicate: int = 0
     """replicas of the whole model"""
     dp_shard: int = 0

@@ -6,7 +6,7 @@ Protocol  rows are cut into chunks. A chunk's logits are made in one reused buff
           their own gradient in place, multiplied into the gradients of `hidden` and `weight`, and
           forgotten. The backward pass only multiplies by the scalar that comes from above.
           Peak: one chunk of fp32 logits, where plain code needs 12 bytes × tokens × vocabulary.
-          Where every rank holds some rows of the head: `split_head.py`; some tokens: `Sharing`.
+          Where every rank holds some rows of the head: `split_head.py`; some tokens: `sharing.py`.
 Source    the idea is Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), here in stock ops
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from shoal.base.errors import ConfigError
 from shoal.models._torch import pytree
+from shoal.models.sharing import Sharing
 from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_gradient
 
 IGNORED = -100
 """The target that counts for nothing (padding), as everywhere in PyTorch."""
-
-
-class Sharing(Protocol):
-    """Ranks each of which has some tokens of every sequence, as hidden states or logits tell it.
-
-    Such a tensor has it as `sharing`, shows the whole's shape and holds its own tokens in `local`.
-    """
-
-    def own(self, targets: Tensor) -> Tensor:
-        """This rank's tokens of a tensor that all ranks have whole."""
-
-    def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Both over the ranks; the total is differentiable."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
     if world.size == 1:
         return program
     policy = program.plan.tensor
-    ring = Ring(world)
-    units = find_units(program.module, partial(_drawing_alike, run), world.size, ATTENTION[policy.context])
+    ring, attention = Ring(world), ATTENTION[policy.context]
+    units = find_units(program.module, partial(_drawing_alike, run), world.size, attention)
     classes, failed = _checked(program.module, units, ring)
     whole = {**units.whole, **failed}
     if not classes:
@@ -65,8 +65,8 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
     if whole and policy.strict:
         name, why = next(iter(whole.items()))
         raise PlanError(
-            f"layout.cp = {world.size} with layout.strict: {name} runs whole on every rank: {why}; "
-            f"nearest: layout.strict=false, or layout.cp=1"
+            f"layout.cp = {world.size} with layout.strict: {name} {why}; nearest: "
+            f"layout.strict=false, or layout.cp=1"
         )
     stand_ins: list[StandIn] = []
     for one in classes:
@@ -107,7 +107,7 @@ def _checked(
         if finding is None:
             kept.append(one)
         else:
-            failed[one.names[0]] = finding.text()
+            failed[one.names[0]] = f"runs whole on every rank: {finding.text()}"
     return kept, failed
 
 
@@ -122,7 +122,8 @@ def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
             f"{degree} equal parts; nearest: layout.cp={fitting}, or sequences of "
             f"{-(-length // degree) * degree}"
         )
-    why = next(iter(whole.values()), "it has no layer that repeats on [batch, tokens, dim]")
+    none = "it has no layer that repeats on [batch, tokens, dim]"
+    why = " ".join(next(iter(whole.items()), (none,)))
     return (
         f"layout.cp = {degree}: no layer of {kind} can share a sequence: {why}; nearest: "
         f"layout.cp=1"
@@ -143,5 +144,5 @@ def _told(degree: int, classes: list[BlockClass], whole: dict[str, str]) -> list
                 f"{mib:.1f} MiB of all tokens"
             )
     for name, why in whole.items():
-        lines.append(f"layout.cp = {degree}: {name} runs whole on every rank: {why}")
+        lines.append(f"layout.cp = {degree}: {name} {why}")
     return lines

@@ -96,12 +96,19 @@ class Snapshots:
 
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
-    """Buffers and generators are afterwards what they were, whatever forward passes ran inside."""
+    """Buffers and generators are afterwards what they were, whatever forward passes ran inside.
+
+    Inside, every rank draws the same numbers: what ranks see and compare must not depend on chance.
+    """
     kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
     drawn = torch.get_rng_state()
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     python = random.getstate()
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if on_cuda:
+        torch.cuda.manual_seed_all(0)
     try:
         yield
     finally:

@@ -1,6 +1,9 @@
 """What a rank keeps from forward to backward, and what one block's backward holds beside it.
 
     kept      micro-batches in flight × Σ over the rank's units of what recompute leaves
+    halved    gradients of products' outputs between the two halves of a split backward
+    loss      its backward follows at once, unless the schedule puts it off (gpipe, zero-bubble):
+              then every micro-batch in flight keeps what the loss keeps too
     working   of the heaviest block: gradients on their way, gathered inputs, and with recompute all
               that it computes again
     split     tensor parallelism divides what lies between its two products; the rest only with
@@ -13,9 +16,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.base.estimate import Case, UnitFacts
+from shoal.base.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.schedules import canonical
 from shoal.planner.frameworks import Framework
-from shoal.planner.stage_cut import Stage, in_flight, is_block
+from shoal.planner.stage_cut import Stage, in_flight, is_block, put_off, repeated
+from shoal.planner.states import WIDTHS
+
+PUT_OFF = ("gpipe", "zero-bubble")
+"""Schedules in which other passes come between the last stage's forward and its whole backward."""
 
 
 class Shares(NamedTuple):
@@ -48,9 +56,10 @@ def shares(case: Case) -> Shares:
 def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
     """All activation bytes of one pipeline rank."""
     by = shares(case)
-    flying = 1.0
+    flying, halved = 1.0, 0.0
     if case.layout.pp > 1:
-        flying = in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank, case.chunks)
+        place = (case.schedule, case.layout.pp, case.accumulate, stage.rank)
+        flying, halved = in_flight(*place, case.chunks), put_off(*place)
     kept = head = block = again = working = 0.0
     for unit, count in stage.units:
         one = saved = _saved(case, habits, unit, by)
@@ -62,11 +71,65 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
                 kept = max(kept, 2 * one)
             else:  # copies of a block take turns
                 kept += flying * count / stage.copies * one
-        elif unit.loss_bytes:  # its backward follows at once
+                kept += halved * count / stage.copies * _products(unit, by)
+        elif unit.loss_bytes:
             head = one
+            kept += (_losses_in_flight(case, flying) - 1) * (one + kept_by_loss(case, stage))
         else:
             kept += flying * count * one
     return Activations(kept + head, head, block, again, working + _context(case, by))
+
+
+def _losses_in_flight(case: Case, flying: float) -> float:
+    """Micro-batches whose loss waits for its backward, on the rank that has it."""
+    return flying if canonical(case.schedule) in PUT_OFF and case.layout.pp > 1 else 1.0
+
+
+def kept_by_loss(case: Case, stage: Stage) -> float:
+    """Bytes of one micro-batch from the loss's forward to its backward.
+
+    Of a chunked loss the gradients that it made in its forward pass: of hidden states, and of the
+    head's weight; else the normalised logits.
+    """
+    head = stage.head
+    if head is None:
+        return 0.0
+    by = shares(case)
+    if case.loss != "chunked":
+        return head.loss_bytes / 3 * (by.split if case.loss == "parallel" else by.whole)
+    return boundary_bytes(case.model) * by.whole + waiting_head_bytes(case, stage)
+
+
+def boundary_bytes(model: ModelFacts) -> float:
+    """Bytes of one sample between two blocks: what a pipeline sends, and what the head reads."""
+    blocks = repeated(model)
+    return max((unit.input_bytes for unit in blocks), default=model.units[-1].input_bytes)
+
+
+def head_elements(case: Case, stage: Stage) -> float:
+    """Elements of the matrix that makes logits, on this rank."""
+    head = stage.head
+    if head is None:
+        return 0.0
+    if head.tied_to:
+        head = next(unit for unit in case.model.units if unit.name == head.tied_to)
+    return (head.parameters - head.plain_parameters) / case.layout.tp
+
+
+def waiting_head_bytes(case: Case, stage: Stage) -> float:
+    """Gradient of the head's weight that a chunked loss makes in its forward pass.
+
+    It waits there until the backward reaches the weight: of a tied one, the embedding's.
+    """
+    if case.loss != "chunked":
+        return 0.0
+    return head_elements(case, stage) * max(4, WIDTHS[case.compute])
+
+
+def _products(unit: UnitFacts, by: Shares) -> float:
+    """Outputs of one unit's products, and so their gradients."""
+    split, plain = unit.selective_bytes
+    return split * by.split + plain * by.plain
 
 
 def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
@@ -75,8 +138,7 @@ def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
         return saved
     if case.recompute == "full":
         return unit.input_bytes * by.plain
-    split, plain = unit.selective_bytes
-    return split * by.split + plain * by.plain
+    return _products(unit, by)
 
 
 def _saved(case: Case, habits: Framework, unit: UnitFacts, by: Shares) -> float:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shoal.base.errors import PlanError, one_of
 from shoal.base.estimate import Case, MemoryEstimate
 from shoal.base.policies import RECOMPUTE
-from shoal.planner.activations import Activations, activations, shares
+from shoal.planner.activations import Activations, activations, shares, waiting_head_bytes
 from shoal.planner.frameworks import Framework, framework
 from shoal.planner.on_way import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
 from shoal.planner.stage_cut import Stage, cut, is_block
@@ -34,7 +34,6 @@ from shoal.planner.transients import (
     loss_bytes,
     rank_sum,
     sharded_bytes,
-    waiting_head_bytes,
     wide_elements,
     workspace_bytes,
 )

@@ -104,8 +104,9 @@ class Candidate:
 
 
 def is_built(case: Case) -> bool:
-    """Whether this version runs a case: all axes but cp, the schedules but dualpipe."""
-    return case.layout.cp == 1 and (case.layout.pp == 1 or case.schedule in BUILT)
+    """Whether this version runs a case: all axes, cp with data axes only; no dualpipe."""
+    alone = case.layout.cp == 1 or case.layout.tp * case.layout.pp * case.layout.ep == 1
+    return alone and (case.layout.pp == 1 or case.schedule in BUILT)
 
 
 def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
@@ -195,6 +196,8 @@ def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[C
                     micro_batch,
                     schedule=schedule,
                     chunks=chunks,
+                    ep=layout.ep,
+                    expert_tp=1 if layout.ep > 1 else 0,
                     compute=asked.compute,
                     recompute="none",
                     offload=asked.offload,
@@ -236,10 +239,12 @@ def _layouts(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layo
     if asked.layout is not None:
         yield asked.layout
         return
+    degrees = dict(asked.degrees)
+    ep = degrees.pop("ep", 1)
     for layout in _every_layout(model, cluster, asked):
-        exact = all(layout.degrees[axis] == degree for axis, degree in asked.degrees)
-        if exact and (asked.zero is None or layout.zero == asked.zero):
-            yield layout
+        exact = all(layout.degrees[axis] == degree for axis, degree in degrees.items())
+        if exact and layout.lends(ep) and (asked.zero is None or layout.zero == asked.zero):
+            yield replace(layout, ep=ep)
 
 
 def _every_layout(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layout]:

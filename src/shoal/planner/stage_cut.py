@@ -13,6 +13,8 @@ dualpipe keeps two copies fed from both ends (both on the first and on the last 
 In flight on rank i of p, of m micro-batches (v chunks per rank):
     gpipe m · 1f1b min(m, p − i) · zero-bubble, zbv min(m, p) · dualpipe min(m, p + 1)
     interleaved min(m, (2(p − i − 1) + (v − 1)p + 1)/v)
+Where the backward is split, what was saved stays until its second half, and so do the gradients of
+the products' outputs: of as many micro-batches as are between the two halves at the same time.
 
 Source: Narayanan et al. 2021 (2104.04473) §2.2; Qi et al. 2023; DeepSeek-V3 report, table 2. The
 rule is that of `shoal.parallel.pipe.deal`, which cuts the real module; tests/worlds hold the two
@@ -26,8 +28,9 @@ from typing import NamedTuple
 
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
-from shoal.base.schedules import canonical, stages_per_rank
+from shoal.base.schedules import SPLIT_BACKWARD, canonical, stages_per_rank
 from shoal.planner.partition import partition
+from shoal.planner.schedules import make_schedule
 
 
 class Stage(NamedTuple):
@@ -71,6 +74,44 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: 
     return float(min(micro_batches, kept))
 
 
+def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
+    """Micro-batches between the two halves of their backward at the fullest moment of a rank.
+
+    In shares of the rank; those of the first stage are none: its inputs have no gradient, so that
+    the second half is all of its backward. Counted from the lists, whose pattern repeats.
+
+    >>> [put_off("zero-bubble", 4, 8, rank) for rank in range(4)], put_off("1f1b", 4, 8, 2)
+    ([0.0, 2.0, 3.0, 4.0], 0.0)
+    >>> put_off("zbv", 2, 4, 0)
+    0.5
+    """
+    name = canonical(schedule)
+    if name not in SPLIT_BACKWARD or ranks == 1:
+        return 0.0
+    return _put_off(name, ranks, min(micro_batches, 2 * ranks))[rank]
+
+
+@lru_cache(maxsize=64)
+def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
+    try:
+        schedule = make_schedule(name, ranks, micro_batches)
+    except PlanError:  # it cannot do so few: what it can do is the upper bound
+        schedule = make_schedule(name, ranks, 2 * ranks)
+    found = []
+    for acts in schedule.ranks:
+        alive = waiting = 0
+        fullest = (0.0, 0)
+        for act in acts:
+            halved = act.stage % schedule.pieces > 0
+            alive += act.kind == "F"
+            waiting += act.kind == "I" and halved
+            fullest = max(fullest, (alive + waiting / 3, waiting))  # a third of what is saved
+            alive -= act.kind in "BW"
+            waiting -= act.kind == "W" and halved
+        found.append(fullest[1] * ranks / schedule.stages)
+    return tuple(found)
+
+
 def is_block(unit: UnitFacts) -> bool:
     """A unit that a pipeline deals out and recompute treats as one."""
     return not unit.loss_bytes and unit.name not in ("embedding", "head")
@@ -78,8 +119,13 @@ def is_block(unit: UnitFacts) -> bool:
 
 def block_count(model: ModelFacts) -> int:
     """How many blocks a pipeline can deal out."""
+    return sum(unit.count for unit in repeated(model))
+
+
+def repeated(model: ModelFacts) -> tuple[UnitFacts, ...]:
+    """The units that a pipeline deals out, in order."""
     first, stop = _repeated(model)
-    return sum(unit.count for unit in model.units[first:stop])
+    return model.units[first:stop]
 
 
 def _repeated(model: ModelFacts) -> tuple[int, int]:

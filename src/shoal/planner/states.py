@@ -12,7 +12,8 @@ not 18. Experts are split over fewer ranks: their n is the number of ranks that 
 expert. Megatron's distributed optimizer is zero1.
 
 Source: Rajbhandari et al. 2020 (ZeRO, 1910.02054) §3; Shoal's own tensors, counted in
-tests/worlds/test_states.py and test_divided_memory.py; Megatron: theoretical_memory_usage.py (6 + 12/d).
+tests/worlds/test_states.py and test_divided_memory.py; Megatron: theoretical_memory_usage.py
+(6 + 12/d).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Bytes that come and go in a step beside activations: gathered weights, buckets, loss, pools.
 
     sharded   zero 3 gathers the next block ahead, keeps embedding and head from forward to
-              backward, others than Shoal in a pipeline everything; gradients travel in fp32 beside narrow originals
+              backward, others than Shoal in a pipeline everything; gradients travel in fp32 beside
+              narrow originals
     loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
               hidden states and of the head's weight (made in the forward pass) · parallel: ÷ tp
     traced    a loss that was traced says itself what it holds, gradients included
@@ -16,7 +17,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.base.estimate import Case, UnitFacts
-from shoal.planner.activations import shares
+from shoal.planner.activations import (
+    boundary_bytes,
+    head_elements,
+    shares,
+    waiting_head_bytes,
+)
 from shoal.planner.frameworks import Framework
 from shoal.planner.stage_cut import Stage, is_block
 from shoal.planner.states import WIDTHS, Elements, keeps_gathered, rank_elements, shard_counts
@@ -76,16 +82,6 @@ def block_share(case: Case, stage: Stage, elements: Elements) -> float:
 def head_share(case: Case, stage: Stage, elements: Elements) -> float:
     """Share of the rank's elements that the head multiplies by."""
     return head_elements(case, stage) / max(1.0, sum(elements))
-
-
-def head_elements(case: Case, stage: Stage) -> float:
-    """Elements of the matrix that makes logits, on this rank."""
-    head = stage.head
-    if head is None:
-        return 0.0
-    if head.tied_to:
-        head = next(unit for unit in case.model.units if unit.name == head.tied_to)
-    return (head.parameters - head.plain_parameters) / case.layout.tp
 
 
 def sharded_bytes(case: Case, stage: Stage) -> Sharded:
@@ -153,16 +149,6 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
     return chunk + rows + waiting
 
 
-def waiting_head_bytes(case: Case, stage: Stage) -> float:
-    """Gradient of the head's weight that a chunked loss makes in its forward pass.
-
-    It waits there until the backward reaches the weight: of a tied one, the embedding's.
-    """
-    if case.loss != "chunked":
-        return 0.0
-    return head_elements(case, stage) * max(4, WIDTHS[case.compute])
-
-
 def workspace_bytes(case: Case, habits: Framework) -> float:
     """What libraries of matrix products hold through torch's allocator."""
     return 0.0 if case.cluster.device.kind == "cpu" else habits.workspace_bytes
@@ -171,7 +157,7 @@ def workspace_bytes(case: Case, habits: Framework) -> float:
 def carried_bytes(case: Case, habits: Framework) -> float:
     """Alive at any instant between forward and backward: workspaces, messages, gathered inputs."""
     by = shares(case)
-    boundary = case.model.units[-1].input_bytes
+    boundary = boundary_bytes(case.model)
     total = workspace_bytes(case, habits)
     if case.layout.pp > 1:
         total += 2 * boundary * by.plain

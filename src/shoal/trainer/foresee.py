@@ -20,6 +20,7 @@ from shoal.base.estimate import Case, ModelFacts
 from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.plan import Plan
+from shoal.base.schedules import DEFAULT
 from shoal.config.sections import Config
 from shoal.data.fetch import join, kept_draws
 from shoal.data.loader import is_indexed
@@ -34,6 +35,7 @@ from shoal.planner.refit import learnt, note_run, share_of
 from shoal.planner.states import STATE_BYTES, WIDTHS
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
+from shoal.planner.travel import Travel, busiest
 from shoal.profile.trace import trace_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
@@ -124,6 +126,11 @@ def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> 
         average=bool(config.optimizer.average),
         optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
         compiled=plan.compile != "none",
+        sequence_parallel=plan.tensor.sequence_parallel != "off",
+        schedule=plan.layout.schedule or DEFAULT,
+        chunks=plan.layout.chunks,
+        ep=plan.layout.ep,
+        expert_tp=1 if plan.layout.ep > 1 else 0,
     )
 
 
@@ -156,27 +163,36 @@ class Learner:
             note_run(self.machine, self.compute, share)
 
 
-def prediction(case: Case) -> dict[str, Any]:
-    """What is foreseen, as plan.json keeps it."""
+def prediction(case: Case, travel: Travel | None = None) -> dict[str, Any]:
+    """What is foreseen, as plan.json keeps it; bytes are those of the rank that sends most.
+
+    travel   what the divided model makes travel, where that is known
+    """
     memory, time = predict_memory(case), predict_time(case)
+    sent = busiest(case, travel).total_bytes if travel else sum(time.bytes.values())
     return {
         "step_s": time.step_s,
         "time": time.parts,
         "peak_memory_bytes": memory.peak_bytes,
         "allocated_bytes": memory.allocated_bytes,
         "memory": memory.parts,
-        "sent_bytes": sum(time.bytes.values()),
+        "sent_bytes": sent,
         "machine": case.cluster.device.source,
     }
 
 
-def foresee(config: Config, source: Source, plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """The prediction for a run, or {"reason": why there is none}: training goes on without."""
+def foresee(
+    config: Config, source: Source, plan: Plan, cluster: Cluster, travel: Travel | None = None
+) -> dict[str, Any]:
+    """The prediction for a run, or {"reason": why there is none}: training goes on without.
+
+    travel   what dividing the model makes travel (`Program.travel`)
+    """
     width = WIDTHS[plan.precision]
     if plan.layout.threads > 1:
         return {"reason": "dp: threads of one process are not foreseen"}
     try:
         facts = facts_of(config, source, kernels=cluster.device.kind, element_bytes=width)
-        return prediction(case_of(config, plan, facts, cluster))
+        return prediction(case_of(config, plan, facts, cluster), travel)
     except ShoalError as failure:
         return {"reason": str(failure)}

@@ -73,17 +73,17 @@ def attend_backward(
 
     gradient   of the output · all_keys   what attention to all keys gave for these queries
     """
-    out, lse = all_keys
+    out, lse = (one.contiguous() for one in all_keys)
     kind = _kind(q, v)
     if kind == "cpu":
-        given = (gradient, q, k, v, out.contiguous(), lse.contiguous(), 0.0, causal)
-        dq, dk, dv = flash_cpu_backward(*given, scale=scale)
+        known = (gradient, q, k, v, out, lse)
+        dq, dk, dv = flash_cpu_backward(*known, 0.0, causal, scale=scale)
         return dq, dk, dv
     if kind == "cuda":
         draws = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is none
         sizes = (None, None, q.shape[2], k.shape[2])
-        given = (gradient, q, k, v, out.contiguous(), lse.contiguous(), *sizes, 0.0, causal)
-        dq, dk, dv = flash_cuda_backward(*given, draws, draws, scale=scale)
+        known = (gradient, q, k, v, out, lse)
+        dq, dk, dv = flash_cuda_backward(*known, *sizes, 0.0, causal, draws, draws, scale=scale)
         return dq, dk, dv
     wide = _wide(q)
     dq = torch.empty_like(q, dtype=wide)

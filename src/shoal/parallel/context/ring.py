@@ -89,9 +89,8 @@ class _Ring(torch.autograd.Function):
             (gradient,) = moved((gradient,), axis, neighbours, zigzag)
         total = Attended(out, lse)
         grads = _around_again(gradient, q, k, v, total, axis, ctx.causal, dealt, ctx.scale)
-        if dealt:
-            grads = tuple(moved(grads, axis, zigzag, neighbours))
-        return (*grads, None, None, None)
+        back = moved(grads, axis, zigzag, neighbours) if dealt else grads
+        return (*back, None, None, None)
 
 
 def _around(

@@ -33,7 +33,7 @@ class Units:
     """What works on parts of the sequence.
 
     classes      equal layers, split alike · lookups   embeddings
-    whole        name of a layer → why it runs whole; blocks only
+    whole        name of a block → that it runs whole, all of it or most, and why
     length       tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim]
     """
 
@@ -72,22 +72,24 @@ class _Finder:
         beside = [name for name in _beside(self.module, "", blocks) if name not in lookups]
         self.calls = first_calls(self.module, [*blocks, *beside], self.run)
         for names in self.groups(list(blocks)):
+            before = len(self.classes)
             why = self.solve(names)
             if why:
-                self.whole[names[0]] = why
-        for name in beside:
-            if name in self.calls:
-                self.solve([name])
+                partly = len(self.classes) > before
+                how = "shares tokens in its parts only" if partly else "runs whole on every rank"
+                self.whole[names[0]] = f"{how}: {why}"
+        for names in self.groups(beside):
+            self.solve(names)
         taken = {name for one in self.classes for name in one.names}
         return Units(
             tuple(self.classes),
             tuple(name for name in lookups if not _within(name, taken)),
             self.whole,
-            max((_length(self.calls[name]) for name in blocks if name in self.calls), default=0),
+            max((_length(self.calls[n]) for n in blocks or beside if n in self.calls), default=0),
         )
 
     def blocks(self) -> tuple[str, ...]:
-        """The trunk's; single layers have no sequence of their own to split."""
+        """The trunk's; where only single layers repeat, all layers count as beside."""
         trunk = find_trunk(self.module, self.run)
         return () if trunk.leaf else trunk.blocks
 
@@ -96,7 +98,7 @@ class _Finder:
         return self.likeness.groups([n for n in names if n in self.calls], self.calls)
 
     def solve(self, names: list[str]) -> str:
-        """Split equal layers, as one or by their children; gives why, where nothing of it works."""
+        """Split equal layers, as one or by their children; gives why it is not as one."""
         why = self.try_to_split(names)
         if not why:
             return ""
@@ -108,8 +110,10 @@ class _Finder:
         unknown = [n for alike in below for n in alike if n not in self.calls]
         if unknown:
             self.calls |= first_calls(self.module, unknown, self.run)
-        tried = [self.solve(group) for alike in below for group in self.groups(alike)]
-        return "" if tried and not any(tried) else why
+        for alike in below:
+            for group in self.groups(alike):
+                self.solve(group)
+        return why
 
     def try_to_split(self, names: list[str]) -> str:
         """Split equal layers as one; gives the reason where that fails."""
@@ -139,12 +143,16 @@ class _Finder:
 
 
 def _beside(module: nn.Module, prefix: str, blocks: tuple[str, ...]) -> Iterator[str]:
-    """The outermost layers with parameters that neither hold a block nor lie in one."""
+    """The outermost layers with parameters that neither hold a block nor lie in one.
+
+    A list or dict of layers is not called itself: its entries stand for it.
+    """
     for child, part in module.named_children():
         name = f"{prefix}.{child}" if prefix else child
         if name in blocks or next(part.parameters(), None) is None:
             continue
-        if any(block.startswith(f"{name}.") for block in blocks):
+        holds = any(block.startswith(f"{name}.") for block in blocks)
+        if holds or isinstance(part, nn.ModuleList | nn.ModuleDict):
             yield from _beside(part, name, blocks)
         else:
             yield name

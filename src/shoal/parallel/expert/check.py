@@ -1,7 +1,8 @@
 """Is a layer that looks like stacked experts a sum over them? It is asked by running it.
 
-In float64, on tokens of its own width and random choices (one expert gets none), the layer's
-outputs and all gradients must be those of the parts:
+In float64 (or its own format, where its kernels know no other), on tokens of its own width and
+random choices (one expert gets none), the layer's outputs and all gradients must be those of the
+parts:
 
     layer(x, chosen, w)  =  Σ over ranks, Σ over their places   w · part(x, own expert, 1)
 
@@ -29,8 +30,10 @@ from shoal.parallel.expert.stand_in import telling
 TOKENS = 24
 """How many are sent through the layer; few, as it runs with all its experts in float64."""
 
-DIGITS = 1e-9
-"""What may differ, by the size of what is compared."""
+DIGITS = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""What may differ, by the size of what is compared; in shorter formats `COARSE`."""
+
+COARSE = 0.03
 
 
 class NotExperts(Exception):
@@ -42,9 +45,22 @@ def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
 
     Errors: NotExperts
     """
-    twin = copy.deepcopy(layer.part).double().train()
-    values = _values(layer)
-    upstream = torch.randn(values[0].shape, dtype=torch.float64, generator=_draws(layer.experts))
+    try:
+        return _checked_in(torch.float64, layer, degree)
+    except RuntimeError:  # grouped products, for one, are made for shorter formats alone
+        own = next(p.dtype for p in layer.part.parameters())
+        try:
+            return _checked_in(own, layer, degree)
+        except RuntimeError as failure:
+            raise NotExperts(
+                f"it fails on other tokens: {str(failure).partition(chr(10))[0]}"
+            ) from failure
+
+
+def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLayer:
+    twin = copy.deepcopy(layer.part).to(dtype).train()
+    values = _values(layer, dtype)
+    upstream = values[0].flip(0)
     with torch.random.fork_rng():
         before = _generators(values[0].device)
         whole = _outcome(layer, twin, values, upstream)
@@ -61,13 +77,13 @@ def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
             failed = str(failure).partition("\n")[0]
             continue
         worst = max(_apart(a, b) for a, b in zip(whole, parts, strict=True))
-        if worst <= DIGITS:
+        if worst <= DIGITS.get(dtype, COARSE):
             return told
         failed = f"with its experts apart it is off by {worst:.0e} of itself"
     raise NotExperts(failed)
 
 
-def _values(layer: ExpertLayer) -> tuple[Tensor, Tensor, Tensor]:
+def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, chosen, weights) like the sample's, but more of them, and one expert idle."""
     tokens, chosen, _ = layer.sample
     draws = _draws(layer.experts)
@@ -77,7 +93,7 @@ def _values(layer: ExpertLayer) -> tuple[Tensor, Tensor, Tensor]:
     odds = torch.rand(TOKENS, chosen.shape[1], generator=draws, dtype=torch.float64)
     device = tokens.device
     picked = order.to(device=device, dtype=chosen.dtype)
-    return made.to(device), picked, (odds + 0.1).to(device)
+    return made.to(device, dtype), picked, (odds + 0.1).to(device, dtype)
 
 
 def _generators(device: torch.device) -> Tensor:

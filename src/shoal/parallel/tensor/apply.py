@@ -69,7 +69,8 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> Applied:
             continue
         else:
             held, holders[name] = _held(shape, label, axis)
-            part = cut(p.detach(), label, axis.rank, axis.size)
+            # Rows of a matrix are a view, which would keep all of it.
+            part = cut(p.detach(), label, axis.rank, axis.size).clone()
         _set(p, part)
         places[name] = Shard(name, shape, dtype_of(p), held)
     partial = frozenset(name for name, one in split.parameters.items() if one.partial)

@@ -85,7 +85,12 @@ def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
 
 def part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
     """Own part of a whole value; `part_gradients`: the zeros around it are summed elsewhere."""
-    if part_gradients or not value.requires_grad:
+    if not value.requires_grad:
+        own_part = cut(value, label, axis.rank, axis.size)
+        # A view that is kept for the backward pass would keep the whole table.
+        is_view = own_part.untyped_storage().nbytes() > own_part.nbytes
+        return own_part.clone() if is_view else own_part
+    if part_gradients:
         return cut(value, label, axis.rank, axis.size)
     if isinstance(label, Tiled):  # several ranks hold the same part: their gradients are summed
         return cut(enter(value, axis), label, axis.rank, axis.size)

@@ -93,7 +93,8 @@ class _Writer:
                 value = self._call(exchange.once, value)
             handed.append(value)
         if step.rule.joint and self.attention is not None:
-            return self._call(self.attention, *handed, **node.kwargs)
+            options: dict[str, Any] = dict(node.kwargs)
+            return self._call(self.attention, *handed, **options)
         if step.rule.masked or _is_strided_dropout(node, slots):
             return self._dropout(node, handed[0], step.wants[0])
         if is_in_place(node) and handed[0] is not self.local.get(slots[0]):

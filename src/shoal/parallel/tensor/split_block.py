@@ -100,8 +100,15 @@ def split_block(
     fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
     labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
     if attention is not None and not _all_shared(labelling):
-        said = {"overrides": overrides, "split_parameters": split_parameters}
-        return split_block(block, args, kwargs, degree, sequence_dim=sequence_dim, **said)
+        return split_block(  # with masks written out
+            block,
+            args,
+            kwargs,
+            degree,
+            sequence_dim=sequence_dim,
+            overrides=overrides,
+            split_parameters=split_parameters,
+        )
     return _made(traced, problem, labelling, place_sums(labelling), whole, attention)
 
 

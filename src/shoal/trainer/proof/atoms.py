@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shoal.parallel.program import Pass, Program, Reducer
+from shoal.trainer._torch import pytree
 from shoal.trainer.micro_batch import MicroBatch
 from shoal.trainer.proof.record import Tensors
 from shoal.trainer.run import Run
@@ -89,6 +90,12 @@ class Again:
                     one.total(one.outputs(module))
         total, count = sums.tolist()
         return float(total / count) if count else float("nan")
+
+    @property
+    def tokens(self) -> int:
+        """The length of the step's first input along its second dim; 0 if it has none."""
+        leaves = [t for t in pytree.tree_leaves(self.passes[0].parts[0]) if hasattr(t, "shape")]
+        return leaves[0].shape[1] if leaves and leaves[0].dim() > 1 else 0
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.program.module.named_parameters()

@@ -15,7 +15,7 @@ import torch
 
 from shoal.trainer.proof.atoms import Atoms
 from shoal.trainer.proof.clue import Clue
-from shoal.trainer.proof.divided import DROPPED
+from shoal.trainer.proof.divided import AXES, DROPPED
 from shoal.trainer.proof.gradients import wrong_gradient
 from shoal.trainer.proof.norms import norms_along
 from shoal.trainer.proof.record import Record, Row
@@ -186,6 +186,17 @@ def _targets(case: Case) -> Clue | None:
             clue = _gradient(case) if case.got.degrees.get("pp", 1) > 1 else None
             if clue is not None and clue.name == DROPPED:
                 return clue
+            for axis, ranks in AXES.items():
+                degree = case.got.degrees.get(axis, 1)
+                if degree > 1 and math.isclose(theirs.targets, ours.targets * degree):
+                    return Clue(
+                        "count of targets",
+                        found.name,
+                        f"step {ours.step} counted {theirs.targets:g} targets, {degree} × the "
+                        f"{ours.targets:g} of one process; there are {degree} {ranks}",
+                        f"each of the {ranks} tells the loss and the count of them all",
+                        "which rank's loss counts (Program.speaks)",
+                    )
             return Clue(
                 "count of targets",
                 found.name,

@@ -1,4 +1,4 @@
-"""A wrong gradient under tensor or pipeline parallelism: where along the model does it go wrong?
+"""A wrong gradient under tensor, context or pipeline parallelism: where does it go wrong?
 
 What these layouts add to a step, and so what can be missing in it:
 
@@ -85,6 +85,15 @@ def replicas(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None
             "hold it is missing",
             "the parameters that are summed over stages (parallel/joined.py, Program.joined)",
         )
+    if all(sums.apart[n].along == "cp" for n in apart):
+        return Clue(
+            "part gradients not summed",
+            name,
+            f"the {got.degrees['cp']} context-parallel ranks all hold {some(apart)} and have "
+            f"different gradients at step {sums.step}{adds_up}",
+            "each rank sees its own tokens only, and the sum over them once a step is missing",
+            "what is summed over context-parallel ranks (parallel/joined.py, Program.joined)",
+        )
     degree = got.degrees["tp"]
     if set(sums.names) == set(added):
         return Clue(
@@ -112,23 +121,24 @@ def border(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) 
     """All parameters before a place are wrong, those behind it right, the loss too."""
     if not got.held or not sums.loss_right or fits(solved) is not None:
         return None
+    stage = _last_stage_wrong(sums, got)
+    if stage is not None:
+        later = next(n for n in got.trainable if n in sums.right and got.held[n].stages[0] > stage)
+        return Clue(
+            "gradient between stages",
+            sums.names[-1],
+            f"at step {sums.step} the loss is right and so are all gradients from {later} on; "
+            f"{some(sums.names)} are wrong: all before stage {stage + 1}",
+            "the gradients that a stage sends back to the one before it are lost, in another "
+            "order, or of another micro-batch",
+            "what a stage gives back for its arrivals (pipe/runtime.py, pipe/messages.py)",
+        )
     order = [n for n in got.trainable if n in sums.right]
     last = max(order.index(name) for name in sums.names)
     behind = _behind(sums.names, sums, got)
     if not behind or len(sums.names) < MOST * (last + 1):
         return None
-    name = order[last]
-    if got.degrees["pp"] > 1 and got.held[name].stages != got.held[behind[0]].stages:
-        return Clue(
-            "gradient between stages",
-            name,
-            f"at step {sums.step} the loss is right and so are all gradients from {behind[0]} on; "
-            f"{some(sums.names)} are wrong: all before stage {got.held[behind[0]].stages[0]}",
-            "the gradients that a stage sends back to the one before it are lost, in another "
-            "order, or of another micro-batch",
-            "what a stage gives back for its arrivals (pipe/runtime.py, pipe/messages.py)",
-        )
-    return _backward(sums, got, name, _right_behind(behind))
+    return _backward(sums, got, order[last], _right_behind(behind))
 
 
 def dropped(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
@@ -178,7 +188,8 @@ def factor(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) 
                     sums.names[0],
                     f"{seen}; there are {degree} {ranks}",
                     f"a sum over the {ranks} is {what}",
-                    "what is summed over more than the data-parallel ranks (parallel/joined.py)",
+                    "over which ranks it is summed (parallel/joined.py), and what the loss is "
+                    "multiplied by",
                 )
     count = len(atoms.gradients) if atoms is not None else 0
     if count > 1 and near(times, 1 / count) and count != got.degree:
@@ -215,11 +226,11 @@ def last_words(sums: Sums, got: Record, solved: Shares | None) -> Clue | None:
     """Nothing else was recognised: forward or backward pass, by the loss."""
     if not got.held or fits(solved) is not None:
         return None
-    axes = [axis for axis in ("tp", "pp") if got.degrees.get(axis, 1) > 1]
+    axes = [axis for axis in ("tp", "cp", "pp") if got.degrees.get(axis, 1) > 1]
     if sums.loss_right:
         return _backward(sums, got, sums.names[-1], "")
     alone = " alone, ".join(axes) + " alone" if len(axes) > 1 else "fewer ranks"
-    what = {"tp": "a split layer", "pp": "a stage"}
+    what = {"tp": "a split layer", "cp": "a layer on its own tokens", "pp": "a stage"}
     return Clue(
         "forward pass",
         sums.names[0],
@@ -234,6 +245,16 @@ def last_words(sums: Sums, got: Record, solved: Shares | None) -> Clue | None:
 
 
 def _backward(sums: Sums, got: Record, name: str, more: str) -> Clue:
+    if got.degrees.get("cp", 1) > 1:
+        return Clue(
+            "backward pass",
+            name,
+            f"the gradient of {some(sums.names)} is wrong at step {sums.step}, while the loss is "
+            f"right{more}",
+            "what ranks give back for the keys, values and tokens of others is missing, or counted "
+            "more than once",
+            "attention over parts of a sequence (parallel/context), and what gathers tokens",
+        )
     tensor = got.degrees["tp"] > 1
     return Clue(
         "missing backward reduction" if tensor else "backward pass",
@@ -248,6 +269,15 @@ def _backward(sums: Sums, got: Record, name: str, more: str) -> Clue:
         if tensor
         else f"what arrives and departs around {name} (pipe/runtime.py)",
     )
+
+
+def _last_stage_wrong(sums: Sums, got: Record) -> int | None:
+    """The stage up to which gradients are wrong, if all later stages have right ones."""
+    at = {n: got.held[n].stages[0] for n in sums.right if len(got.held[n].stages) == 1}
+    wrong = [at[n] for n in sums.names if n in at]
+    last = max(wrong, default=max(at.values(), default=0))
+    before = [n for n, stage in at.items() if stage <= last and norm_of(sums.right[n])]
+    return last if len(before) < len(at) and len(wrong) >= MOST * len(before) else None
 
 
 def _of_one_stage(sums: Sums, got: Record) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ from shoal.base.shards import Shard
 from shoal.parallel.program import Program
 from shoal.parallel.same_weights import tensor_digest
 
+AXES = ("tp", "cp", "pp")
+"""Along which several ranks may hold the same part of one model."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -38,7 +41,7 @@ class Held:
 class Apart:
     """A parameter of which holders of the same part have different gradients.
 
-    along   tp │ pp: between which ranks · total  the sum over them, clipped as they are
+    along   tp │ cp │ pp: between which ranks · total  the sum over them, clipped as they are
     """
 
     along: str
@@ -46,9 +49,9 @@ class Apart:
 
 
 def divided(program: Program) -> bool:
-    """Whether ranks hold different parts of the model, apart from data parallelism."""
+    """Whether ranks share a model's work otherwise than by micro-batches."""
     layout = program.plan.layout
-    return layout.tp * layout.pp > 1
+    return layout.tp * layout.pp * layout.cp > 1
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
@@ -115,20 +118,18 @@ def _cut(shard: Shard) -> tuple[int | None, int]:
 def _apart_along(name: str, told: list[dict[str, list[str]]], program: Program) -> str:
     """Between ranks of which axis replicas differ, "" if they agree."""
     degrees = program.plan.layout.degrees
-    seen: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    seen: dict[str, dict[tuple[int, ...], dict[str, str]]] = {axis: {} for axis in AXES}
     for rank, one in enumerate(told):
-        if name in one:
-            at = coordinates(rank, degrees)
-            data = [str(at[axis]) for axis in ("dp_replicate", "dp_shard")]
-            seen.setdefault((one[name][0], *data), []).append((at["pp"], one[name][1]))
-    if all(len({digest for _, digest in same}) == 1 for same in seen.values()):
-        return ""
-    within = any(
-        len({digest for at, digest in same if at == stage}) > 1
-        for same in seen.values()
-        for stage, _ in same
-    )
-    return "tp" if within else "pp"
+        if name not in one:
+            continue
+        part, digest = one[name][:2]
+        at = coordinates(rank, degrees)
+        for axis, same in seen.items():  # ranks that differ along this axis only
+            others = tuple(place for other, place in at.items() if other != axis)
+            line = same.setdefault(others, {})
+            if line.setdefault(part, digest) != digest:
+                return axis
+    return ""
 
 
 def _add_own(total: torch.Tensor, name: str, program: Program) -> None:

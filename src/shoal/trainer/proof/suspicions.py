@@ -1,4 +1,4 @@
-"""A wrong loss under tensor or pipeline parallelism: which mistake, made in one process, gives it?
+"""A wrong loss of a divided model: which mistake, made in one process, gives it?
 
 While weights are still equal, only the forward pass can make the loss of a step differ. What such
 mistakes compute is what one process computes with other weights, or with its blocks in another
@@ -8,6 +8,7 @@ order:
     fused weight           q, k and v cut as one segment, read as three    rows in another order
     shared heads           every rank takes its neighbour's key/value part rows rotated
     stage order            stages run in another order                     blocks exchanged
+    position restart       ranks count their own tokens from 0             positions modulo S / cp
 
 Each is tried on the step's own micro-batches; the one whose loss is the layout's loss, in all its
 digits, is the cause. Only what the record says of the layout is tried, so these are few.
@@ -15,44 +16,19 @@ digits, is the cause. Only what the record says of the layout is tried, so these
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
-from torch import nn
 
-from shoal.parallel.tensor.labels import Split, cut, divides, join
 from shoal.trainer.proof.atoms import Again
 from shoal.trainer.proof.clue import Clue
-from shoal.trainer.proof.held import Held
-from shoal.trainer.proof.record import Record, Tensors
+from shoal.trainer.proof.mistakes import Suspicion, fused, orders, positions, row_biases, shared
+from shoal.trainer.proof.record import Record
 
 SAME, SAME_ROUNDED = 1e-10, 1e-5
 """Losses nearer than this share are one: in float64, in shorter formats."""
-
-SEGMENTS = (1, 2, 3, 4)
-"""Numbers of segments that a fused weight may have."""
-
-ALL_ORDERS = 4
-"""Stages of which every order is tried."""
-
-Mistake = Callable[[nn.Module], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Suspicion:
-    """A mistake that can be made on purpose, and the words for it."""
-
-    mistake: Mistake
-    name: str
-    parameter: str
-    seen: str
-    cause: str
-    look: str
 
 
 def wrong_loss(expected: Record, got: Record, again: Again | None, number: int) -> Clue | None:
@@ -66,7 +42,7 @@ def wrong_loss(expected: Record, got: Record, again: Again | None, number: int) 
         return None
     if not math.isclose(again.loss(lambda module: nullcontext()), ours.loss, rel_tol=same):
         return None  # the step cannot be repeated: what it gives would tell nothing
-    for one in _suspicions(got, again.kept, ours.label):
+    for one in _suspicions(got, again, ours.label):
         if math.isclose(again.loss(one.mistake), theirs.loss, rel_tol=same):
             seen = (
                 f"the loss at step {ours.step} is {theirs.loss:.8g} instead of {ours.loss:.8g}: "
@@ -76,222 +52,16 @@ def wrong_loss(expected: Record, got: Record, again: Again | None, number: int) 
     return None
 
 
-def _suspicions(got: Record, weights: Tensors, label: str) -> Iterator[Suspicion]:
+def _suspicions(got: Record, again: Again, label: str) -> Iterator[Suspicion]:
     start = f"{label}/" if label else ""
     held = {
         name.removeprefix(start): one for name, one in got.held.items() if name.startswith(start)
     }
-    degree = got.degrees.get("tp", 1)
-    if degree > 1:
-        yield from _row_biases(held, weights, degree)
-        yield from _fused(held, weights, degree)
-        yield from _shared(held, weights, degree)
-    if got.degrees.get("pp", 1) > 1:
-        yield from _orders(held, weights)
-
-
-# ---- tensor parallelism
-
-
-def _row_biases(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
-    """Whole biases beside weights whose inputs are cut."""
-    biases = [
-        name
-        for name, one in held.items()
-        if name.endswith("bias") and one.dim is None and _beside(name, held, weights) == 1
-    ]
-    for names in _all_then_each(biases):
-        changed = {name: weights[name] * degree for name in names}
-        yield Suspicion(
-            _with(changed),
-            "row bias on every rank",
-            names[0],
-            f"{_alike(names)} counted {degree} times",
-            f"each of {degree} tensor-parallel ranks adds the bias to its summand before the sum; "
-            f"it may be added once",
-            "where a row-parallel layer adds its bias (tensor/rewrite.py, exchange.once)",
-        )
-
-
-def _beside(bias: str, held: Mapping[str, Held], weights: Tensors) -> int | None:
-    """The dim along which a bias's weight is cut."""
-    weight = f"{bias.removesuffix('bias')}weight"
-    return held[weight].dim if weight in held and weights[weight].dim() > 1 else None
-
-
-def _fused(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
-    """Cut parameters whose segments another part of the code counts otherwise."""
-    sizes: dict[tuple[int, int], list[str]] = {}
-    for name, one in held.items():
-        if one.dim is not None and divides(weights[name].shape[one.dim], one.segments, degree):
-            sizes.setdefault((weights[name].shape[one.dim], one.segments), []).append(name)
-    for (size, segments), together in sizes.items():
-        others = [n for n in SEGMENTS if n != segments and divides(size, n, degree)]
-        for names, other in ((n, o) for n in _all_then_each(together) for o in others):
-            changed = {}
-            for name in names:
-                dim = held[name].dim or 0
-                changed[name] = _read_as(
-                    weights[name], Split(dim, segments), Split(dim, other), degree
-                )
-            yield Suspicion(
-                _with(changed),
-                "fused weight cut wrongly",
-                names[0],
-                f"{_alike(names)}, cut as {_segments(segments)} and read as {_segments(other)}",
-                "a fused weight (q, k and v in one) must be cut within each of its segments, and "
-                "the layer must read the parts so",
-                "the label of that parameter: Split(dim, segments)",
-            )
-
-
-def _read_as(weight: torch.Tensor, cut_as: Split, read_as: Split, degree: int) -> torch.Tensor:
-    return join([cut(weight, cut_as, rank, degree) for rank in range(degree)], read_as)
-
-
-def _shared(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
-    """Matrices of blocks that several ranks hold: key/value heads that they share."""
-    groups: dict[tuple[str, torch.Size], list[str]] = {}
-    for name, one in held.items():
-        if one.holders > 1 and weights[name].dim() == 2 and _block_of(name):
-            home = re.sub(r"\d+", "*", name.rpartition(".")[0].rpartition(".")[0])
-            groups.setdefault((home, weights[name].shape), []).append(name)
-    for names in groups.values():
-        for parts in range(2, degree + 1):
-            size = weights[names[0]].shape[0]
-            if size % parts:
-                continue
-            for by in range(1, parts):
-                turned = {n: weights[n].roll(by * size // parts, 0) for n in names}
-                yield _wrong_part(names, turned, f"by {by} of {parts} parts")
-            first = {n: torch.cat([weights[n][: size // parts]] * parts) for n in names}
-            yield _wrong_part(names, first, f"so that the first of {parts} parts is all")
-
-
-def _wrong_part(names: Sequence[str], changed: Tensors, how: str) -> Suspicion:
-    return Suspicion(
-        _with(changed),
-        "wrong part of shared heads",
-        names[0],
-        f"the rows of {_alike(names)} moved {how}",
-        "tensor-parallel ranks share key/value heads, and a rank's query heads meet the heads of "
-        "another rank",
-        "which part of replicated key/value heads a rank takes (exchange.part)",
-    )
-
-
-# ---- pipeline
-
-
-def _orders(held: Mapping[str, Held], weights: Tensors) -> Iterator[Suspicion]:
-    """Blocks in another order, whole stages at a time."""
-    lists: dict[str, dict[int, dict[str, str]]] = {}
-    for name in held:
-        place = _block_of(name)
-        if place:
-            home, number, own = place
-            lists.setdefault(home, {}).setdefault(number, {})[own] = name
-    for home, blocks in lists.items():
-        numbers = sorted(blocks)
-        at = [min(held[name].stages[0] for name in blocks[n].values()) for n in numbers]
-        shapes = [{own: weights[name].shape for own, name in blocks[n].items()} for n in numbers]
-        if len(set(at)) < 2 or any(shape != shapes[0] for shape in shapes):
-            continue
-        for order in _stage_orders(_runs(at), at):
-            places = [numbers[k] for k in order]
-            shown = ", ".join(map(str, places[:8])) + (", …" if len(places) > 8 else "")
-            yield Suspicion(
-                _reordered(home, numbers, places),
-                "stage order",
-                f"{home}.{places[0]}",
-                f"the blocks in the order {shown}",
-                "stages run, or send to each other, in another order than that of the layers",
-                "the rank of each stage in the schedule, and which blocks a rank keeps",
-            )
-
-
-def _runs(at: Sequence[int]) -> list[list[int]]:
-    """Places in runs that one rank holds: stages."""
-    runs: list[list[int]] = []
-    for place, rank in enumerate(at):
-        if not place or rank != at[place - 1]:
-            runs.append([])
-        runs[-1].append(place)
-    return runs
-
-
-def _stage_orders(runs: Sequence[list[int]], at: Sequence[int]) -> list[list[int]]:
-    """Orders of stages that are easily mistaken for the right one, as orders of blocks."""
-    count = len(runs)
-    right = tuple(range(count))
-    as_held = tuple(sorted(right, key=lambda stage: at[runs[stage][0]]))
-    orders = [as_held, right[::-1], *(right[k:] + right[:k] for k in right[1:])]
-    if count <= ALL_ORDERS:
-        orders += itertools.permutations(right)
-    for width in range(2, count):  # chunk by chunk where it should be rank by rank
-        orders.append(tuple(k for start in range(width) for k in range(start, count, width)))
-    unique = dict.fromkeys(order for order in orders if order != right)
-    return [[place for stage in order for place in runs[stage]] for order in unique]
-
-
-def _block_of(name: str) -> tuple[str, int, str] | None:
-    """(list of blocks, number in it, the parameter's own name in the block)."""
-    found = re.match(r"(.*?)\.?\b(\d+)\.(.*)$", name)
-    return (found[1], int(found[2]), found[3]) if found else None
-
-
-def _reordered(home: str, numbers: Sequence[int], places: Sequence[int]) -> Mistake:
-    @contextmanager
-    def mistake(module: nn.Module) -> Iterator[None]:
-        children = module.get_submodule(home)._modules
-        right = dict(children)
-        children |= {str(n): right[str(p)] for n, p in zip(numbers, places, strict=True)}
-        try:
-            yield
-        finally:
-            children |= right
-
-    return mistake
-
-
-# ---- both
-
-
-def _with(changed: Tensors) -> Mistake:
-    """Other values of some parameters; `Again` puts the right ones back."""
-
-    @contextmanager
-    def mistake(module: nn.Module) -> Iterator[None]:
-        parameters = dict(module.named_parameters())
-        for name, value in changed.items():
-            parameters[name].copy_(value)
-        yield
-
-    return mistake
-
-
-def _all_then_each(names: Sequence[str]) -> list[list[str]]:
-    """All together, then those that are alike in all blocks."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    # A weight and its bias are cut alike, so they go together too.
-    layers: dict[str, list[str]] = {}
-    for pattern, group in alike.items():
-        layers.setdefault(pattern.rpartition(".")[0], []).extend(group)
-    found = [list(names), *layers.values(), *alike.values()]
-    return [list(one) for one in dict.fromkeys(tuple(group) for group in found if group)]
-
-
-def _alike(names: Sequence[str]) -> str:
-    """Names for a person: blocks' numbers left out.
-
-    >>> _alike(["blocks.0.out.bias", "blocks.1.out.bias", "norm.weight"])
-    'blocks.*.out.bias and norm.weight'
-    """
-    shown = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
-    return " and ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
-
-
-def _segments(count: int) -> str:
-    return "one segment" if count == 1 else f"{count} segments"
+    weights, degrees = again.kept, got.degrees
+    if degrees.get("tp", 1) > 1:
+        for look in (row_biases, fused, shared):
+            yield from look(held, weights, degrees["tp"])
+    if degrees.get("cp", 1) > 1:
+        yield from positions(weights, degrees["cp"], again.tokens)
+    if degrees.get("pp", 1) > 1:
+        yield from orders(held, weights)

@@ -1,0 +1,71 @@
+"""States what a divided model will make travel, from how it was split and where it was cut.
+
+Nothing is run: the split's labels tell every collective of a layer, the cut tells what crosses
+between stages. Whoever predicts a run, and whoever compares its counters, reads it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from shoal.parallel.pipe.deal import StageCut
+from shoal.parallel.tensor.labels import Split
+from shoal.parallel.tensor.splits import ModelSplit
+from shoal.planner.traffic import Crossing, TensorExchange
+from shoal.planner.travel import Tie, Travel
+from shoal.profile.shapes import tensors_of
+
+
+def travel_of(
+    module: nn.Module, split: ModelSplit | None, cut: StageCut | None, samples: int
+) -> Travel:
+    """What `module` will make travel; its layers are split already, its stages not yet taken.
+
+    samples   in the batch that the split and the cut were made with
+    """
+    stages = 1 if cut is None else cut.stages
+    stage_of = {} if cut is None else {call.name: call.stage for call in cut.calls}
+    exchanges: list[list[TensorExchange]] = [[] for _ in range(stages)]
+    for name, several in (split.exchanges if split else {}).items():
+        at = _stage(name, stage_of, stages)
+        exchanges[at] += [TensorExchange(e.kind, e.when, e.payload_bytes) for e in several]
+    sizes = {n: p.numel() * max(4, p.element_size()) for n, p in module.named_parameters()}
+    partial = {n for n, one in split.parameters.items() if one.partial} if split else set()
+    keep = (frozenset(sizes),) if cut is None else cut.keep
+    parts = _parts(split) if split else {}
+    return Travel(
+        samples,
+        tuple(tuple(one) for one in exchanges),
+        tuple(sum(sizes[name] for name in partial & kept) for kept in keep),
+        () if cut is None else tuple(_crossing(cut, s, parts) for s in range(1, stages)),
+        () if cut is None else tuple(Tie(where, sizes[n]) for n, where in cut.ties.items()),
+    )
+
+
+def _stage(name: str, stage_of: Mapping[str, int], stages: int) -> int:
+    """Where a module is computed: with the unit that it is, or lies in; the loss on the last."""
+    while name and name not in stage_of:
+        name = name.rpartition(".")[0]
+    return stage_of.get(name, stages - 1)
+
+
+def _parts(split: ModelSplit) -> dict[str, int]:
+    """Modules that give their rank's part of a sequence → of how many parts."""
+    found = dict.fromkeys(split.scattered, split.degree)
+    for group in split.classes:
+        if any(isinstance(label, Split) for label in group.split.outputs):
+            found |= dict.fromkeys(group.names, split.degree)
+    return found
+
+
+def _crossing(cut: StageCut, stage: int, parts: Mapping[str, int]) -> Crossing:
+    forward_bytes = backward_bytes = 0
+    for call, leaf in cut.crossings[stage]:
+        plan = cut.calls[call]
+        value: Tensor = tensors_of(plan.outputs)[leaf]
+        size_bytes = value.numel() * value.element_size() // parts.get(plan.name, 1)
+        forward_bytes += size_bytes
+        backward_bytes += size_bytes * value.is_floating_point()
+    return Crossing(forward_bytes, backward_bytes)

@@ -1,0 +1,349 @@
+"""Context parallelism on real processes: what is compared, counted, measured, and planted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import any_case
+from limited_case import limited
+from shoal.fabric import World
+from shoal.models.catalog import build
+from shoal.models.loss import find_logits, token_loss
+from shoal.parallel import compose, context_parallel, joined
+from shoal.parallel.program import Program
+from shoal.parallel.tensor import exchange
+from shoal.profile.states import peak_extra_bytes
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.proof import Battery
+from shoal.trainer.proof.battery import SGD
+from shoal.trainer.record import Recorder
+from shoal.trainer.run import Run
+
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}, 61),
+    "untied": ("llama", {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "tied": False}, 61),
+    "gpt": ("gpt", {"dim": 16, "layers": 2, "heads": 4}, 61),
+    "dropout": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.1}, 61),
+}
+STEPS = 2
+
+
+@functools.cache
+def battery(model: str) -> Battery:
+    """One battery per model and process: the twin's records serve every layout."""
+    with patch.dict(any_case.OURS, MODELS):
+        trial = any_case.trial_of(model)
+    made = Battery(trial, steps=STEPS)
+    return replace(made, optimizers={SGD: made.optimizers[SGD]})
+
+
+def prove(world: World, model: str, layout: dict[str, Any], bug: str = "none") -> dict[str, Any]:
+    """The report on a layout, with a planted bug or without."""
+    torch.set_num_threads(1)
+    unchecked = patch.object(context_parallel, "check_class", lambda module, group, axis: None)
+    with patch.dict(any_case.OURS, MODELS), BUGS[bug]():
+        if bug == "none":
+            return battery(model).prove(world, layout)
+        with unchecked:
+            return battery(model).prove(world, layout)
+
+
+# ---- planted bugs
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    """No bug."""
+    yield
+
+
+@contextmanager
+def restarted() -> Iterator[None]:
+    """Every rank takes the first part of tables: its own tokens count from 0."""
+    right = exchange.cut
+
+    def cut(value: Any, label: Any, rank: int, degree: int) -> Any:
+        return right(value, label, rank if value.requires_grad else 0, degree)
+
+    with patch.object(exchange, "cut", cut):
+        yield
+
+
+@contextmanager
+def restarted_lookup() -> Iterator[None]:
+    """Every rank looks up the first positions: those of the first rank."""
+    from shoal.parallel.context import stand_in
+
+    right = stand_in.local_of
+
+    def local_of(value: Any, deal: Any) -> Any:
+        if value.dim() > 1:
+            return right(value, deal)
+        return value[: right(value, deal).shape[0]]
+
+    with patch.object(stand_in, "local_of", local_of):
+        yield
+
+
+@contextmanager
+def joined_twice() -> Iterator[None]:
+    """Gradients are summed over the ranks of a sequence once more."""
+    right = joined.apply
+    with patch.object(compose.joined, "apply", lambda program: right(right(program))):
+        yield
+
+
+@contextmanager
+def not_joined() -> Iterator[None]:
+    """Every rank keeps the gradient of its own tokens."""
+    with patch.object(compose.joined, "apply", lambda program: program):
+        yield
+
+
+@contextmanager
+def all_differentiate() -> Iterator[None]:
+    """Every rank of a sequence differentiates the loss that all of them have."""
+    with patch.object(Program, "differentiates", True):
+        yield
+
+
+@contextmanager
+def all_speak() -> Iterator[None]:
+    """Every rank of a sequence counts the targets that all of them have."""
+    with patch.object(Program, "speaks", True):
+        yield
+
+
+@contextmanager
+def own_keys() -> Iterator[None]:
+    """Keys and values do not travel: a rank's tokens see each other only."""
+    from shoal.parallel.context import ring
+
+    right = ring._seen
+
+    def seen(rank: int, source: int, *rest: Any) -> Any:
+        return right(rank, source, *rest) if rank == source else iter(())
+
+    with patch.object(ring, "_seen", seen):
+        yield
+
+
+BUGS = {
+    "none": nothing,
+    "position restart": restarted,
+    "position restart, learnt": restarted_lookup,
+    "joined twice": joined_twice,
+    "not joined": not_joined,
+    "all differentiate": all_differentiate,
+    "all speak": all_speak,
+    "own keys": own_keys,
+}
+
+
+# ---- runs
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What runs tell inside."""
+    told: list[str] = []
+
+    def hear(recorder: Recorder, text: str) -> None:
+        told.append(text)
+
+    with patch.object(Recorder, "notice", hear):
+        yield told
+
+
+def _run(
+    world: World, module: nn.Module, tokens: torch.Tensor, layout: dict[str, Any], **more: Any
+) -> Run:
+    return parallelize(
+        module,
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        layout=layout,
+        batch=len(tokens),
+        micro_batch=len(tokens),
+        sample=(tokens, tokens),
+        world=world,
+        **more,
+    )
+
+
+def _llama(sequence: int, **arguments: Any) -> nn.Module:
+    settings = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False, **arguments}
+    torch.manual_seed(0)
+    return build("llama", settings, vocabulary=61, sequence=sequence)
+
+
+def travels(world: World, context: str) -> dict[str, Any]:
+    """What a rank sends in a step, by kind, and what is told of it at the start."""
+    tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    with _heard() as told:
+        run = _run(world, _llama(16), tokens, {"cp": world.size, "context": context})
+        run.step((tokens, tokens))
+    calls: list[tuple[str, int]] = []
+    count = world.traffic.count
+
+    def counting(kind: str, payload_bytes: int, degree: int) -> None:
+        if degree > 1:
+            calls.append((kind, payload_bytes))
+        count(kind, payload_bytes, degree)
+
+    world.traffic.count = counting
+    run.step((tokens, tokens))
+    del world.traffic.count
+    _close(run)
+    return {"calls": calls, "notices": told}
+
+
+def own_loss(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A user's loss, which knows nothing of parts."""
+    logits = find_logits(outputs).double()
+    picked = logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1))
+    weight = torch.linspace(1.0, 2.0, targets.shape[1], dtype=torch.float64)
+    return -(picked.squeeze(-1) * weight).sum(), torch.tensor(targets.numel())
+
+
+def same_as_one(world: World, case: str) -> dict[str, Any]:
+    """The largest difference to one process after a step, of its loss and the weights."""
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 61, (3, 16), generator=draw)
+    targets = torch.randint(0, 61, (3, 16), generator=draw)
+    other = tokens[:, :13] if case == "other length" else tokens
+    its_targets = targets[:, :13] if case == "other length" else targets
+    if case == "ignored":
+        its_targets = targets.masked_fill(torch.arange(16) < 8, -100)
+    loss = own_loss if case == "own loss" else token_loss
+    told = []
+    for layout in ({"cp": world.size}, {}):
+        alone = World(_place(), world.device, None)
+        with _heard() as notices:
+            run = _run(
+                world if layout else alone,
+                _llama(16, tied=case != "ignored").double(),
+                tokens,
+                layout,
+                loss=loss,
+                precision="fp64",
+            )
+            result = run.step((other, its_targets))
+            validated = run.evaluate([(other, its_targets)])["loss"]
+        weights = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
+        told.append((result.loss, validated, weights, notices))
+        _close(run)
+    (loss_here, seen, weights, notices), (right, right_seen, right_weights, _) = told
+    return {
+        "loss": abs(loss_here - right) / right,
+        "validated": abs(seen - right_seen) / right_seen,
+        "weights": float((weights - right_weights).abs().max()),
+        "notices": notices,
+    }
+
+
+def _place() -> Any:
+    from shoal.fabric.place import Place
+
+    return Place()
+
+
+def _close(run: Run) -> None:
+    for undo in run.program.on_close:
+        undo()
+
+
+def refused(world: World, layout: dict[str, Any], kind: str = "llama") -> str:
+    """The line with which a layout is refused."""
+    from shoal.base.errors import ShoalError
+
+    tokens = torch.zeros(2, 15 if kind == "odd" else 16, dtype=torch.long)
+    module = _llama(16)
+    if kind == "mlp":
+        module = nn.Sequential(nn.Embedding(61, 8), nn.Flatten(), nn.Linear(128, 61))
+    try:
+        _run(world, module, tokens, layout)
+    except ShoalError as refusal:
+        return str(refusal)
+    return ""
+
+
+# ---- memory
+
+LONG = {"dim": 64, "layers": 1, "heads": 2, "kv_heads": 2}
+
+
+def memory(world: World, sequence: int) -> dict[str, int]:
+    """Bytes kept for the backward pass, and the most that a step holds; of this rank and alone."""
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, 61, (1, sequence), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name, layout in (("rank", {"cp": world.size}), ("alone", {})):
+        home = world if layout else World(_place(), world.device, None)
+        run = _run(home, _llama(sequence, **LONG), tokens[:, :64], layout)
+        run.step((tokens, tokens))
+        found[f"{name} kept"] = _kept(run, tokens)
+        found[f"{name} peak"] = peak_extra_bytes(
+            lambda run=run: run.step((tokens, tokens)), world.device, 2
+        )
+        _close(run)
+    return found
+
+
+def _kept(run: Run, tokens: torch.Tensor) -> int:
+    """Bytes of all storages that a forward pass keeps, the parameters' left out."""
+    seen = {p.untyped_storage()._cdata: 0 for p in run.model.parameters()}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held.append(storage)
+        seen.setdefault(storage._cdata, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_loss(run.model(tokens), tokens)
+    return sum(seen.values())
+
+
+def beyond(world: World, sequence: int, room_mib: int) -> dict[str, Any]:
+    """One step under a limit on this process's memory: by this process alone, and by all ranks.
+
+    room_mib   how far the process may grow above what it has with model and optimizer
+    """
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, 61, (1, sequence), generator=torch.Generator().manual_seed(1))
+    few = tokens[:, :64]
+    run = _run(world, _llama(sequence, **LONG), few, {"cp": world.size})
+    alone = _run(World(_place(), world.device, None), _llama(sequence, **LONG), few, {})
+    for one in (run, alone):
+        one.step((few, few))
+    start = [p.detach().clone() for p in alone.model.parameters()]
+    found: dict[str, Any] = {}
+    with limited(room_mib * 2**20):
+        found["alone"] = _outcome(alone, tokens)
+        found["together"] = _outcome(run, tokens)
+    found["kept"] = _kept(run, tokens)
+    _close(run)
+    if world.is_first:
+        for p, right in zip(alone.model.parameters(), start, strict=True):
+            p.data.copy_(right)
+        found["kept alone"] = _kept(alone, tokens)
+        found["right"] = alone.evaluate([(tokens, tokens)])["loss"]
+    return found
+
+
+def _outcome(run: Run, tokens: torch.Tensor) -> Any:
+    """The loss of a step, or the line with which it failed."""
+    try:
+        return run.step((tokens, tokens)).loss
+    except (RuntimeError, MemoryError) as failure:
+        return next(line for line in str(failure).splitlines() if line)

@@ -1,0 +1,106 @@
+"""Context parallelism on real processes: one process's numbers, 1/n of its activations."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "llama", {"cp": 2}),
+    (2, "llama", {"cp": 2, "context": "ulysses"}),
+    (2, "llama", {"cp": 2, "context": "gather"}),
+    (2, "dropout", {"cp": 2}),
+    (2, "gpt", {"cp": 2, "context": "ring"}),
+    (4, "untied", {"cp": 4}),
+    (4, "gpt", {"cp": 2, "dp_shard": 2}),
+    (4, "llama", {"cp": 2, "dp_shard": 2, "zero": 2, "context": "ulysses"}),
+]
+
+
+@pytest.mark.parametrize(("size", "model", "layout"), CASES, ids=str)
+def test_equals_one_process(worlds, size: int, model: str, layout: dict[str, Any]) -> None:
+    report = worlds(size).call("context_case:prove", model=model, layout=layout)[0]
+    assert report["verdict"] == "equal", report["cause"] or report["reason"]
+
+
+@pytest.mark.parametrize("case", ["own loss", "other length", "ignored"])
+def test_what_a_run_may_meet_equals_one_process(worlds, case: str) -> None:
+    for told in worlds(2).call("context_case:same_as_one", case=case):
+        assert told["loss"] <= 1e-14
+        assert told["validated"] <= 1e-14
+        assert told["weights"] <= 1e-12
+        whole = [line for line in told["notices"] if "runs whole on every rank for inputs" in line]
+        assert bool(whole) == (case == "other length")
+
+
+def test_ring_sends_keys_and_values_only(worlds) -> None:
+    """Per layer: two all-to-alls each way for the balance, keys and values, and their gradients."""
+    told = worlds(2).call("context_case:travels", context="ring")[0]
+    tokens, dim, kv_dim, width = 2 * 8, 16, 8, 4  # on a rank
+    kinds = [kind for kind, _ in told["calls"]]
+    assert "all_gather" not in kinds
+    sends = sorted(size for kind, size in told["calls"] if kind == "send")
+    part = tokens * kv_dim * width
+    # forward: k, v once; backward: k, v once, their gradients twice; two layers
+    assert sends == [part] * (2 * (2 + 2 + 4))
+    swaps = sorted(size for kind, size in told["calls"] if kind == "all_to_all")
+    half = tokens // 2 * width  # the late half of rank 0 and the early one of rank 1 stay or go
+    assert swaps == sorted(2 * [half * (dim + 2 * kv_dim), half * dim] * 2)
+    assert told["notices"] == []
+
+
+def test_gathering_is_told(worlds) -> None:
+    for told in worlds(2).call("context_case:travels", context="gather"):
+        assert "send" not in [kind for kind, _ in told["calls"]]
+        assert any("blocks.0 (and 1 like it) gathers" in line for line in told["notices"])
+
+
+def test_activations_are_a_part_of_one_process(worlds) -> None:
+    for told in worlds(4).call("context_case:memory", sequence=4096):
+        assert told["rank kept"] <= 1.1 * told["alone kept"] / 4
+        assert told["rank peak"] <= 1.2 * told["alone peak"] / 4  # tables of positions are whole
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+def test_a_sequence_that_one_process_cannot_hold_runs(worlds) -> None:
+    """Under the same limit on every process's memory."""
+    answers = worlds(4).call("context_case:beyond", sequence=16384, room_mib=72)
+    for told in answers:
+        assert "can't allocate memory" in str(told["alone"])
+        assert told["together"] == pytest.approx(answers[0]["right"], rel=1e-5)
+        assert told["kept"] <= 1.1 * answers[0]["kept alone"] / 4
+
+
+REFUSED = {
+    "odd": ({"cp": 2}, "layout.cp = 2: Llama works on 15 tokens, which do not divide into 2 equal"),
+    "mlp": ({"cp": 2}, "layout.cp = 2: no layer of Sequential can share a sequence: "),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_cannot_share_are_refused(worlds, kind: str) -> None:
+    layout, line = REFUSED[kind]
+    for told in worlds(2).call("context_case:refused", layout=layout, kind=kind):
+        assert told.startswith(line)
+        assert "nearest: layout.cp=1" in told
+
+
+BUGS = {
+    "position restart": ("llama", "position restart"),
+    "position restart, learnt": ("gpt", "position restart"),
+    "joined twice": ("llama", "factor of cp"),
+    "all differentiate": ("llama", "factor of cp"),
+    "all speak": ("llama", "count of targets"),
+    "not joined": ("llama", "part gradients not summed"),
+    "own keys": ("llama", "forward pass"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_named(worlds, bug: str) -> None:
+    model, name = BUGS[bug]
+    report = worlds(2).call("context_case:prove", model=model, layout={"cp": 2}, bug=bug)[0]
+    assert report["verdict"] == "different"
+    assert report["cause"]["name"] == name, report["cause"]

@@ -1,0 +1,163 @@
+"""What a rank holds and sends under tp and pp is what the plan says, and little enough.
+
+States are counted from live storages after a step's last backward pass, activations are the peak of
+what a step holds beyond them, bytes are those of the run's own counters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shoal.fabric.traffic import wire_bytes
+
+TP, PP, BOTH = {"tp": 2}, {"pp": 2, "schedule": "1f1b"}, {"tp": 2, "pp": 2}
+WHOLE = {"tp": 2, "sequence_parallel": "off"}
+GPIPE = {"pp": 2, "schedule": "gpipe"}
+
+Row = dict[str, Any]
+
+ROWS: dict[int, list[Row]] = {
+    2: [
+        {"layout": TP, "peak": True},
+        {"layout": TP, "precision": "bf16", "tied": True},
+        {"layout": WHOLE, "peak": True},
+        {"layout": GPIPE, "peak": True},
+        {"layout": GPIPE, "peak": True, "micro_batches": 8},
+        {"layout": PP, "peak": True},
+        {"layout": PP, "peak": True, "micro_batches": 8},
+        {"layout": PP, "precision": "bf16", "tied": True},
+    ],
+    4: [
+        {"layout": {"tp": 4}},
+        {"layout": {"pp": 4}, "precision": "bf16", "peak": False},
+        {"layout": BOTH, "peak": True},
+        {"layout": BOTH, "precision": "bf16", "tied": True},
+        {"layout": {"tp": 2, "dp_shard": 2, "zero": 3}, "precision": "bf16"},
+        {"layout": {"pp": 2, "dp_shard": 2, "zero": 3}},
+        {"layout": {"pp": 2, "dp_shard": 2, "zero": 1}, "tied": True},
+    ],
+    8: [{"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}}],
+}
+PLACES = [(ranks, place) for ranks, rows in ROWS.items() for place in range(len(rows))]
+SEEN = [one for one in PLACES if ROWS[one[0]][one[1]].get("peak")]
+SAID = [one for one in PLACES if ROWS[one[0]][one[1]]["layout"].get("zero") != 3]
+NORM, DIM, BLOCKS = 256, 256, 4
+
+Measured = dict[int, list[list[dict[str, Any]]]]
+
+
+def named(place: tuple[int, int]) -> str:
+    row = ROWS[place[0]][place[1]]
+    words = [f"{axis}{degree}" for axis, degree in row["layout"].items()]
+    words += [str(value) for key, value in row.items() if key in ("precision", "micro_batches")]
+    return "-".join(words)
+
+
+@pytest.fixture(scope="module")
+def measured(worlds) -> Measured:
+    """Ranks → what each of them answered to every row."""
+    return {
+        ranks: worlds(ranks).call("divided_memory_case:measure", wanted=rows, deadline_s=240)
+        for ranks, rows in ROWS.items()
+    }
+
+
+@pytest.mark.parametrize("place", PLACES, ids=named)
+def test_states_are_what_the_plan_assigns(measured: Measured, place: tuple[int, int]) -> None:
+    for answers in measured[place[0]]:
+        held, assigned = answers[place[1]]["held"], answers[place[1]]["assigned"]
+        assert sum(held.values()) == pytest.approx(sum(assigned.values()), rel=0.001)
+        for kind, expected in assigned.items():
+            assert held[kind] == pytest.approx(expected, rel=0.001), kind
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_ranks_hold_their_share_exactly(measured: Measured, ranks: int) -> None:
+    """All but the norms, which every rank has whole."""
+    norms = NORM * (2 * BLOCKS + 1)
+    for answers in measured[ranks]:
+        found = answers[0]
+        assert ROWS[ranks][0]["layout"] == {"tp": ranks}
+        assert (found["elements"] - norms) * ranks == found["parameters"] - norms
+
+
+def test_equal_stages_hold_their_share_exactly(measured: Measured) -> None:
+    """Two blocks each, embedding and head are of one size; the last norm is the last stage's."""
+    place = next(n for n, row in enumerate(ROWS[2]) if row["layout"] == PP)
+    first, last = (answers[place] for answers in measured[2])
+    assert first["blocks"] == last["blocks"] == 2
+    assert last["elements"] == first["elements"] + NORM
+    assert first["elements"] + last["elements"] == first["parameters"]
+
+
+@pytest.mark.parametrize("place", SEEN, ids=named)
+def test_activations_in_flight_are_what_is_foreseen(
+    measured: Measured, place: tuple[int, int]
+) -> None:
+    for answers in measured[place[0]]:
+        found = answers[place[1]]
+        assert found["foreseen"] == pytest.approx(found["extra"], rel=0.1)
+
+
+def test_what_falls(measured: Measured) -> None:
+    """1f1b keeps two micro-batches where gpipe keeps all, and tensor parallelism half of one."""
+    extra = {named((2, n)): [a[n]["extra"] for a in measured[2]] for n in range(len(ROWS[2]))}
+    assert extra["pp2-schedulegpipe-8"][0] > 3 * extra["pp2-schedule1f1b-8"][0]
+    assert extra["tp2"][0] < extra["tp2-sequence_paralleloff"][0]
+
+
+@pytest.mark.parametrize("place", SAID, ids=named)
+def test_bytes_are_what_was_stated(measured: Measured, place: tuple[int, int]) -> None:
+    """To the byte, and kind by kind."""
+    for answers in measured[place[0]]:
+        found = answers[place[1]]
+        sent: Counter[str] = Counter()
+        for kind, payload_bytes, degree in found["calls"]:
+            sent[f"{kind}_bytes"] += wire_bytes(kind, payload_bytes, degree)
+        assert dict(sent) == pytest.approx({k: v for k, v in found["stated"].items() if v})
+
+
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    [(WHOLE, {"all_reduce": 4}), (TP, {"all_gather": 4, "reduce_scatter": 4})],
+)
+def test_collectives_of_a_block(measured: Measured, layout: Row, kinds: dict[str, int]) -> None:
+    """Four all-reduces or their pairs; beside them the vocabulary's, and one sum per step."""
+    place = next(n for n, row in enumerate(ROWS[2]) if row["layout"] == layout)
+    passes, tokens = 4, 2 * 64
+    hidden_bytes, numbers_bytes = 4 * tokens * DIM, 2 * 3 * 4 * tokens
+    expected: Counter[tuple[str, int]] = Counter()
+    for kind, count in kinds.items():
+        expected[kind, hidden_bytes] += count * BLOCKS * passes
+    if layout is WHOLE:
+        expected["all_reduce", hidden_bytes] += passes  # lookup
+    else:
+        expected["reduce_scatter", hidden_bytes] += passes  # lookup
+        expected["all_gather", hidden_bytes] += 2 * passes  # its gradient; what the last norm reads
+        expected["all_reduce", 4 * NORM * 2 * BLOCKS] += 1  # the norms' gradients, once a step
+    expected["all_reduce", hidden_bytes] += passes  # the head's gradient of hidden states
+    expected["all_gather", numbers_bytes] += passes  # three numbers per token of the loss
+    for answers in measured[2]:
+        counted = Counter((kind, size) for kind, size, _ in answers[place]["calls"])
+        assert counted == expected
+
+
+MIB = 2**20
+LIMIT = 320 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+def test_a_model_too_large_for_one_process_trains_on_four(worlds) -> None:
+    """16 bytes of states per element are more than the limit; a quarter of them is not."""
+    alone = worlds(1).call("limited_case:train", layout="single", more_bytes=LIMIT)[0]
+    assert "can't allocate memory" in alone["failed"]
+    together = worlds(4).call("limited_case:train", layout=BOTH, more_bytes=LIMIT)
+    for answer in together:
+        assert "failed" not in answer, answer
+        assert 16 * answer["parameters"] > 1.4 * LIMIT
+        assert answer["losses"][-1] < answer["losses"][0]
+        assert answer["losses"] == together[0]["losses"]
