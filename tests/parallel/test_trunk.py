@@ -143,3 +143,14 @@ def test_buffers_and_generators_are_left_as_they_were() -> None:
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, before[name]), name
         assert buffer is objects[name]
+
+
+def test_what_is_seen_does_not_depend_on_a_rank_s_draws() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)) for _ in range(2)))
+    x, seen = torch.ones(4, 3), []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        drawn = torch.get_rng_state()
+        seen.append(find_trunk(module, lambda m: m(x)).calls[1].args[0])
+        assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(*seen)

@@ -13,8 +13,9 @@ from shoal.base.shape import Transformer
 from shoal.models.llama import Attention, Block, SwiGLU
 from shoal.planner.frameworks import framework, own_kernels
 from shoal.planner.model_facts import parameters
+from shoal.planner.own_family import own_family
 from shoal.planner.published import published
-from shoal.planner.transformer import Kernels, model_facts, own_family
+from shoal.planner.transformer import Kernels, model_facts
 
 
 def block(shape: Transformer, sequence: int = 1024, kernels: Kernels | None = None) -> UnitFacts:

@@ -224,17 +224,20 @@ def same_as_one(world: World, case: str) -> dict[str, Any]:
     if case == "ignored":
         its_targets = targets.masked_fill(torch.arange(16) < 8, -100)
     loss = own_loss if case == "own loss" else token_loss
+    more = {"recompute": "full"} if case == "recomputed" else {}
+    dropout = 0.2 if case == "recomputed" else 0.0
     told = []
     for layout in ({"cp": world.size}, {}):
         alone = World(_place(), world.device, None)
         with _heard() as notices:
             run = _run(
                 world if layout else alone,
-                _llama(16, tied=case != "ignored").double(),
+                _llama(16, tied=case != "ignored", dropout=dropout).double(),
                 tokens,
                 layout,
                 loss=loss,
                 precision="fp64",
+                **more,
             )
             result = run.step((other, its_targets))
             validated = run.evaluate([(other, its_targets)])["loss"]
@@ -261,6 +264,18 @@ def _close(run: Run) -> None:
         undo()
 
 
+class Decides(nn.Module):
+    """Looks at numbers to decide what to do, so that it is no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, 8]."""
+        return self.inner(x) if float(x.detach().sum()) > 0 else x - self.inner(x)
+
+
 def refused(world: World, layout: dict[str, Any], kind: str = "llama") -> str:
     """The line with which a layout is refused."""
     from shoal.base.errors import ShoalError
@@ -269,11 +284,25 @@ def refused(world: World, layout: dict[str, Any], kind: str = "llama") -> str:
     module = _llama(16)
     if kind == "mlp":
         module = nn.Sequential(nn.Embedding(61, 8), nn.Flatten(), nn.Linear(128, 61))
+    if kind == "strict":
+        module = nn.Sequential(nn.Embedding(61, 8), Decides(), Decides(), nn.Linear(8, 61))
     try:
         _run(world, module, tokens, layout)
     except ShoalError as refusal:
         return str(refusal)
     return ""
+
+
+def in_bf16(world: World) -> list[float]:
+    """A step's loss on the ranks, and in one process."""
+    tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for layout in ({"cp": world.size}, {}):
+        home = world if layout else World(_place(), world.device, None)
+        run = _run(home, _llama(16), tokens, layout, precision="bf16")
+        losses.append(run.step((tokens, tokens)).loss)
+        _close(run)
+    return losses
 
 
 # ---- memory
@@ -287,6 +316,8 @@ def memory(world: World, sequence: int) -> dict[str, int]:
     tokens = torch.randint(0, 61, (1, sequence), generator=torch.Generator().manual_seed(1))
     found = {}
     for name, layout in (("rank", {"cp": world.size}), ("alone", {})):
+        if not layout and not world.is_first:
+            continue
         home = world if layout else World(_place(), world.device, None)
         run = _run(home, _llama(sequence, **LONG), tokens[:, :64], layout)
         run.step((tokens, tokens))

@@ -76,13 +76,17 @@ class OwnExperts(nn.Module):
         self.outer = nn.Parameter(torch.randn(kinds, 2 * dim, dim) / math.sqrt(dim))
 
     def forward(self, picked: Tensor, odds: Tensor, hidden: Tensor) -> Tensor:
-        """[n, k], [n, k], [n, dim] to [n, dim]; every expert runs on every token."""
-        every = torch.einsum("nd,edh->neh", hidden, self.inner) + self.shift
-        every = torch.einsum("neh,ehd->ned", F.gelu(every), self.outer)
+        """[n, k], [n, k], [n, dim] to [n, dim]; only experts that somebody chose run."""
         # The number of experts is read here: a rank with fewer must be told.
-        share = torch.zeros(len(hidden), self.kinds, dtype=odds.dtype)
-        share = share.scatter_add(1, picked, odds)
-        mixed: Tensor = torch.einsum("ned,ne->nd", every, share)
+        busy = torch.zeros(self.kinds, dtype=odds.dtype).index_add(0, picked[:, 0], odds[:, 0])
+        if len(busy) != len(self.inner):
+            raise ValueError(f"{len(self.inner)} experts, {len(busy)} were promised")
+        mixed = torch.zeros_like(hidden)
+        for expert in picked.unique().tolist():
+            token, place = torch.where(picked == expert)
+            inner = F.gelu(hidden[token] @ self.inner[expert] + self.shift[expert])
+            outer = inner @ self.outer[expert] * odds[token, place, None]
+            mixed = mixed.index_add(0, token, outer)
         return mixed
 
 
@@ -364,17 +368,22 @@ def odd_one(kind: str) -> nn.Module:
     if kind == "dense":
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     for layer in made.layers:
-        layer.experts = {"dropout": Restless, "mean": Meeting}[kind](4, 16)
+        if kind == "three":
+            layer.router, layer.experts = nn.Linear(16, 3), OwnExperts(3, 16)
+        else:
+            layer.experts = {"dropout": Restless, "mean": Meeting}[kind](4, 16)
     return made
 
 
-def refusal(world: World, kind: str, layout: dict[str, Any], **settings: Any) -> str:
+def refusal(
+    world: World, kind: str, layout: dict[str, Any], optimizer: str = "SGD", **settings: Any
+) -> str:
     """The line of the refusal."""
     data = _first(cases.Images())
     try:
         parallelize(
             lambda: Own() if kind == "own" else odd_one(kind),
-            lambda p: torch.optim.SGD(p, lr=0.1),
+            lambda p: getattr(torch.optim, optimizer)(p, lr=0.1),
             None,
             layout,
             batch=2 * world.size,

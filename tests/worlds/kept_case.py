@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shoal.fabric import World
 from shoal.models.llama import Llama
@@ -98,7 +100,7 @@ def start(
         )
         passes = len(PASSES)
         losses = [float(run.step((ids, ids)).loss) for _ in range(2)]
-    weights = [p.detach().numpy().tobytes() for p in run.program.module.parameters()]
+    weights = [p.detach().numpy().tobytes() for p in run.program.parameters.values()]
     for undo in run.program.on_close:  # as `run.close`, but the world stays for others
         undo()
     return {
@@ -117,4 +119,8 @@ def _told(split: ModelSplit) -> list[str]:
     tables = (split.tables.split, split.tables.whole, split.tables.embeddings)
     heads = (split.tables.heads, split.tables.to_loss)
     rest = (split.degree, split.sequence, split.parameters, split.exchanges, split.notices)
-    return [repr(one) for one in (*blocks, *tables, *heads, *rest, split.scattered)]
+    told = pytree.tree_map(
+        lambda leaf: sorted(leaf) if isinstance(leaf, frozenset) else leaf,
+        [*blocks, *tables, *heads, *rest, split.scattered],
+    )
+    return [re.sub(" at 0x[0-9a-f]+", "", repr(one)) for one in told]

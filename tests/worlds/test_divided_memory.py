@@ -25,17 +25,14 @@ ROWS: dict[int, list[Row]] = {
         {"layout": TP, "peak": True},
         {"layout": TP, "precision": "bf16", "tied": True},
         {"layout": WHOLE, "peak": True},
-        {"layout": GPIPE, "peak": True},
         {"layout": GPIPE, "peak": True, "micro_batches": 8},
         {"layout": PP, "peak": True},
-        {"layout": PP, "peak": True, "micro_batches": 8},
         {"layout": PP, "precision": "bf16", "tied": True},
     ],
     4: [
         {"layout": {"tp": 4}},
-        {"layout": {"pp": 4}, "precision": "bf16", "peak": False},
+        {"layout": {"pp": 4}, "precision": "bf16"},
         {"layout": BOTH, "peak": True},
-        {"layout": BOTH, "precision": "bf16", "tied": True},
         {"layout": {"tp": 2, "dp_shard": 2, "zero": 3}, "precision": "bf16"},
         {"layout": {"pp": 2, "dp_shard": 2, "zero": 3}},
         {"layout": {"pp": 2, "dp_shard": 2, "zero": 1}, "tied": True},
@@ -44,7 +41,15 @@ ROWS: dict[int, list[Row]] = {
 }
 PLACES = [(ranks, place) for ranks, rows in ROWS.items() for place in range(len(rows))]
 SEEN = [one for one in PLACES if ROWS[one[0]][one[1]].get("peak")]
-SAID = [one for one in PLACES if ROWS[one[0]][one[1]]["layout"].get("zero") != 3]
+
+
+def is_stated(row: Row) -> bool:
+    """Not under fsdp, whose hooks gather parts of sequences, nor in formats autocast chooses."""
+    narrow = row.get("precision") == "bf16" and "tp" in row["layout"]
+    return row["layout"].get("zero") != 3 and not narrow
+
+
+SAID = [one for one in PLACES if is_stated(ROWS[one[0]][one[1]])]
 NORM, DIM, BLOCKS = 256, 256, 4
 
 Measured = dict[int, list[list[dict[str, Any]]]]
@@ -106,7 +111,7 @@ def test_activations_in_flight_are_what_is_foreseen(
 def test_what_falls(measured: Measured) -> None:
     """1f1b keeps two micro-batches where gpipe keeps all, and tensor parallelism half of one."""
     extra = {named((2, n)): [a[n]["extra"] for a in measured[2]] for n in range(len(ROWS[2]))}
-    assert extra["pp2-schedulegpipe-8"][0] > 3 * extra["pp2-schedule1f1b-8"][0]
+    assert extra["pp2-schedulegpipe-8"][0] > 3 * extra["pp2-schedule1f1b"][0]
     assert extra["tp2"][0] < extra["tp2-sequence_paralleloff"][0]
 
 

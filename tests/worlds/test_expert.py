@@ -118,9 +118,13 @@ REFUSED = [
      "layout.ep=1"),
     ("mean", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts is called like experts, but "
      "with its experts apart it is off by "),
+    ("three", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts has 3 experts, which cannot "
+     "be dealt to 2 ranks evenly; nearest: layout.ep=1"),
     ("own", {"strategy": "ep"}, {"compress": "int8"}, "layout.compress = int8: sums over all "
      "data-parallel ranks, and layout.ep = 2 sums experts over some; nearest: "
      "layout.compress=none"),
+    ("own", {"strategy": "ep"}, {"optimizer": "Adafactor"}, "layout.ep = 2: cuts stacks of experts "
+     "by rows, and Adafactor: a step on some rows"),
     ("own", {"strategy": "ep"}, {"sample": None}, "nearest: shoal.parallelize(…, sample=batch)"),
 ]  # fmt: skip
 
@@ -129,11 +133,3 @@ REFUSED = [
 def test_refusals(worlds, kind, layout, settings, line) -> None:
     told = worlds(2).call("expert_case:refusal", kind=kind, layout=layout, **settings)
     assert all(line in one for one in told), told[0]
-
-
-def test_experts_that_do_not_divide(worlds) -> None:
-    told = worlds(3).call("expert_case:refusal", kind="own", layout={"strategy": "ep"})
-    assert told[0] == (
-        "layout.ep = 3: layers.0.experts has 4 experts, which cannot be dealt to 3 ranks evenly; "
-        "nearest: layout.ep=1"
-    )

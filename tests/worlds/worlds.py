@@ -41,6 +41,7 @@ class Members:
                 "LOCAL_WORLD_SIZE": str(size),
                 "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
                 "OMP_NUM_THREADS": "1",
+                "SHOAL_CACHE": str(log_folder / "cache"),  # nothing of an earlier session counts
             }
             self.processes.append(
                 subprocess.Popen(

@@ -113,11 +113,14 @@ def explain_model(config: Config, layout: Layout) -> Explained:
     module, look = _look_at(config)
     tensor = _over_tp(module, look, config, layout) if layout.tp > 1 else Derived()
     stages = _over_pp(module, look, layout) if layout.pp > 1 else {}
+    experts = _over_ep(module, look, layout) if layout.ep > 1 else frozenset()
     rows = []
     for name, parameter in module.named_parameters():
         inside = tensor.held.get(name, Held())
         shape = tuple(parameter.shape)
         across = over_data(layout, shape) if parameter.requires_grad else Held(reason="frozen")
+        if name in experts:
+            across = over_experts(layout, shape)
         on = stages.get(name, ())
         tied = f"gradients of stages {', '.join(map(str, on))} summed" if len(on) > 1 else ""
         said = [inside.collective, across.collective, tied if parameter.requires_grad else ""]
@@ -161,6 +164,39 @@ def over_data(layout: Layout, shape: tuple[int, ...]) -> Held:
         collective += f", {summed}"
     shard = shard_text(shape, 0, layout.dp_shard) if shape else "whole"
     return Held("dp_shard", shard, collective)
+
+
+def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
+    """What expert parallelism makes of a stack of experts.
+
+    >>> over_experts(Layout(dp_replicate=4, ep=2), (8, 4, 4)).shard
+    'rows 0:4 of 8'
+    >>> over_experts(Layout(dp_shard=4, zero=3, ep=2), (8, 4, 4)).axis
+    'ep, dp_shard'
+    """
+    own = Layout(
+        dp_replicate=layout.expert_replicate,
+        dp_shard=layout.expert_shard,
+        zero=layout.zero if layout.expert_shard > 1 else 0,
+    )
+    rest = over_data(own, (shape[0] // layout.ep, *shape[1:]))
+    same = " of ranks with the same experts" if rest.collective else ""
+    collectives = ["all_to_all of tokens to and from it", f"{rest.collective}{same}"]
+    shards = [shard_text(shape, 0, layout.ep), rest.shard if rest.axis else ""]
+    return Held(
+        ", ".join(filter(None, ["ep", rest.axis])),
+        ", of these ".join(filter(None, shards)),
+        "; ".join(filter(None, collectives)),
+    )
+
+
+def _over_ep(module: Any, look: Look, layout: Layout) -> frozenset[str]:
+    """Names of stacks of experts."""
+    from shoal.parallel.expert_parallel import dealt
+
+    layers = dealt(module, look, layout)
+    names = (f"{one.name}.{name}" for one in layers for name, _ in one.part.named_parameters())
+    return frozenset(names)
 
 
 def _look_at(config: Config) -> tuple[Any, Look]:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from shoal.base.errors import PlanError
+from shoal.base.layout import Layout
 from shoal.base.shards import Shard
 from shoal.fabric.axes import along
 from shoal.parallel.expert.balance import Loads
@@ -46,7 +47,12 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]
             f"layout.compress = {program.plan.compress}: sums over all data-parallel ranks, and "
             f"layout.ep = {layout.ep} sums experts over some; nearest: layout.compress=none"
         )
-    layers = find_layers(program.module, run)
+    return dealt(program.module, run, layout)
+
+
+def dealt(module: nn.Module, run: Callable[[nn.Module], Any], layout: Layout) -> list[ExpertLayer]:
+    """The layers of experts that `layout` deals out; see `plan`."""
+    layers = find_layers(module, run)
     if not layers:
         raise PlanError(
             f"layout.ep = {layout.ep}: the model has no part whose parameters are all stacked by "
@@ -56,7 +62,7 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]
     found: dict[Any, ExpertLayer] = {}
     done = []
     for layer in layers:
-        _check_number(layer, program)
+        _check_number(layer, layout)
         if layer.kind not in found:
             try:
                 found[layer.kind] = checked(layer, layout.ep)
@@ -69,12 +75,11 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]
     return done
 
 
-def _check_number(layer: ExpertLayer, program: Program) -> None:
-    layout = program.plan.layout
+def _check_number(layer: ExpertLayer, layout: Layout) -> None:
     if layer.experts % layout.ep == 0:
         return
-    lent = (n for n in range(1, layer.experts + 1) if layer.experts % n == 0)
-    fitting = [n for n in lent if layout.data_degree % n == 0]
+    even = (n for n in range(1, layer.experts + 1) if layer.experts % n == 0)
+    fitting = filter(layout.lends, even)
     nearest = min(fitting, key=lambda n: (abs(n - layout.ep), n))
     raise PlanError(
         f"layout.ep = {layout.ep}: {layer.name} has {layer.experts} experts, which cannot be dealt "

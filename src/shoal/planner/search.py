@@ -270,6 +270,11 @@ def _tensor_degrees(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterat
 
 
 def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
+    """1, what is asked for, and where sequences are long what leaves them long enough."""
+    wanted = dict(asked.degrees).get("cp", 0)
+    if wanted:
+        yield from [wanted] if devices % wanted == 0 else []
+        return
     yield 1
     cp = 2
     while (

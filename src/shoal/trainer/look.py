@@ -24,6 +24,9 @@ from shoal.trainer.micro_batch import prepared
 LOOKED_AT = 3
 """Samples: so few that looking costs little, and no power of two, which degrees are."""
 
+SHORT = 256
+"""Tokens of a sample, where all a model reads is token ids, and it will share longer sequences."""
+
 
 def divides(layout: str | Mapping[str, Any]) -> bool:
     """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
@@ -47,12 +50,29 @@ def look_at(sample: Any, plan: Plan, world: World, call: str) -> Look | None:
         )
     given = sample() if callable(sample) else sample
     few = _of_first(next(cut_batch(given, min(LOOKED_AT, plan.micro_batch))), world)
+    if layout.cp > 1:  # no rank may have to run all tokens of a long sequence, not even once
+        few = _shortened(few, layout.cp)
 
     def look(program: Program, module: nn.Module) -> Any:
         with program.autocast():
             return call_model(module, split_batch(prepared(program, few))[0], call)
 
     return look
+
+
+def _shortened(batch: Any, cp: int) -> Any:
+    """Token ids [samples, tokens] cut to their first tokens, where that is all there is to cut."""
+    leaves, form = pytree.tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    lengths = {t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()}
+    plain = all(t.dim() < 2 or (t.dim() == 2 and not t.is_floating_point()) for t in tensors)
+    length = max(lengths, default=0)
+    if not plain or len(lengths) != 1 or length <= SHORT or length % (2 * cp):
+        return batch
+    few = max(SHORT // (2 * cp), 1) * 2 * cp
+    return pytree.tree_unflatten(
+        [v[:, :few] if isinstance(v, torch.Tensor) and v.dim() == 2 else v for v in leaves], form
+    )
 
 
 def _of_first(batch: Any, world: World) -> Any:

@@ -107,10 +107,12 @@ class _Finder:
             for child, part in self.module.get_submodule(names[0]).named_children()
             if next(part.parameters(), None) is not None and not _is_plain_embedding(part)
         ]
-        unknown = [n for alike in below for n in alike if n not in self.calls]
+        unknown = [alike[0] for alike in below if alike[0] not in self.calls]
         if unknown:
             self.calls |= first_calls(self.module, unknown, self.run)
         for alike in below:
+            if alike[0] in self.calls:  # what holds them is alike and is called alike
+                self.calls |= dict.fromkeys(alike, self.calls[alike[0]])
             for group in self.groups(alike):
                 self.solve(group)
         return why

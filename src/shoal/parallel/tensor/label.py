@@ -10,8 +10,10 @@ Source: GSPMD's propagation (2105.04663); column and row: Megatron-LM (1909.0805
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -100,6 +102,18 @@ class Labelling:
                     who = self._who_split(value)
                     self.conflicts.append(Conflict(node, value, who, place))
             self.outputs.append((value, wanted))
+
+    def carried(self, problem: Problem, twins: Mapping[fx.Node, fx.Node]) -> Labelling:
+        """The same labels for a graph that is alike; `twins` has its node for each of this one."""
+        other = copy.copy(self)
+        other.problem = problem
+        other.labels = {twins[node]: label for node, label in self.labels.items()}
+        other.steps = {twins[node]: step for node, step in self.steps.items()}
+        other.outputs = [(twins[node], label) for node, label in self.outputs]
+        other.conflicts = [
+            replace(one, node=twins[one.node], value=twins[one.value]) for one in self.conflicts
+        ]
+        return other
 
     def label(self, node: fx.Node) -> Any:
         """The label of a value; a weight's follows from its parameters."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -206,7 +207,9 @@ class _Writer:
 
     def _told(self, node: fx.Node) -> str:
         names = sorted({n for one in node.all_input_nodes for n in self.problem.sources[one]})
-        operation = str(node.target).removeprefix("aten.").split(".")[0]
+        target = node.target  # a plain function would tell its address in memory
+        named = target.__name__ if isinstance(target, FunctionType) else str(target)
+        operation = named.removeprefix("aten.").split(".")[0]
         if node.op == "placeholder":
             operation = self.problem.parameters.get(node, "input")
         return f"{operation} ({', '.join(names)})" if names else operation

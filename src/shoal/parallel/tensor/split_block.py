@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.parallel.tensor.analogy import carried_over
 from shoal.parallel.tensor.attention import shared_attention
 from shoal.parallel.tensor.gradients import Sums, place_sums
 from shoal.parallel.tensor.label import Labelling
@@ -51,6 +52,7 @@ class BlockSplit:
     flatten      (args, kwargs) → the flat tensor inputs
     rebuild      flat outputs → what the layer's forward returns
     attention    what the ranks compute attention with, together
+    labelling    of a split of the sequence alone, as first found: it serves other lengths too
     """
 
     degree: int
@@ -69,6 +71,7 @@ class BlockSplit:
     flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
     attention: Shared | None = None
+    labelling: Labelling | None = None
 
 
 def split_block(
@@ -109,7 +112,9 @@ def split_block(
             overrides=overrides,
             split_parameters=split_parameters,
         )
-    return _made(traced, problem, labelling, place_sums(labelling), whole, attention)
+    made = _made(traced, problem, labelling, place_sums(labelling), whole, attention)
+    of_sequence = sequence_dim is not None and not split_parameters
+    return replace(made, labelling=labelling if of_sequence else None)
 
 
 def again(
@@ -124,6 +129,9 @@ def again(
     shared = split.attention is not None
     traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
     problem = Problem(traced, RULES, split.degree, split.sequence_dim)
+    if split.labelling is not None and (alike := carried_over(split.labelling, problem)):
+        sums = place_sums(alike, split.partial)
+        return _made(traced, problem, alike, sums, {}, split.attention)
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
     labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
