@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from context_case import LONG  # noqa: E402
 from worlds import Members  # noqa: E402
 
-TOKENS, RANKS, ROOM_MIB, DEADLINE_S = 65536, 4, 256, 1500.0
+TOKENS, RANKS, ROOM_MIB, DEADLINE_S = 65536, 4, 256, 900.0
 
 
 def main() -> int:

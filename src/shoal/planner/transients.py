@@ -4,7 +4,8 @@
               backward, others than Shoal in a pipeline everything; gradients travel in fp32 beside
               narrow originals
     loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
-              hidden states and of the head's weight (made in the forward pass) · parallel: ÷ tp
+              hidden states and of the head's weight (made in the forward pass), of a rank's own
+              words under tp · parallel: ÷ tp
     traced    a loss that was traced says itself what it holds, gradients included
     pools     torch's allocator keeps memory per stream: flat gathered weights, and blocks that the
               loss's forward left, are reserved and of no use to others
@@ -141,10 +142,11 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
         # however many samples there are.
         hidden = stage.units[-2][0].input_bytes if len(stage.units) > 1 else 0.0
         per_sample = head.loss_bytes - max(0.0, head.input_bytes - hidden)
-        return per_sample * case.micro_batch / case.layout.cp + waiting
+        words = max(0.0, per_sample - hidden) / case.layout.tp  # each rank has its own words
+        return (words + min(hidden, per_sample)) * case.micro_batch / case.layout.cp + waiting
     width = WIDTHS[case.compute]
     budget = CHUNK_BYTES.get(case.cluster.device.kind, CHUNK_BYTES["gpu"])
-    chunk = min(full, budget * (2 if width < 4 else 1))
+    chunk = min(full / case.layout.tp, budget * (2 if width < 4 else 1))
     rows = head.input_bytes * case.micro_batch / case.layout.cp
     return chunk + rows + waiting
 

@@ -75,21 +75,21 @@ def test_attention_is_shared_where_it_can_be(mask: str, dropout: float) -> None:
     simulated(again(split, layer, (longer,), {}), layer, longer)
 
 
-def test_other_lengths_take_labels_over(monkeypatch) -> None:
+@pytest.mark.parametrize("kind", ["window", "llama"])
+def test_other_lengths_take_labels_over(monkeypatch, kind: str) -> None:
     """Nothing is run to find rules, which would take the memory of all tokens on every rank."""
-    layers = [Layer("window").double(), build("llama", LLAMA, vocabulary=9, sequence=8).blocks[0]]
-    for layer in layers:
-        width = next(p for p in layer.parameters() if p.dim() == 1).dtype
-        x = torch.randn(2, 8, 8, dtype=width, requires_grad=True)
-        split = divided(layer, x)
-        with monkeypatch.context() as patched:
-            patched.setattr(split_block_module.RULES, "find", None)
-            longer = torch.randn(2, 12, 8, dtype=width, requires_grad=True)
-            other = again(split, layer, (longer,), {})
-        simulated(other, layer.double(), longer.detach().double().requires_grad_())
-    more = torch.randn(3, 12, 8, dtype=width, requires_grad=True)  # another batch: solved anew
-    with pytest.raises(TypeError), monkeypatch.context() as patched:
-        patched.setattr(split_block_module.RULES, "find", None)
+    layer = Layer("window")
+    if kind == "llama":
+        layer = build("llama", LLAMA, vocabulary=9, sequence=8).blocks[0]
+    layer = layer.double()
+    x, longer, more = (
+        torch.randn(*shape, 8, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 8), (2, 12), (3, 12))
+    )
+    split = divided(layer, x)
+    monkeypatch.setattr(split_block_module.RULES, "find", None)
+    simulated(again(split, layer, (longer,), {}), layer, longer)
+    with pytest.raises(TypeError):  # another batch: solved anew
         again(split, layer, (more,), {})
 
 

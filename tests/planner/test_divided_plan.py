@@ -1,0 +1,115 @@
+"""What the planner says of a divided model: where stages end, what waits on a rank, what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.base.cluster import Cluster, Device, Link
+from shoal.base.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.layout import Layout
+from shoal.planner.memory import predict_memory
+from shoal.planner.stage_cut import cut, put_off
+from shoal.planner.states import Elements, state_bytes
+from shoal.planner.traffic import Crossing, TensorExchange
+from shoal.planner.travel import Tie, Travel, busiest, sent_by
+
+LINK = Link("wire", 1e-6, 1e9)
+CPU = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)
+MODEL = ModelFacts(
+    "m",
+    (
+        UnitFacts("embedding", parameters=100),
+        UnitFacts("blocks", 8, 100, 4, forward_flops=10.0, input_bytes=8.0, saved_split_bytes=64.0),
+        UnitFacts("norm", parameters=2, plain_parameters=2, input_bytes=8.0),
+        UnitFacts("loss", input_bytes=208.0, loss_bytes=96.0, tied_to="embedding"),
+    ),
+    1,
+    4,
+    902,
+)
+
+
+def case(layout: Layout, **rest: Any) -> Case:
+    given: dict[str, Any] = {"batch": 8, "micro_batch": 1, "compute": "fp32", **rest}
+    return Case(MODEL, layout, CPU, **given)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zbv", 1), ("interleaved", 2)]
+)
+def test_stages_are_cut_by_cost(schedule: str, chunks: int) -> None:
+    """An embedding costs as much as a block's parameters; the norm and the loss are no blocks."""
+    asked = case(Layout(pp=4), schedule=schedule, chunks=chunks)
+    found = [cut(asked, rank) for rank in range(4)]
+    assert sum(sum(n for _, n in stage.blocks) for stage in found) == 8
+    if schedule in ("1f1b", "gpipe"):
+        counts = [sum(n for _, n in stage.blocks) for stage in found]
+        assert max(counts[0], counts[3]) <= min(counts[1:3])
+    assert [stage.tied for stage in found if stage.head] == [0.0 if schedule == "zbv" else 100.0]
+
+
+def test_other_frameworks_cut_equal_runs() -> None:
+    asked = case(Layout(pp=4), framework="torchtitan")
+    assert [sum(n for _, n in cut(asked, rank).blocks) for rank in range(4)] == [2, 2, 2, 2]
+
+
+def test_what_has_no_narrow_copy_takes_16_bytes() -> None:
+    found = state_bytes(case(Layout(), compute="bf16"), Elements(100.0, 0.0), wide=40.0)
+    assert found == (2 * 60 + 4 * 40, 4 * 100, 12 * 60 + 8 * 40)
+
+
+def test_a_put_off_loss_waits_with_every_micro_batch() -> None:
+    """gpipe's last stage keeps gradients that the loss made in its forward pass."""
+    kept = {
+        schedule: predict_memory(case(Layout(pp=2), schedule=schedule), 1).parts["activations"]
+        for schedule in ("gpipe", "1f1b")
+    }
+    gradients = 8 + 4 * 100  # of hidden states, of the head's weight
+    blocks = sum(n for _, n in cut(case(Layout(pp=2)), 1).blocks)
+    assert kept["gpipe"] - kept["1f1b"] == 7 * (64 * blocks + gradients)
+
+
+def test_halves_of_a_backward_wait_on_later_ranks() -> None:
+    assert [put_off("zero-bubble", 4, 4, rank) for rank in range(4)] == [0, 2, 3, 4]
+    assert [put_off(name, 4, 8, 3) for name in ("gpipe", "1f1b", "interleaved")] == [0, 0, 0]
+
+
+def test_fsdp_in_a_pipeline_gathers_per_micro_batch() -> None:
+    ours = state_bytes(case(Layout(pp=2, dp_shard=2, zero=3)), Elements(100.0, 0.0))
+    others = state_bytes(
+        case(Layout(pp=2, dp_shard=2, zero=3), framework="torchtitan"), Elements(100.0, 0.0)
+    )
+    assert (ours.gradients, others.gradients) == (200, 600)
+
+
+TRAVEL = Travel(
+    samples=2,
+    exchanges=(
+        (TensorExchange("all_gather", "forward", 64),),
+        (TensorExchange("all_reduce", "forward", 32, 2),),
+    ),
+    partial_bytes=(16, 24),
+    crossings=(Crossing(40, 36),),
+    ties=(Tie((0, 1), 400),),
+)
+
+
+def test_sent_bytes_add_up_over_axes() -> None:
+    """Eight samples a step: four times what two samples make travel, and sums once."""
+    asked = case(Layout(tp=2, pp=2, schedule="1f1b"))
+    first, last = (sent_by(asked, TRAVEL, rank) for rank in range(2))
+    assert (first.all_gather_bytes, first.send_bytes) == (4 * 32, 4 * 40)
+    assert first.all_reduce_bytes == 16 + 400
+    assert (last.all_reduce_bytes, last.send_bytes) == (4 * 2 * 32 + 24 + 400, 4 * 36)
+    assert busiest(asked, TRAVEL) == last
+
+
+def test_split_optimizers_sum_their_part_of_what_is_shared() -> None:
+    plain = case(Layout(pp=2, dp_replicate=2, schedule="1f1b"))
+    split = replace(plain, layout=Layout(pp=2, dp_shard=2, zero=1, schedule="1f1b"))
+    elements = cut(plain, 0).units[0][0].parameters + 100 * cut(plain, 0).units[1][1]
+    assert sent_by(plain, TRAVEL, 0).all_reduce_bytes == 4 * elements + 400
+    assert sent_by(split, TRAVEL, 0).all_reduce_bytes == 200
