@@ -36,6 +36,7 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/proof/equality.py
 	$(BIN)/python tests/proof/formats.py
 	$(BIN)/python tests/proof/any_module.py
+	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/worlds/pipe_makespan.py
 
 test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment

@@ -5,10 +5,9 @@ Each line is one technique, one file and one verb. None of them knows another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -36,8 +35,16 @@ from shoal.parallel import (
 from shoal.parallel.program import Program, dtype_of, undivided
 from shoal.profile.flops import meta_twin
 
-Look = Callable[[Program, nn.Module], Any]
-"""Runs a module's forward pass on a few samples, as the program prepares them."""
+
+class Look(Protocol):
+    """Runs a module's forward pass on a few samples, as the program prepares them."""
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+
+    def __call__(self, program: Program, module: nn.Module) -> Any:
+        """What the module gives for them."""
 
 
 def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None) -> Program:
@@ -59,13 +66,18 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
         return program
     # Modules that other layouts do without.
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
+    from shoal.parallel.travel import travel_of
 
     run = partial(look, program)
     # Experts are found by how whole parts of the model call each other.
     experts = expert_parallel.plan(program, run)
     # Where stages end is seen on whole layers; what a stage then holds of a layer is its part.
     cut = pipeline.plan(program, run)
-    program = tensor_parallel.apply(program, run, cut.trunk if cut else None)
+    split = tensor_parallel.plan(program, run, cut.trunk if cut else None)
+    program = tensor_parallel.apply(program, split)
+    if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
+        travel = travel_of(module, split, cut, look.samples)
+        program = replace(program, travel=travel)
     program = context_parallel.apply(program, run)
     program = pipeline.apply(program, cut, tensor_parallel.Crossing(program.tensor))
     # After the last forward pass of a single rank: from here on tokens travel.

@@ -21,6 +21,7 @@ from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.axes import along
+from shoal.planner.travel import Travel
 
 
 class Reducer(Protocol):
@@ -137,6 +138,7 @@ class Program:
     prepare       functions on the inputs of a micro-batch (device, dtype)
     around        context managers around a micro-batch's forward and backward pass, by
                   (step, micro-batch number)
+    travel        what tp and pp make travel, where that is stated
     autocast      around the forward pass only
     moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
                   (True: and as they were before a step that is skipped)
@@ -170,6 +172,7 @@ class Program:
     copies_apart: dict[str, int] = field(default_factory=dict)
     together: bool = False
     twin: nn.Module | None = None
+    travel: Travel | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -18,6 +18,7 @@ import torch
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
+from shoal.parallel.light_build import light_build
 from shoal.parallel.program import Program
 from shoal.parallel.tensor.apply import apply_split
 from shoal.parallel.tensor.check import checked
@@ -27,17 +28,12 @@ from shoal.parallel.tensor.sequence import Deal, SequenceShard, is_shard, show
 from shoal.parallel.trunk import Run, Trunk
 
 
-def apply(program: Program, run: Run, trunk: Trunk | None = None) -> Program:
-    """Cut the module's parameters in place, and let its blocks run as their split graphs.
-
-    run      does one forward pass on a sample; not run where the split was kept
-    trunk    the module's, if it is known already
-    Errors   PlanError where nothing can be split, or something cannot and the plan is strict
-    """
-    if program.tensor.size == 1:
+def apply(program: Program, split: ModelSplit | None) -> Program:
+    """Cut the module's parameters in place, and let its blocks run as their split graphs."""
+    if split is None:
         return program
-    split = _split(program, run, trunk)
-    done = apply_split(program.module, split, program.tensor)
+    with light_build():  # other stages' parts are let go before they take private memory
+        done = apply_split(program.module, split, program.tensor)
     program.notices.extend(split.notices)
     return replace(
         program,
@@ -48,9 +44,17 @@ def apply(program: Program, run: Run, trunk: Trunk | None = None) -> Program:
     )
 
 
-def _split(program: Program, run: Run, trunk: Trunk | None) -> ModelSplit:
-    """How the module is split: as an earlier start found out and checked, or found out now."""
+def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit | None:
+    """How the module is split: as an earlier start found out and checked, or found out now.
+
+    run      does one forward pass on a sample; not run where the split was kept
+    trunk    the module's, if it is known already
+    Gives    None without tensor parallelism
+    Errors   PlanError where nothing can be split, or something cannot and the plan is strict
+    """
     degree, policy = program.tensor.size, program.plan.tensor
+    if degree == 1:
+        return None
     settings = [degree, astuple(policy), program.plan.precision]
     kept = KeptSplit(program.module, run, program.world, settings)
     split = kept.read()

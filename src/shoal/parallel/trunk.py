@@ -90,7 +90,9 @@ class Snapshots:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (id(tensor), tensor._version)
         if key not in self.taken:  # the tensor is kept too, or its id would be given away again
-            self.taken[key] = (tensor, tensor.detach().clone())
+            # A weight that a model hands on stays as it is: no forward pass writes into it.
+            is_weight = isinstance(tensor, nn.Parameter)
+            self.taken[key] = (tensor, tensor if is_weight else tensor.detach().clone())
         return self.taken[key][1]
 
 

@@ -6,6 +6,7 @@ Every rank sees the same samples: what one of them finds out about the model mus
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shoal.fabric import World
 from shoal.parallel.compose import Look
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer._torch import pytree
-from shoal.trainer.contract import call_model, cut_batch, split_batch
+from shoal.trainer.contract import batch_length, call_model, cut_batch, split_batch
 from shoal.trainer.micro_batch import prepared
 
 LOOKED_AT = 3
@@ -53,11 +54,22 @@ def look_at(sample: Any, plan: Plan, world: World, call: str) -> Look | None:
     if layout.cp > 1:  # no rank may have to run all tokens of a long sequence, not even once
         few = _shortened(few, layout.cp)
 
-    def look(program: Program, module: nn.Module) -> Any:
-        with program.autocast():
-            return call_model(module, split_batch(prepared(program, few))[0], call)
+    return _Look(few, call, batch_length(few))
 
-    return look
+
+@dataclass(frozen=True)
+class _Look:
+    """A forward pass on a batch of so many samples."""
+
+    batch: Any
+    call: str
+    samples: int
+
+    def __call__(self, program: Program, module: nn.Module) -> Any:
+        """What the module gives for it."""
+        with program.autocast():
+            inputs = split_batch(prepared(program, self.batch))[0]
+            return call_model(module, inputs, self.call)
 
 
 def _shortened(batch: Any, cp: int) -> Any:

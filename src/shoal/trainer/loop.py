@@ -102,7 +102,9 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     total_steps = steps_of(config, source, run.plan.batch)
     run.settings.total_steps = total_steps
     cluster = cluster_here(world.size, held_bytes)
-    foreseen = foresee(config, source, run.plan, cluster) if world.is_first else {}
+    foreseen = (
+        foresee(config, source, run.plan, cluster, run.program.travel) if world.is_first else {}
+    )
     told = {
         "model": config.model.build or config.model.name,
         "why": why or run.plan.why,

@@ -78,7 +78,9 @@ def measure_row(
     # No `finally`: after a failure on one rank, taking a run apart would be one more collective.
     figures = _figures(run, source, (steps, compared), config.data.workers, folder)
     if world.is_first:
-        figures["predicted"] = foresee(config, source, run.plan, cluster_here(world.size))
+        figures["predicted"] = foresee(
+            config, source, run.plan, cluster_here(world.size), run.program.travel
+        )
     _take_apart(run)
     del run
     gc.collect()

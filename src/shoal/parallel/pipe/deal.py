@@ -23,8 +23,8 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel.pipe.liveness import Flow, Leaf, UnitCall
-from shoal.parallel.pipe.partition import partition
 from shoal.parallel.trunk import Trunk
+from shoal.planner.partition import partition
 from shoal.profile.flops import meta_twin
 from shoal.profile.shapes import map_tensors, tensors_of
 

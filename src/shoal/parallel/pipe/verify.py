@@ -87,9 +87,12 @@ def same(one: Any, two: Any) -> bool:
     """Whether two structures hold the same bits; a NaN equals a NaN."""
     pairs = list(zip(tensors_of(one), tensors_of(two), strict=False))
     return len(tensors_of(one)) == len(tensors_of(two)) and all(
-        a.shape == b.shape
-        and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        and torch.equal(torch.isnan(a), torch.isnan(b))
+        a is b
+        or (
+            a.shape == b.shape
+            and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+            and torch.equal(torch.isnan(a), torch.isnan(b))
+        )
         for a, b in pairs
     )
 
