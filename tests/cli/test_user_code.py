@@ -64,7 +64,7 @@ def test_a_language_model_on_images_is_refused(
         build_model(ModelSection(arguments=small), images, 8)
     assert str(caught.value) == (
         "model.name = llama: reads tokens, data.source = my_samples:images gives images; "
-        "nearest: model.name=resnet"
+        "nearest: model.name=resnet or model.name=vit"
     )
     assert build_model(ModelSection(name="resnet"), images, 8)
     assert build_model(ModelSection(arguments=small), ids, 8), "ids of the user's own are tokens"

@@ -281,12 +281,16 @@ class StandIn:
         raise NotImplementedError
 
     def take_away(self) -> None:
-        """Leave the block as it was."""
-        if self.block.__dict__.get("forward") is not self:
-            return
-        del self.block.__dict__["forward"]
-        if self.replaced is not None:
-            self.block.__dict__["forward"] = self.replaced
+        """Leave the block as it was, or those that stand around this one, in whichever order."""
+        outer = self.block.__dict__.get("forward")
+        if outer is self:
+            del self.block.__dict__["forward"]
+            if self.replaced is not None:
+                self.block.__dict__["forward"] = self.replaced
+        while isinstance(outer, StandIn):
+            if outer.replaced is self:
+                outer.replaced, outer.forward = self.replaced, self.forward
+            outer = outer.replaced
 
 
 def is_single_layer(block: nn.Module) -> bool:
