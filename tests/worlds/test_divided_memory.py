@@ -37,7 +37,6 @@ ROWS: dict[int, list[Row]] = {
         {"layout": {"pp": 2, "dp_shard": 2, "zero": 3}},
         {"layout": {"pp": 2, "dp_shard": 2, "zero": 1}, "tied": True},
     ],
-    8: [{"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}}],
 }
 PLACES = [(ranks, place) for ranks, rows in ROWS.items() for place in range(len(rows))]
 SEEN = [one for one in PLACES if ROWS[one[0]][one[1]].get("peak")]
