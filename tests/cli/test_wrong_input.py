@@ -11,6 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shoal.cli import main
+from shoal.config.load import load
 
 
 def shoal(*arguments: str) -> tuple[int, str]:
@@ -273,8 +274,6 @@ def test_trouble_in_a_stop_is_told(
 
 
 def test_aliases_are_answered_with_our_names() -> None:
-    from shoal.config.load import load
-
     loaded = load(None, ["train.train_batch_size=8", "optimizer.gradient_clipping=0.5"])
     assert loaded.config.train.batch == 8
     assert loaded.config.optimizer.clip == 0.5
@@ -285,7 +284,6 @@ def test_aliases_are_answered_with_our_names() -> None:
 
 
 def test_a_list_of_texts_may_be_written_plainly(tmp_path: Path) -> None:
-    from shoal.config.load import load
     from shoal.config.save import to_toml
 
     loaded = load(None, ["layout.split=*.gate.weight=column, head.*=whole", "layout.tp=2"])
@@ -338,3 +336,23 @@ def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_p
     assert done.returncode == 2
     assert done.stderr.startswith(said), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_strategy_takes_the_place_of_a_files_degrees(tmp_path: Path) -> None:
+    """A run of tp 2 × pp 2 goes on as fsdp by one word."""
+    file = tmp_path / "run.toml"
+    file.write_text("[layout]\ntp = 2\npp = 2\nschedule = 'gpipe'\n")
+    loaded = load(file, ["layout.strategy=fsdp"])
+    assert loaded.config.layout.degrees() == {}
+    assert loaded.config.layout.schedule == ""
+    assert loaded.notices == [
+        "layout.strategy = fsdp: takes the place of layout.pp, layout.tp, layout.schedule in the file"
+    ]
+    kept = load(file, ["layout.strategy=fsdp", "layout.tp=2"])
+    assert kept.config.layout.degrees() == {"tp": 2}, "what the command line says counts"
+    assert load(file, ["layout.dp_shard=2"]).config.layout.degrees()["pp"] == 2
+
+
+def test_a_degree_of_one_leaves_a_name_alone() -> None:
+    loaded = load(None, ["layout.strategy=fsdp", "layout.tp=1", "layout.pp=1"])
+    assert loaded.config.layout.degrees() == {}

@@ -44,11 +44,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp_replicate": 2},
     "cp2": {"cp": 2},
     "cp2 fsdp2": {"cp": 2, "dp_shard": 2},
+    "ep2": {"dp_replicate": 2, "ep": 2},
+    "ep2 fsdp2": {"dp_shard": 2, "ep": 2},
 }
 
 OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "our llama": ("llama", {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1}, 61),
     "our gpt": ("gpt", {"dim": 32, "layers": 4, "heads": 4, "dropout": 0.1}, 61),
+    "our moe": (
+        "moe",
+        {"dim": 32, "layers": 4, "heads": 4, "experts": 4, "hidden": 24, "dropout": 0.1},
+        61,
+    ),
     "our vit": ("vit", {"dim": 32, "layers": 4, "heads": 4, "patch": 4}, None),
     "our resnet": ("resnet", {"channels": 4, "stages": 2}, None),
 }
@@ -56,7 +63,8 @@ OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 def processes(layout: str) -> int:
     """How many a layout needs."""
-    degrees = [n for n in LAYOUTS[layout].values() if isinstance(n, int)]
+    # Experts have no processes of their own: ep borrows those of data parallelism.
+    degrees = [n for axis, n in LAYOUTS[layout].items() if axis != "ep"]
     return functools.reduce(int.__mul__, degrees, 1)
 
 

@@ -12,6 +12,7 @@ import any_case
 SAMPLE = [
     ("our gpt", "tp2"),
     ("our vit", "tp2"),
+    ("our moe", "tp2"),
     ("nested", "tp2"),
     ("mlp", "tp2"),
     ("hf bert", "tp2"),

@@ -74,38 +74,21 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
     on   the text of --on, which counts processes where nothing else does
     """
     from shoal.cli.plan_subject import find_subject
+    from shoal.cli.start import processes_of, settle_layout
     from shoal.launch.machine import this_machine
-    from shoal.planner.guide import choose_layout, default_processes
     from shoal.planner.machines import parse_machines
     from shoal.planner.search import search
 
     config = loaded.config
     section = config.layout
-    degrees = section.degrees()
-    if section.strategy == "auto" and not degrees:
+    if section.strategy == "auto" and not section.degrees():
         subject = find_subject(loaded, on)
         return search(subject.model, subject.cluster, subject.asked)[0].case.layout
     machine = this_machine()
     processes = config.launch.processes
     if not processes and on:
         processes = parse_machines(on, machine).devices
-    if not processes:
-        alone = section.strategy in ("single", "dp")
-        processes = 1 if alone else default_processes(machine)
-        processes = Layout.of(degrees).processes if degrees else processes
-    layout, _ = choose_layout(
-        section.strategy,
-        degrees,
-        processes,
-        None,
-        machine,
-        zero=None if section.zero < 0 else section.zero,
-        threads=section.threads,
-        schedule=section.schedule,
-        chunks=section.chunks,
-    )
-    section.tensor.check(layout.tp, layout.cp)
-    return layout
+    return settle_layout(section, processes or processes_of(section, machine), None, machine)
 
 
 def explain_model(config: Config, layout: Layout) -> Explained:

@@ -14,6 +14,7 @@ import typer
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.events import EventLog
+from shoal.base.facts import MachineFacts
 from shoal.base.files import write_whole
 from shoal.base.layout import Layout
 from shoal.checkpoint.catalog import find
@@ -22,6 +23,7 @@ from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import check_reads, resolve_batch, resolve_folder, resolve_length
 from shoal.config.save import keep_origins, to_toml
+from shoal.config.sections import LayoutSection
 from shoal.launch import supervise
 from shoal.launch.machine import this_machine
 from shoal.planner.guide import check_micro_batches, choose_layout, default_processes
@@ -74,6 +76,36 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
     return Prepared(loaded, folder, layout, False)
 
 
+def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
+    """How many processes a layout wants where nobody says."""
+    if degrees := section.degrees():
+        return Layout.of(degrees).processes
+    return 1 if section.strategy in ("single", "dp") else default_processes(machine)
+
+
+def settle_layout(
+    section: LayoutSection, processes: int, parameters: int | None, machine: MachineFacts
+) -> Layout:
+    """The layout that [layout] means on `processes` processes.
+
+    parameters   of the model, None where it was not counted
+    Errors       PlanError, ConfigError with the nearest legal choice
+    """
+    layout, _ = choose_layout(
+        section.strategy,
+        section.degrees(),
+        processes,
+        parameters,
+        machine,
+        zero=None if section.zero < 0 else section.zero,
+        threads=section.threads,
+        schedule=section.schedule,
+        chunks=section.chunks,
+    )
+    section.tensor.check(layout.tp, layout.cp)
+    return layout
+
+
 def _settle(loaded: Loaded, processes: int | None) -> Layout:
     """Processes, layout, batch, length; checks model and data paths."""
     config = loaded.config
@@ -84,12 +116,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
             f"only; on several, start the same command with torchrun --nnodes or srun"
         )
     section = config.layout
-    degrees = section.degrees()
-    chosen = processes or config.launch.processes
-    if not chosen:
-        chosen = 1 if section.strategy in ("single", "dp") else default_processes(machine)
-        if degrees:
-            chosen = Layout.of(degrees).processes
+    chosen = processes or config.launch.processes or processes_of(section, machine)
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
     _check_paths(loaded)
     parameters = None
@@ -97,18 +124,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
         parameters = count_parameters(
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
-    layout, _ = choose_layout(
-        section.strategy,
-        degrees,
-        chosen,
-        parameters,
-        machine,
-        zero=None if section.zero < 0 else section.zero,
-        threads=section.threads,
-        schedule=section.schedule,
-        chunks=section.chunks,
-    )
-    section.tensor.check(layout.tp, layout.cp)
+    layout = settle_layout(section, chosen, parameters, machine)
     resolve_batch(loaded, layout.data_degree)
     train = loaded.config.train
     if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):

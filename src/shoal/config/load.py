@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.base.layout import AXES
 from shoal.base.policies import (
     COMPILE,
     OFFLOAD,
@@ -29,7 +30,7 @@ from shoal.base.policies import (
     check_compress,
 )
 from shoal.base.schedules import canonical
-from shoal.config.sections import Config
+from shoal.config.sections import Config, LayoutSection
 
 ALIASES = {
     "train_batch_size": "train.batch",
@@ -96,8 +97,33 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
                 )
             )
         _set(loaded, section, key, _parse(value_text), "command line")
+    _let_strategy_win(loaded)
     _check_values(loaded.config)
     return loaded
+
+
+SHAPES = (*(axis for axis in AXES[1:]), "ep", "zero", "threads", "schedule", "chunks")
+"""Keys of [layout] that a strategy's name says, too."""
+
+
+def _let_strategy_win(loaded: Loaded) -> None:
+    """A strategy named on the command line takes the place of the degrees that a file gave."""
+    if loaded.origins.get("layout.strategy") != "command line":
+        return
+    plain = LayoutSection()
+    said = [
+        key
+        for key in SHAPES
+        if loaded.origins.get(f"layout.{key}", "command line") != "command line"
+        and getattr(loaded.config.layout, key) != getattr(plain, key)
+    ]
+    if said:
+        loaded.replace("layout", "default", **{key: getattr(plain, key) for key in said})
+        names = ", ".join(f"layout.{key}" for key in said)
+        loaded.notices.append(
+            f"layout.strategy = {loaded.config.layout.strategy}: takes the place of {names} in the "
+            f"file"
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -138,7 +138,9 @@ class LayoutSection:
     def degrees(self) -> dict[str, int]:
         """Degrees that were given, by axis."""
         given = {axis: getattr(self, axis) for axis in (*AXES[1:], "ep")}
-        return {axis: degree for axis, degree in given.items() if degree}
+        # Beside a name, a degree of 1 says nothing that the name does not.
+        least = 1 if self.strategy == "auto" else 2
+        return {axis: degree for axis, degree in given.items() if degree >= least or degree < 0}
 
 
 @dataclass(frozen=True)

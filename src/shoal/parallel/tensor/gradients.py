@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from shoal.base.errors import BugError
 from shoal.parallel.tensor.label import Labelling
 from shoal.parallel.tensor.labels import WHOLE, Label, Partial, Split
 from shoal.parallel.tensor.trace import Traced, Untraceable
@@ -131,7 +132,8 @@ class _Network:
         step = self.labelling.steps.get(node)
         if step is None:  # picks one of several results
             source = node.args[0]
-            assert isinstance(source, fx.Node)  # noqa: S101  narrows a type
+            if not isinstance(source, fx.Node):
+                raise BugError(f"{node} picks a result of {source}, which is no operation")
             if self.labelling.label(node) == WHOLE and differentiable(node):
                 self._follows(self.value((node, "own")), self.value((source, "own")))
             return
