@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import subprocess
@@ -14,7 +15,6 @@ import pytest
 from shoal.base.errors import PlanError
 from shoal.cli.calculate import CALCULATORS, MAY_BE_ZERO, SCREENS, calculate
 from shoal.planner.calculators import collectives, goodput
-from shoal.planner.islands import IslandsCase, islands_cost
 from shoal.view.screen import table_lines
 
 WORDS = tuple(
@@ -77,10 +77,6 @@ def test_options_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["results"]["seconds"]["ring"] == collectives.ring_all_reduce_s(
         16, 2**20, 10e-6, 1e-9
     )
-    found = record_of(capsys, "islands", "parameters=10b", "islands=2", "bits=16", "step_s=0.8",
-                      "mbit_per_s=1k", "latency_ms=0")  # fmt: skip
-    case = IslandsCase(2, 10e9, 0.8, 125e6, 100, wire_bits=16)
-    assert found["results"]["round_s"] == islands_cost(case).round_s
 
 
 def test_keyword_arguments_are_the_same_as_texts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +131,6 @@ WRONG = {
     ("collectives", ("ranks=12",)): "nearest: ranks=16",
     ("amdahl", ("serial=2",)): "nearest: serial=1",
     ("amdahl", ("gpus=4", "speedup=9")): "nearest: speedup=4",
-    ("islands", ("overlap_steps=200",)): "nearest: overlap_steps=100",
     ("islands", ("target=1",)): "nearest: target=0.95",
     ("failures", ("days=1e9",)): "nearest: days=1938",
     ("failures", ("runs=9000",)): "nearest: runs=717",
@@ -182,7 +177,8 @@ def test_zero_works_where_it_is_allowed_and_large_numbers_too(
     """Each option at 0, 1 and far beyond its default: a screen, or one line that says why not."""
     shown = 0
     for key, parameter in inspect.signature(SCREENS[word][1]).parameters.items():
-        if isinstance(parameter.default, str | tuple) or key in ("runs", "steps"):
+        other = isinstance(parameter.default, str | tuple)
+        if other or dataclasses.is_dataclass(parameter.default) or key in ("runs", "steps"):
             continue
         for value in ("0", "1", str(int(parameter.default * 100 + 100)), "1e18"):
             shown += screen_fits(word, key, value, capsys)

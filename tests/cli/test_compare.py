@@ -104,12 +104,14 @@ def test_states_are_split_as_the_stage_says(name: str, per_rank: int) -> None:
 
 
 def test_rows_that_cannot_run_say_why() -> None:
-    rows = plan_rows(["single", "dp", "ddp", "hsdp", "dualpipe"], [1, 2, 3], batch=8, micro_batch=1)
+    rows = plan_rows(
+        ["single", "dp", "ddp", "hsdp", "parameter-server"], [1, 2, 3], batch=8, micro_batch=1
+    )
     reasons = {(row.strategy, row.parts): row.reason for row in rows}
     assert reasons["single", 1] == reasons["dp", 2] == reasons["ddp", 2] == ""
     assert ("single", 2) not in reasons
     assert ("ddp", 1) not in reasons, "that is single"
-    assert reasons["dualpipe", 2] == "not built in this version"
+    assert reasons["parameter-server", 2] == "not built in this version"
     assert "train.batch = 8: not divisible" in reasons["ddp", 3]
     assert "at least 2 × 2 processes" in reasons["hsdp", 2]
     (alone,) = plan_rows(["ddp"], [1], batch=8, micro_batch=1)
@@ -255,7 +257,7 @@ def test_a_real_comparison(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     arguments = [
         "model.build=toy:build", "data.source=toy:data", "train.batch=8", "--json",
-        "--layouts", "zero1,dualpipe,ddp,fsdp", "--processes", "1,2", "--steps", "3",
+        "--layouts", "zero1,parameter-server,ddp,fsdp", "--processes", "1,2", "--steps", "3",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "compare", *arguments],
@@ -273,10 +275,10 @@ def test_a_real_comparison(tmp_path: Path) -> None:
     assert record["machine"]["torch"] == torch.__version__
     assert record["unit"] == "samples"
     rows = {row["layout"]: row for row in record["rows"]}
-    assert list(rows) == ["single", "zero1", "dualpipe", "ddp", "fsdp"]
+    assert list(rows) == ["single", "zero1", "parameter-server", "ddp", "fsdp"]
     assert "killed by SIGKILL" in rows["zero1"]["reason"]
-    assert rows["dualpipe"]["reason"] == "not built in this version"
-    assert rows["dualpipe"]["per_s"] is rows["zero1"]["speedup"] is None
+    assert rows["parameter-server"]["reason"] == "not built in this version"
+    assert rows["parameter-server"]["per_s"] is rows["zero1"]["speedup"] is None
     single, ddp = rows["single"], rows["ddp"]
     assert single["speedup"] == 1.0
     for name, parts in (("single", 1), ("ddp", 2), ("fsdp", 2)):

@@ -106,8 +106,6 @@ def test_what_is_asked_for_here_is_searched(tmp_path: Path) -> None:
     assert "3d: pp 2 · tp 2" in done.stdout, done.stderr
     next_line = " ".join(done.stdout[done.stdout.index("next ") :].split())
     assert next_line.startswith("next shoal train layout.tp=2 layout.pp=2")
-    planned = plan("layout.pp=2", "layout.schedule=dualpipe", folder=tmp_path)
-    assert "°" in planned.stdout, "dualpipe is planned, not run"
     assert "is about the stages" in plan("layout.schedule=1f1b", folder=tmp_path).stderr
 
 

@@ -18,17 +18,8 @@ from shoal.base.plan import Bucket, Plan
 from shoal.base.policies import CompressPolicy, check_compress
 from shoal.config.load import load
 from shoal.fabric import World
-from shoal.fabric.codecs import (
-    BLOCK,
-    CHUNK,
-    int8_bytes,
-    largest,
-    pack_int8,
-    pack_places,
-    unpack_int8,
-    unpack_places,
-)
-from shoal.fabric.coded_sums import Int8Sum, LargestSum, Residual, ScatteredInt8Sum, Sender
+from shoal.fabric.codecs.feedback import Residual
+from shoal.fabric.coded_sums import Int8Sum, LargestSum, ScatteredInt8Sum, Sender
 from shoal.fabric.low_rank import LowRankSum, Matrix
 from shoal.fabric.place import Place
 from shoal.parallel import compress
@@ -40,75 +31,6 @@ ELEMENTS = 3000
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def unpacked(packed: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """All rows decoded."""
-    out = torch.full((len(packed), elements), math.nan, dtype=dtype)
-    for row, told in zip(packed, out, strict=True):
-        unpack_int8(row, elements, dtype, told)
-    return out
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("elements", [1, 7, BLOCK, BLOCK + 1, 2500, CHUNK + BLOCK + 1])
-def test_int8_errs_by_half_a_scale(elements: int, dtype: torch.dtype) -> None:
-    rows = drawn(3, elements, dtype=dtype)
-    left = rows.clone()
-    packed = pack_int8(left)
-    assert packed.shape == (3, int8_bytes(elements, dtype.itemsize))
-    decoded = unpacked(packed, elements, dtype)
-    assert torch.equal(left, rows - decoded)
-    for start in range(0, elements, BLOCK):
-        block, told = rows[:, start : start + BLOCK], decoded[:, start : start + BLOCK]
-        half = block.abs().amax(1, keepdim=True) / 127 / 2
-        assert bool(((block - told).abs() <= half * 1.0001).all())
-
-
-def test_a_block_has_its_own_scale() -> None:
-    """Tiny numbers beside huge ones survive if they lie in another block."""
-    rows = torch.cat([torch.full((1, BLOCK), 1e6), torch.full((1, BLOCK), 1e-6)], 1)
-    decoded = unpacked(pack_int8(rows.clone()), 2 * BLOCK, torch.float32)
-    assert torch.allclose(decoded, rows)
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-45, 1.9e-43, 1e-40, 1e-38, 3e38])
-def test_int8_at_the_ends_of_its_range(size: float) -> None:
-    rows = drawn(1, 100).sign() * size
-    decoded = unpacked(pack_int8(rows.clone()), 100, torch.float32)
-    assert bool(decoded.isfinite().all())
-    assert bool(((rows - decoded).abs() <= rows.abs()).all())
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_does_not_vanish(bad: float) -> None:
-    rows = drawn(1, 2 * BLOCK)
-    rows[0, 5] = bad
-    decoded = unpacked(pack_int8(rows.clone()), 2 * BLOCK, torch.float32)
-    assert bool(decoded[0, :BLOCK].isnan().any())
-    assert bool(decoded[0, BLOCK:].isfinite().all())
-    chosen = largest(rows[0], 1)
-    assert chosen.tolist() == [5]
-    values, _ = unpack_places(pack_places(rows[0], chosen), torch.float32)
-    assert not bool(values.isfinite().any())
-
-
-def test_no_elements_are_no_bytes() -> None:
-    packed = pack_int8(torch.empty(2, 0))
-    assert packed.shape == (2, 0)
-    assert unpacked(packed, 0, torch.float32).shape == (2, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_places_come_back_exactly(dtype: torch.dtype) -> None:
-    numbers = drawn(501, dtype=dtype)
-    chosen = largest(numbers, 7)
-    packed = pack_places(numbers, chosen)
-    assert packed.numel() == 7 * (dtype.itemsize + 4)
-    values, at = unpack_places(packed, dtype)
-    assert torch.equal(at, chosen)
-    assert torch.equal(values, numbers[chosen])
-    assert float(values.abs().min()) >= float(numbers.abs().sort().values[-7])
 
 
 MATRICES = [Matrix(10, 1210, 30, 40, (40, 1)), Matrix(1210, 2410, 30, 40, (1, 30)),

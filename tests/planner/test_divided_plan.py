@@ -14,7 +14,8 @@ from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut, put_off
 from shoal.planner.states import Elements, state_bytes
 from shoal.planner.traffic import Crossing, TensorExchange
-from shoal.planner.travel import Tie, Travel, busiest, sent_by
+from shoal.planner.transients import rank_sum
+from shoal.planner.travel import Kept, Travel, busiest, sent_by
 
 LINK = Link("wire", 1e-6, 1e9)
 CPU = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)
@@ -49,6 +50,22 @@ def test_stages_are_cut_by_cost(schedule: str, chunks: int) -> None:
         counts = [sum(n for _, n in stage.blocks) for stage in found]
         assert max(counts[0], counts[3]) <= min(counts[1:3])
     assert [stage.tied for stage in found if stage.head] == [0.0 if schedule == "zbv" else 100.0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_copies_hold_every_stage_twice(ranks: int) -> None:
+    """Rank i has the stages i and p − 1 − i, so states are twice those of one copy."""
+    one = [cut(case(Layout(pp=ranks)), rank) for rank in range(ranks)]
+    both = [cut(case(Layout(pp=ranks), schedule="dualpipe"), rank) for rank in range(ranks)]
+    elements = [
+        sum(sum(rank_sum(case(Layout()), s.units, s.tied)) for s in at) for at in (one, both)
+    ]
+    assert elements[1] == 2 * elements[0] - 200, "embedding and head share their table"
+    for rank, stage in enumerate(both):
+        mirror = one[ranks - 1 - rank]
+        assert sorted(stage.blocks) == sorted(one[rank].blocks + mirror.blocks)
+        assert bool(stage.head) == (rank in (0, ranks - 1))
+        assert stage.tied == 0, "the embedding is here too"
 
 
 def test_other_frameworks_cut_equal_runs() -> None:
@@ -93,7 +110,7 @@ TRAVEL = Travel(
     ),
     partial_bytes=(16, 24),
     crossings=(Crossing(40, 36),),
-    ties=(Tie((0, 1), 400),),
+    kept=(Kept((0,), 800), Kept((1,), 600), Kept((0, 1), 400)),
 )
 
 
@@ -105,6 +122,16 @@ def test_sent_bytes_add_up_over_axes() -> None:
     assert first.all_reduce_bytes == 16 + 400
     assert (last.all_reduce_bytes, last.send_bytes) == (4 * 2 * 32 + 24 + 400, 4 * 36)
     assert busiest(asked, TRAVEL) == last
+
+
+def test_two_copies_sum_all_gradients_and_share_the_micro_batches() -> None:
+    """Each rank is once the first stage and once the last; both hold all of two stages."""
+    asked = case(Layout(pp=2, tp=2), schedule="dualpipe")
+    for rank in range(2):
+        sent = sent_by(asked, TRAVEL, rank)
+        assert sent.send_bytes == 2 * 40 + 2 * 36
+        assert sent.all_gather_bytes == 2 * 32
+        assert sent.all_reduce_bytes == 2 * 2 * 32 + (16 + 24) + (800 + 600 + 400)
 
 
 def test_split_optimizers_sum_their_part_of_what_is_shared() -> None:

@@ -1,92 +1,215 @@
-"""Islands on slow links against a step-by-step simulation and against published figures."""
+"""Islands on slow links against a program of steps, against bytes counted, and published figures."""
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from shoal.base.errors import PlanError
-from shoal.planner.islands import (
-    IslandsCase,
-    islands_cost,
-    needed_bytes_per_s,
-    smallest_period,
-    utilisation_table,
-)
+from shoal.base.errors import ConfigError, PlanError
+from shoal.base.islands import METHODS, IslandsPolicy
+from shoal.fabric.codecs import CODECS, find_codec
+from shoal.planner.codings import CODINGS, coded_bytes
+from shoal.planner.islands import OWN_PASSES, IslandsFacts, exchange, islands_cost, paces
+from shoal.planner.islands_choice import needed_bytes_per_s
 
-PAPER = IslandsCase(2, 10e9, 0.8, 125e6, 100, wire_bits=16)
+DILOCO = IslandsPolicy("diloco", count=3)
+STREAMING = IslandsPolicy("streaming-diloco", count=3)
+FACTS = IslandsFacts(20e6, 0.5, 50e6 / 8, latency_s=0.02, tokens=1024)
+MANY = 10**9
+"""Processes of an island that leave nothing to wait for but the link."""
 
 
-def round_by_steps(case: IslandsCase, rounds: int = 6) -> float:
-    """Seconds per round of a program that steps, sends a fragment when its turn comes, and waits."""
-    now, link_free = 0.0, 0.0
-    waiting: list[tuple[int, float]] = []
-    one_s = case.fragment_s()
-    turns = {(p * case.period) // case.fragments for p in range(case.fragments)}
-    starts = []
-    for step in range(rounds * case.period + 1):
-        for due, done in list(waiting):
-            if step >= due:
-                now = max(now, done)
-                waiting.remove((due, done))
-        if step % case.period == 0:
-            starts.append(now)
-            if step:
-                now += case.outer_s
-        if step % case.period in turns:
-            begins = max(now, link_free)
-            link_free = begins + one_s
-            waiting.append((step + case.overlap_steps, link_free))
-            if case.overlap_steps == 0:
-                now = link_free
-                waiting.pop()
-        now += case.step_s
-    return (starts[-1] - starts[1]) / (len(starts) - 2)
+def rounds_step_by_step(policy: IslandsPolicy, facts: IslandsFacts) -> float:
+    """Seconds per round of islands that step, send, go on, wait and take over, one event each."""
+    policy = policy.settled()
+    exchange_s = exchange(policy, facts, policy.count, facts.bytes_per_s).seconds
+    own_s = OWN_PASSES * facts.element_bytes * facts.parameters / policy.fragments / facts.ranks
+    own_s /= 2 * 5e9
+    steps, times = paces(policy, facts)
+    clock = [0.0] * policy.count
+    ends = []
+    for _ in range(4):
+        sent = [[math.inf] * policy.count for _ in range(policy.fragments)]
+        logs: list[list[tuple[str, int]]] = []
+        for count in steps:  # what each island does in this round, in order
+            log, at = [], 0
+            for p in range(policy.fragments):
+                apply = max(1, (p + 1) * count // policy.fragments)
+                send = max(1, at, apply - policy.overlap)
+                log += [("step", -1)] * (send - at) + [("send", p)]
+                log += [("step", -1)] * (apply - send) + [("apply", p)]
+                at = apply
+            logs.append(log)
+        while any(logs):
+            moved = False
+            for island, log in enumerate(logs):
+                if not log:
+                    continue
+                kind, p = log[0]
+                if kind == "apply" and math.inf in sent[p]:
+                    continue  # somebody has not sent yet
+                log.pop(0)
+                moved = True
+                if kind == "step":
+                    clock[island] += times[island]
+                elif kind == "send":
+                    clock[island] += own_s
+                    sent[p][island] = clock[island]
+                else:
+                    clock[island] = max(clock[island], max(sent[p]) + exchange_s) + own_s
+            assert moved, "everybody waits"
+        ends.append(max(clock))
+    return (ends[-1] - ends[0]) / 3
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("policy", "facts"),
     [
-        {},
-        {"wire_bits": 4.0},
-        {"fragments": 10},
-        {"fragments": 10, "overlap_steps": 5},
-        {"fragments": 10, "overlap_steps": 10},
-        {"fragments": 20, "overlap_steps": 1, "wire_bits": 4.0},
-        {"islands": 8, "latency_s": 0.1, "fragments": 4, "overlap_steps": 25},
-        {"outer_s": 5.0},
-        {"bytes_per_s": 12.5e9, "fragments": 5, "overlap_steps": 3},
+        ({}, {}),
+        ({"codec": "int8"}, {"latency_s": 0.2}),
+        ({"codec": "top2bit"}, {}),
+        ({"overlap": 49}, {}),
+        ({"overlap": 7, "codec": "e3m0"}, {"ranks": 4}),
+        ({"method": "streaming-diloco"}, {}),
+        ({"method": "streaming-diloco", "fragments": 7, "overlap": 6, "codec": "none"}, {}),
+        ({"method": "streaming-diloco", "period": 53}, {"bytes_per_s": 1e6}),
+        ({}, {"speeds": (1.0, 0.25, 0.5)}),
+        ({"method": "streaming-diloco", "overlap": 3}, {"speeds": (1.0, 0.9, 0.33)}),
+        ({"method": "streaming-diloco", "overlap": 11}, {"speeds": (0.8, 0.05, 1.0)}),
+        ({"method": "streaming-diloco", "overlap": 2}, {"speeds": (1.0, 0.04, 1.0)}),
     ],
 )
-def test_a_program_that_sends_and_waits_takes_as_long(changes: dict[str, float]) -> None:
-    case = replace(PAPER, **changes)
-    assert round_by_steps(case) == pytest.approx(islands_cost(case).round_s, rel=1e-9)
+def test_a_program_that_sends_and_waits_takes_as_long(
+    policy: dict[str, Any], facts: dict[str, Any]
+) -> None:
+    asked, given = replace(DILOCO, **policy), replace(FACTS, **facts)
+    found = islands_cost(asked, given)
+    assert rounds_step_by_step(asked, given) == pytest.approx(found.round_s, rel=1e-9)
+    assert found.compute_s + found.waited_s == pytest.approx(found.round_s)
+    assert found.compute_s == pytest.approx(
+        sum(h * t for h, t in zip(*paces(asked.settled(), given), strict=True)) / 3
+    )
 
 
-def test_the_smallest_period_is_enough_and_one_less_is_not() -> None:
-    for case in (PAPER, replace(PAPER, fragments=5, overlap_steps=2), replace(PAPER, outer_s=3.0)):
-        for target in (0.5, 0.95, 0.99):
-            period = smallest_period(case, target)
-            reached = islands_cost(replace(case, period=period)).utilisation
-            assert reached >= target - 1e-9
-            assert islands_cost(replace(case, period=period - 1)).utilisation < target
+def test_the_formula_of_the_page() -> None:
+    """H·t + P·(own + max(0, x − τ·t)), for islands of one speed."""
+    for policy in (DILOCO, STREAMING, replace(STREAMING, overlap=11), replace(DILOCO, overlap=3)):
+        found, settled = islands_cost(policy, FACTS), policy.settled()
+        own_s = OWN_PASSES * 4 * FACTS.parameters / settled.fragments / 5e9
+        one_s = found.exchange_s / settled.fragments
+        waits_s = own_s + max(0.0, one_s - settled.overlap * FACTS.step_s)
+        expected_s = settled.period * FACTS.step_s + settled.fragments * waits_s
+        assert found.round_s == pytest.approx(expected_s, rel=1e-12)
+        exposed_s = expected_s - settled.period * FACTS.step_s - settled.fragments * own_s
+        assert found.exposed_s == pytest.approx(exposed_s, abs=1e-9)
 
 
-def test_a_period_holds_at_least_its_fragments() -> None:
-    quick = replace(PAPER, bytes_per_s=1e15, fragments=10, overlap_steps=4)
-    assert smallest_period(quick) == 40
+def test_bytes_are_those_of_what_is_sent() -> None:
+    """Two halves of 1/R parts to R − 1 others; coded whole where sums do not stay small."""
+    n = 3 * 64 * 65536  # parts of whole blocks
+    facts = replace(FACTS, parameters=n)
+    for codec, own in (("none", 4 * n), ("bf16", 2 * n), ("int8", n + 4 * n // 65536),
+                       ("e3m0", n // 2 + 4 * n // 65536), ("sign", n // 8 + 4 * n // 65536)):  # fmt: skip
+        found = islands_cost(replace(DILOCO, codec=codec), facts)
+        assert found.sent_bytes == pytest.approx(2 * (own / 3) * 2)
+        assert found.bytes_per_token == pytest.approx(found.sent_bytes / (50 * 1024))
+    whole = islands_cost(replace(DILOCO, codec="top2bit"), facts)
+    assert whole.sent_bytes == pytest.approx(2 * (n // 4096 * 64 * 14 / 8 + n // 65536 * 8))
+    assert coded_bytes("none", n, 8) == 8 * n
+    double = islands_cost(DILOCO, replace(facts, element_bytes=8))
+    assert double.sent_bytes == 2 * islands_cost(DILOCO, facts).sent_bytes
 
 
-def test_the_needed_link_is_enough_and_slower_is_not() -> None:
-    for case in (PAPER, replace(PAPER, fragments=24, overlap_steps=1, latency_s=0.01)):
-        link = needed_bytes_per_s(case, 0.9)
-        assert islands_cost(replace(case, bytes_per_s=link)).utilisation == pytest.approx(0.9)
-        slower = islands_cost(replace(case, bytes_per_s=0.9 * link)).utilisation
-        assert slower < 0.9
-    assert needed_bytes_per_s(replace(PAPER, latency_s=100.0), 0.99) == float("inf")
+def test_coded_sizes_are_those_of_the_codecs() -> None:
+    assert set(CODINGS) == set(CODECS)
+    for name in CODECS:
+        for dtype in (torch.float32, torch.float64):
+            codec = find_codec(name, dtype)
+            n = 48 * 65536
+            scales = 1.0 if dtype == torch.float32 else 1 + 1e-2  # theirs are twice as wide
+            foreseen = coded_bytes(name, n, dtype.itemsize)
+            assert foreseen <= codec.size_bytes(n) <= foreseen * scales, name
+            assert codec.gathers == CODINGS[name].gathers
 
 
+def test_fragments_smooth_the_rate_and_send_as_much() -> None:
+    facts = replace(FACTS, ranks=MANY, latency_s=0.0)
+    whole = islands_cost(replace(STREAMING, fragments=1, overlap=5), facts)
+    cut = islands_cost(replace(STREAMING, fragments=10, overlap=4), facts)
+    assert cut.sent_bytes == pytest.approx(whole.sent_bytes)
+    assert cut.hiding_bytes_per_s == pytest.approx(whole.hiding_bytes_per_s / 10 * 5 / 4, rel=1e-6)
+    hidden = replace(facts, bytes_per_s=cut.hiding_bytes_per_s)
+    assert islands_cost(replace(STREAMING, fragments=10, overlap=4), hidden).utilisation == (
+        pytest.approx(1.0)
+    )
+    assert islands_cost(DILOCO, facts).hiding_bytes_per_s == math.inf
+    assert whole.mean_bytes_per_s < whole.peak_bytes_per_s <= facts.bytes_per_s
+
+
+def test_a_slow_island_takes_fewer_steps_and_holds_nobody_up() -> None:
+    facts = replace(FACTS, speeds=(1.0, 1.0, 0.25))
+    found = islands_cost(DILOCO, facts)
+    assert found.steps == (50, 50, 12)
+    even = islands_cost(DILOCO, FACTS)
+    assert found.round_s == pytest.approx(even.round_s)
+    assert found.sent_bytes == even.sent_bytes
+    assert found.bytes_per_token == pytest.approx(even.bytes_per_token * 150 / 112)
+    assert islands_cost(DILOCO, replace(FACTS, speeds=(1.0, 1.0, 0.001))).steps == (50, 50, 1)
+
+
+def test_regions_meet_far_away_only_now_and_then() -> None:
+    two = replace(DILOCO, count=4, regions=2, far_period=5)
+    facts = replace(FACTS, near_bytes_per_s=1e9 / 8)
+    found, flat = islands_cost(two, facts), islands_cost(replace(DILOCO, count=4), facts)
+    near = islands_cost(replace(DILOCO, count=2), replace(facts, bytes_per_s=1e9 / 8))
+    assert found.round_s == pytest.approx((flat.round_s + 4 * near.round_s) / 5)
+    assert found.sent_bytes == pytest.approx((flat.sent_bytes + 4 * near.sent_bytes) / 5)
+    assert found.exchange_s == flat.exchange_s
+    assert islands_cost(replace(two, far_period=1), facts).round_s == flat.round_s
+
+
+def test_one_island_sends_nothing_and_pays_for_its_outer_step() -> None:
+    found = islands_cost(IslandsPolicy("diloco"), FACTS)
+    assert found.sent_bytes == found.peak_bytes_per_s == found.hiding_bytes_per_s == 0
+    assert 0.95 < found.utilisation < 1
+
+
+def test_a_record_is_plain_json() -> None:
+    record = islands_cost(DILOCO, FACTS).record()
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert record["hiding_bytes_per_s"] is None
+    assert record["steps"] == [50, 50, 50]
+    assert 0 < record["utilisation"] < 1
+
+
+def test_memory_is_weights_and_outer_state_of_a_share() -> None:
+    def kept(policy: IslandsPolicy) -> float:
+        found = islands_cost(replace(policy, count=3), replace(FACTS, ranks=2))
+        return found.memory_bytes / (4 * FACTS.parameters / 2)
+
+    assert kept(IslandsPolicy("local-sgd")) == 1
+    assert kept(IslandsPolicy("diloco")) == 2
+    assert kept(IslandsPolicy("diloco", outer="adamw")) == 3
+    assert kept(IslandsPolicy("diloco", outer="adagrad")) == 2
+    assert kept(IslandsPolicy("fedopt")) == 3
+    assert kept(replace(DILOCO, regions=3)) == 4, "two tiers"
+    assert kept(IslandsPolicy("diloco", codec="sign")) == 4, "weights, momentum, two of feedback"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_cost(method: str) -> None:
+    found = islands_cost(IslandsPolicy(method, count=4), FACTS)
+    assert 0 < found.utilisation <= 1
+    assert found.sent_bytes > 0
+    assert set(CODINGS) >= {IslandsPolicy(method).settled().codec}
+
+
+PAPER = IslandsPolicy("diloco", count=2, period=100, codec="bf16")
 PUBLISHED_GBIT = {
     # (parameters, step_s): Gbit/s for 50, 80, 90, 95 % at H = 100 (Streaming DiLoCo, table of links)
     (10e9, 0.8): (1.7, 7.5, 16.0, 33.9),
@@ -99,58 +222,43 @@ def test_links_beside_the_published_simulation(
     model: tuple[float, float], published: tuple[float, ...]
 ) -> None:
     """Never less than the paper's figure, and at most 30 % more."""
-    case = replace(PAPER, parameters=model[0], step_s=model[1])
+    facts = IslandsFacts(*model, 1.0, ranks=MANY)
     for target, gbit in zip((0.5, 0.8, 0.9, 0.95), published, strict=True):
-        ours = needed_bytes_per_s(case, target) * 8e-9
-        assert 1.0 <= ours / gbit <= 1.3
+        assert 1.0 <= needed_bytes_per_s(PAPER, facts, target) * 8e-9 / gbit <= 1.3
 
 
 def test_four_bits_beside_one_step_as_published() -> None:
-    case = replace(PAPER, wire_bits=4.0, fragments=24, overlap_steps=1)
+    policy = IslandsPolicy("streaming-diloco", count=2, period=100, fragments=24)
+    facts = IslandsFacts(10e9, 0.8, 1.0, ranks=MANY)
     for target, gbit in zip((0.5, 0.8, 0.9, 0.95), (0.4, 0.9, 1.4, 1.4), strict=True):
-        assert 0.9 <= needed_bytes_per_s(case, target) * 8e-9 / gbit <= 1.25
-
-
-def test_fragments_smooth_the_rate_and_send_as_much() -> None:
-    whole = islands_cost(replace(PAPER, overlap_steps=10))
-    cut = islands_cost(replace(PAPER, overlap_steps=10, fragments=10))
-    assert cut.sent_bytes == whole.sent_bytes
-    assert cut.hiding_bytes_per_s == pytest.approx(whole.hiding_bytes_per_s / 10)
-    hidden = replace(PAPER, overlap_steps=10, fragments=10, bytes_per_s=cut.hiding_bytes_per_s)
-    assert islands_cost(hidden).utilisation == pytest.approx(1.0)
-    assert islands_cost(PAPER).hiding_bytes_per_s == float("inf")
-
-
-def test_the_table_grows_to_the_right_and_downwards() -> None:
-    case = replace(PAPER, fragments=4, overlap_steps=2)
-    table = utilisation_table(case, [1e7, 1e8, 1e9], [1, 10, 100, 1000])
-    for row in table:
-        assert row == sorted(row)
-    for column in zip(*table, strict=True):
-        assert list(column) == sorted(column)
-    assert table[1][2] == islands_cost(replace(case, bytes_per_s=1e8)).utilisation
+        assert 0.9 <= needed_bytes_per_s(policy, facts, target) * 8e-9 / gbit <= 1.25
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"islands": 1}, "islands"),
-        ({"parameters": 0.0}, "parameters"),
-        ({"bytes_per_s": 0.0}, "bytes_per_s"),
-        ({"period": 0}, "period"),
-        ({"fragments": 200}, "fragments"),
-        ({"fragments": 10, "overlap_steps": 11}, "overlap_steps"),
-        ({"overlap_steps": -1}, "overlap_steps"),
-        ({"latency_s": -1.0}, "latency_s"),
-        ({"wire_bits": 0.0}, "bits"),
+        ({"parameters": 0.0}, "parameters = 0"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s = 0"),
+        ({"step_s": -1.0}, "step_s = -1"),
+        ({"ranks": 0}, "ranks = 0"),
+        ({"latency_s": -1.0}, "latency_s = -1"),
+        ({"near_bytes_per_s": -1.0}, "near_bytes_per_s = -1"),
+        ({"tokens": -1.0}, "tokens = -1"),
+        ({"speeds": (1.0, 0.0)}, "speeds: 0 is no share"),
+        ({"speeds": (1.0, 2.0)}, "speeds: 2 is no share"),
     ],
 )
-def test_islands_that_cannot_run_are_refused(change: dict[str, float], named: str) -> None:
-    with pytest.raises(PlanError, match=f"({named}).*nearest"):
-        replace(PAPER, **change)
+def test_facts_that_cannot_be_are_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(PlanError, match=f"^{named}.*nearest"):
+        replace(FACTS, **change)
 
 
-def test_targets_are_shares() -> None:
-    for function in (smallest_period, needed_bytes_per_s):
-        with pytest.raises(PlanError, match=r"target.*nearest"):
-            function(PAPER, 1.0)
+def test_policies_that_cannot_be_foreseen_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"^islands.method = none: .*nearest: islands.method=diloco"
+    ):
+        islands_cost(IslandsPolicy(), FACTS)
+    with pytest.raises(PlanError, match=r"^speeds: 2 for islands.count = 3"):
+        islands_cost(DILOCO, replace(FACTS, speeds=(1.0, 0.5)))
+    with pytest.raises(ConfigError, match=r"^islands.overlap = 50: .*nearest: islands.overlap=49"):
+        islands_cost(replace(DILOCO, overlap=50), FACTS)

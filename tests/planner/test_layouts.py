@@ -12,7 +12,14 @@ from shoal.base.facts import MachineFacts
 from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout, expand
 from shoal.base.plan import Plan
 from shoal.base.policies import TensorPolicy, check_compress
-from shoal.base.schedules import ALIASES, BUILT, SCHEDULES, SPLIT_BACKWARD, stages_per_rank
+from shoal.base.schedules import (
+    ALIASES,
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    check_recompute,
+    copies,
+    stages_per_rank,
+)
 from shoal.planner import schedule_names
 from shoal.planner.guide import check_micro_batches, choose_layout
 from shoal.planner.schedules import make_schedule
@@ -77,10 +84,11 @@ def test_on_one_process_every_name_is_single(name: str) -> None:
 def test_schedules_are_the_planners() -> None:
     assert schedule_names.SCHEDULES == SCHEDULES
     assert schedule_names.ALIASES == ALIASES
-    for name in BUILT:
+    for name in SCHEDULES:
         chunks = 3 if name == "interleaved" else 1
         made = make_schedule(name, 2, 4, chunks)
-        assert made.stages == Layout(pp=2, schedule=name, chunks=chunks).stages
+        assert made.pieces == Layout(pp=2, schedule=name, chunks=chunks).stages
+        assert made.copies == copies(name)
         assert stages_per_rank(name, chunks) * 2 == made.stages
         kinds = {action.kind for rank in made.ranks for action in rank}
         assert ("W" in kinds) == (name in SPLIT_BACKWARD), name
@@ -93,7 +101,7 @@ def test_schedules_are_the_planners() -> None:
         ({"tp": 2}, 4, {}, "nearest legal: layout.dp_replicate=2, or launch.processes=2"),
         ({"tp": 2, "pp": 3}, 8, {}, "nearest legal: layout.pp=2 layout.dp_replicate=2"),
         ({"tp": 2, "dp_shard": 2}, 8, {}, "nearest legal: layout.dp_replicate=2"),
-        ({"islands": 2}, 2, {}, "layout.islands = 2: not built in this version, which splits pp, dp_"),
+        ({"islands": 2}, 2, {}, "layout.islands = 2: islands are runs of their own, each with a layout"),
         ({"cp": 2, "tp": 2}, 4, {}, "layout.cp = 2: does not go with layout.tp = 2 in this version; "
          "nearest: layout.cp=2 layout.dp_shard=2"),
         ({"tp": -2}, 2, {}, "layout.tp = -2: at least 1; nearest: layout.tp=1"),
@@ -105,7 +113,11 @@ def test_schedules_are_the_planners() -> None:
          "layout.pp=2, or leave layout.schedule out"),
         ({"tp": 2}, 2, {"chunks": 2}, "layout.chunks = 2: is about the stages of a pipeline"),
         ({"pp": 2}, 2, {"schedule": "1f1"}, "layout.schedule = 1f1: not one of gpipe, 1f1b"),
-        ({"pp": 2}, 2, {"schedule": "dualpipe"}, "not built in this version, which runs gpipe, 1f1b"),
+        ({"pp": 3}, 3, {"schedule": "dualpipe"},
+         "layout.schedule = dualpipe: is fed from both ends, with two stages on every rank, so "
+         "layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4, or layout.schedule=zbv"),
+        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "dualpipe"},
+         "nearest: layout.schedule=1f1b, or layout.zero=2"),
         ({"pp": 2}, 2, {"chunks": 2}, "1f1b gives every rank one stage; nearest: layout.schedule=int"),
         ({"pp": 2}, 2, {"schedule": "zbv", "chunks": 3}, "zbv gives every rank 2 stages"),
         ({"pp": 2}, 2, {"schedule": "interleaved", "chunks": 1}, "nearest: layout.chunks=2"),
@@ -133,7 +145,8 @@ def test_degrees_that_cannot_be(
         ("auto", 2, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
         ("dp", 1, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
         ("1f1b", 2, {"schedule": "gpipe"}, "layout.strategy = 1f1b names another"),
-        ("dualpipe", 2, {}, "not built in this version"),
+        ("dualpipe", 3, {}, "so layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4"),
+        ("dualpipe", 2, {"chunks": 3}, "dualpipe gives every rank 2 stages"),
         ("cp", 2, {"zero": 1}, "nearest: degrees, layout.cp=2 layout.dp_shard=2 layout.zero=1"),
     ],
 )
@@ -155,6 +168,7 @@ def test_a_name_that_says_something_else_than_the_degrees() -> None:
 def test_a_name_gives_its_schedule_to_degrees() -> None:
     assert choose("zbv", {"pp": 2}, 2).schedule == "zbv"
     assert choose("interleaved", {"pp": 2}, 2).chunks == 2
+    assert choose("dualpipe", {}, 4) == Layout(pp=4, schedule="dualpipe")
 
 
 def test_every_axis_is_built_or_refused() -> None:
@@ -162,7 +176,7 @@ def test_every_axis_is_built_or_refused() -> None:
         if axis in BUILT_AXES:
             assert check_degrees({axis: 2}, 2).degrees[axis] == 2
         else:
-            with pytest.raises(PlanError, match="not built in this version"):
+            with pytest.raises(PlanError, match="islands are runs of their own"):
                 check_degrees({axis: 2}, 2)
 
 
@@ -187,6 +201,38 @@ def test_micro_batches_of_a_pipeline() -> None:
             f"pipeline: {name} over 4 stages, 2 micro-batches per step: 60 % of it is bubble"
         )
     assert "0 % of it is bubble" in check_micro_batches(expand("zbv", 2), 8, 1)
+
+
+@pytest.mark.parametrize(("batch", "micro_batch"), [(12, 2), (22, 2), (36, 4)])
+def test_micro_batches_that_feed_both_ends(batch: int, micro_batch: int) -> None:
+    layout = expand("dualpipe", 4)
+    assert "dualpipe over 4 stages, 8 micro-batches" in check_micro_batches(layout, 16, 2)
+    with pytest.raises(PlanError) as caught:
+        check_micro_batches(layout, batch, micro_batch)
+    said = str(caught.value)
+    assert said.startswith(
+        "layout.schedule = dualpipe: needs an even number of micro-batches per step, at least 8 "
+        f"(twice layout.pp), got {batch // micro_batch} per data-parallel rank"
+    )
+    # What it names is legal.
+    for word in said.partition("nearest: ")[2].split(", or ")[:-1]:
+        key, _, value = word.partition("=")
+        changed = {"train.batch": batch, "train.micro_batch": micro_batch, key: int(value)}
+        assert check_micro_batches(layout, *changed.values())
+
+
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_halves_of_a_backward_recompute_nothing(schedule: str, recompute: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_recompute(schedule, recompute)
+    assert str(caught.value) == (
+        f"memory.recompute = {recompute}: layout.schedule = {schedule} runs a backward in two "
+        "halves, so a block would be computed again for every weight in it (2.5 times the work); "
+        "nearest: memory.recompute=none, or layout.schedule=1f1b"
+    )
+    check_recompute(schedule, "none")
+    check_recompute("1f1b", recompute)
 
 
 def test_compress_speaks_of_the_data_parallel_axes() -> None:

@@ -84,7 +84,7 @@ def test_maps_that_are_none() -> None:
     assert "stage 1 lies on rank 2, ranks are 0 to 1" in refusal(replace(right, stage_rank=(0, 2)))
     assert "2 stages are not 3 copies" in refusal(replace(right, copies=3))
     odd = replace(make_schedule("dualpipe", 2, 4), micro_batches=5)
-    assert "5 micro-batches do not divide into 2 copies" in refusal(odd)
+    assert "F2@3: stage 3 runs micro-batches 3 to 4" in refusal(odd)
 
 
 def test_each_copy_runs_its_own_micro_batches() -> None:

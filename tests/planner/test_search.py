@@ -64,6 +64,34 @@ def test_a_batch_that_nothing_divides_is_told() -> None:
         search(LLAMA, NODE, Asked(batch=13, built=True))
 
 
+def test_a_schedule_that_cannot_run_is_told() -> None:
+    """Where it was asked for; the search itself recomputes nothing in halves of a backward."""
+    asked = Asked(batch=64, degrees=(("pp", 8),), schedule="dualpipe", micro_batch=2)
+    found = search(LLAMA, NODE, asked)
+    assert {(c.case.schedule, c.case.chunks, c.case.recompute) for c in found} == {
+        ("dualpipe", 1, "none")
+    }
+    for change, said in (
+        ({"recompute": "full"}, r"schedule = dualpipe runs a backward in two halves"),
+        ({"micro_batch": 8}, r"at least 16 \(twice layout\.pp\), got 8 .* train\.micro_batch=4"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            search(LLAMA, NODE, replace(asked, **change))
+    halved = [c for c in search(LLAMA, NODE, Asked(batch=64)) if c.case.schedule == "zero-bubble"]
+    assert {c.case.recompute for c in halved} <= {"none"}
+
+
+def test_two_copies_are_twice_the_states_and_one_more_sum() -> None:
+    one, both = (
+        search(LLAMA, NODE, Asked(batch=64, layout=Layout(pp=8), schedule=name, micro_batch=1))[0]
+        for name in ("zbv", "dualpipe")
+    )
+    for kind in ("weights", "gradients", "optimizer"):
+        assert both.memory.parts[kind] > 1.8 * one.memory.parts[kind]
+    assert "gradients" not in one.time.parts
+    assert both.time.parts["gradients"] > 0
+
+
 def test_degrees_that_do_not_divide_are_told() -> None:
     with pytest.raises(PlanError, match=r"tp 3 = 3 devices, but there are 8"):
         planned_degrees({"tp": 3}, 8)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worlds import Members
+from worlds import Islands, Members
 
 
 class Worlds:
@@ -33,3 +33,18 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     yield made
     for world in made.by_size.values():
         world.close()
+
+
+@pytest.fixture(scope="session")
+def islands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, int], Islands]]:
+    """Gives so many islands of so many processes, starting them when first asked."""
+    made: dict[tuple[int, int], Islands] = {}
+
+    def ask(count: int, size: int = 1) -> Islands:
+        if (count, size) not in made:
+            made[count, size] = Islands(count, size, tmp_path_factory.mktemp("islands"))
+        return made[count, size]
+
+    yield ask
+    for one in made.values():
+        one.close()

@@ -192,14 +192,16 @@ def pieces(stage: int, stages: int) -> Pieces:
 def build(world: World, schedule: str, chunks: int, swap: tuple[int, ...] = ()) -> PipeRuntime:
     """This rank's runtime; swap: stages that are held in each other's place."""
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
-    placed = make(2 * world.size).stage_rank
-    held = {s: s for s in range(len(placed))}
+    lists = make(2 * world.size)
+    held = {s: s % lists.pieces for s in range(lists.stages)}
     if swap:
         held |= {swap[0]: swap[1], swap[1]: swap[0]}
     stages = {
-        s: Cut(pieces(held[s], len(placed))) for s, rank in enumerate(placed) if rank == world.rank
+        s: Cut(pieces(held[s], lists.pieces))
+        for s, rank in enumerate(lists.stage_rank)
+        if rank == world.rank
     }
-    return PipeRuntime(stages, placed, world, make)
+    return PipeRuntime(stages, lists.stage_rank, world, make, copies=lists.copies)
 
 
 def whole_gradients(
@@ -237,7 +239,7 @@ def equality(
 ) -> dict[str, Any]:
     """A step twice, then evaluation, against one process."""
     runtime = build(world, schedule, chunks, (1, 2) if planted == "stage order" else ())
-    stages = len(runtime.stage_rank)
+    stages = runtime.pieces
     freeze([runtime.stages[s].module for s in sorted(runtime.stages) if s < frozen], stages)
     parts, loss, outputs = whole_gradients(stages, micro_batches, frozen)
     if planted == "dropped micro-batch":
@@ -258,17 +260,16 @@ def equality(
     given = runtime.schedules[micro_batches]
     left = sum(alive(module) for module in modules.values()) + len(runtime.kept)
     apart = [
-        far(
-            [p.grad for p in module.parameters()],
-            [p.grad for p in parts[s].parameters()],
-        )
-        for s, module in modules.items()
+        far(gradients, [p.grad for p in parts[piece].parameters()])
+        for piece, gradients in both_copies(world, runtime, parts)
     ]
+    total = torch.tensor(float(sum(losses)), dtype=torch.float64)
+    world.sum(total)
     shown = [runtime.forward_only(micro_batch(index, [])) for index in range(micro_batches)]
     runtime.settle()
     told = {
         "far": max(apart),
-        "loss": abs(float(sum(losses)) - loss) / loss if losses else None,
+        "loss": abs(float(total) - loss) / loss,
         "eval": max(far([a], [b]) for a, b in zip(shown, outputs, strict=True))
         if any(one is not None for one in shown)
         else None,
@@ -282,8 +283,28 @@ def equality(
     if not planted:
         flight = check(given).stage_flight
         told["planned"] = {str(s): flight[s] for s in modules}
-        told["payload"] = payload_bytes(world, runtime, micro_batches, frozen)
+        told["payload"] = payload_bytes(world, runtime, given, frozen)
     return told
+
+
+def both_copies(
+    world: World, runtime: PipeRuntime, parts: list[Pieces]
+) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
+    """Gradients of each piece of this rank; where there are two copies, of all, summed over them."""
+    own = {s % runtime.pieces: stage.module for s, stage in runtime.stages.items()}
+    if runtime.pieces == len(runtime.stage_rank):
+        for piece, module in own.items():
+            yield piece, [p.grad for p in module.parameters()]
+        return
+    for piece, part in enumerate(parts):
+        summed = [torch.zeros_like(parameter) for parameter in part.parameters()]
+        here = own[piece].parameters() if piece in own else ()
+        for total, parameter in zip(summed, here, strict=False):
+            if parameter.grad is not None:  # a copy without micro-batches has none
+                total += parameter.grad
+        for total in summed:
+            world.sum(total)
+        yield piece, summed
 
 
 def watch(runtime: PipeRuntime, most: Counter[int]) -> None:
@@ -307,18 +328,19 @@ def alive(module: Pieces) -> int:
     return max(len(block.alive) for block in module.blocks)
 
 
-def payload_bytes(world: World, runtime: PipeRuntime, micro_batches: int, frozen: int) -> int:
+def payload_bytes(world: World, runtime: PipeRuntime, schedule: Schedule, frozen: int) -> int:
     """What a step's messages weigh that leave this rank, headers apart."""
     total, place = 0, runtime.stage_rank
-    for index in range(micro_batches):
-        size = micro_batch(index, []).inputs["x"].shape[0]
-        wide = size * WIDTH * 8
-        for stage in runtime.stages:
-            if stage + 1 < len(place) and place[stage + 1] != world.rank:
+    for stage in runtime.stages:
+        piece = stage % schedule.pieces
+        for index in schedule.runs(stage):
+            size = micro_batch(index, []).inputs["x"].shape[0]
+            wide = size * WIDTH * 8
+            if piece + 1 < schedule.pieces and place[stage + 1] != world.rank:
                 total += 3 * wide + size * 8 + size  # three wide values, integers, booleans
-            if stage > 0 and place[stage - 1] != world.rank:
+            if piece > 0 and place[stage - 1] != world.rank:
                 # after frozen stages only what later blocks made needs a gradient
-                total += (wide if frozen else 3 * wide) if stage > frozen else 0
+                total += (wide if frozen else 3 * wide) if piece > frozen else 0
     return total
 
 
@@ -356,12 +378,14 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
         return one(tokens(2)["x"])
 
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
-    placed = make(2 * world.size).stage_rank
-    cut = cut_stages(module, find_trunk(module, sample), sample, len(placed))
-    own = [number for number, rank in enumerate(placed) if rank == world.rank]
-    drop_foreign(module, set().union(*(cut.keep[number] for number in own)))
-    held = Stages(module, cut, own)
-    runtime = PipeRuntime(held.stages, placed, world, make)
+    lists = make(2 * world.size)
+    placed = lists.stage_rank
+    cut = cut_stages(module, find_trunk(module, sample), sample, lists.pieces)
+    own = {s: s % lists.pieces for s, rank in enumerate(placed) if rank == world.rank}
+    drop_foreign(module, set().union(*(cut.keep[piece] for piece in own.values())))
+    held = Stages(module, cut, own.values())
+    stages = {stage: held.stages[piece] for stage, piece in own.items()}
+    runtime = PipeRuntime(stages, placed, world, make, copies=lists.copies)
     losses: list[torch.Tensor] = []
     passes = [Tokens(index, tokens(index), losses) for index in range(6)]
     runtime.run(None, passes, Told())
@@ -377,10 +401,12 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
         mine = torch.zeros_like(parameter) if here.is_meta else here.grad
         world.sum(mine)  # a tied weight gets its gradient on two stages
         grads.append((mine, parameter.grad))
-    told = {"far": far([a for a, _ in grads], [b for _, b in grads])}
-    if losses:
-        told["loss"] = abs(float(sum(losses) - sum(expected))) / float(sum(expected))
-    return told
+    total = torch.tensor(float(sum(losses)), dtype=torch.float64)
+    world.sum(total)
+    return {
+        "far": far([a for a, _ in grads], [b for _, b in grads]),
+        "loss": abs(float(total - sum(expected))) / float(sum(expected)),
+    }
 
 
 class Tokens(One):
@@ -487,18 +513,20 @@ def makespan(
     """
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
     lists = make(micro_batches)
-    each = [s * world.size / lists.stages for s in seconds]
+    each = [s * world.size / lists.pieces for s in seconds]
     runtime = PipeRuntime(
         {s: Cut(Sleeper(*each)) for s, rank in enumerate(lists.stage_rank) if rank == world.rank},
         lists.stage_rank,
         world,
         make,
+        copies=lists.copies,
     )
     inputs = {"x": torch.ones(64, 256, requires_grad=True)}
     passes = [Slow(index, inputs, []) for index in range(micro_batches)]
-    runtime.run(None, passes[:1], Told())  # forms are told, connections made
+    runtime.run(None, passes[:2], Told())  # forms are told, connections made
     world.barrier()
     began_s = time.perf_counter()
     runtime.run(None, passes, Told())
     ended_s = time.perf_counter()
-    return {"began": began_s, "ended": ended_s, "planned": check(lists, *seconds).makespan_s}
+    planned = check(lists, *seconds, blocks=False)
+    return {"began": began_s, "ended": ended_s, "planned": planned.makespan_s}

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worlds import Members
 
 ACTION_S = 0.05
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zbv": 2}
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zbv": 2, "dualpipe": 1}
 
 
 def main() -> int:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shoal.fabric.codecs import int8_bytes
+from shoal.fabric.codecs.int8 import Int8
+from shoal.fabric.coded_sums import BLOCK
 
 HERE = Path(__file__).parent
 FORBIDDEN, DEADLINE_S = 77, 100
@@ -62,7 +64,8 @@ def expected_bytes(codec: str, layout: str, buckets: list[int], ranks: int) -> f
     hops = (ranks - 1) / ranks
     if codec == "int8":
         halves = 2 if layout == "ddp" else 1
-        return sum(halves * hops * ranks * int8_bytes(-(-n // ranks)) for n in buckets)
+        codes = Int8(torch.float32, BLOCK)
+        return sum(halves * hops * ranks * codes.size_bytes(-(-n // ranks)) for n in buckets)
     if codec.startswith("topk"):
         return sum((ranks - 1) * 8 * -(-n // 20) for n in buckets)
     thin = 2 * ((40 + 60) + (30 + 50) + (16 + 72))  # the 3 × 4 matrix is small enough as it is

@@ -17,6 +17,7 @@ from shoal.fabric.traffic import wire_bytes
 TP, PP, BOTH = {"tp": 2}, {"pp": 2, "schedule": "1f1b"}, {"tp": 2, "pp": 2}
 WHOLE = {"tp": 2, "sequence_parallel": "off"}
 GPIPE = {"pp": 2, "schedule": "gpipe"}
+DUALPIPE = {"pp": 2, "schedule": "dualpipe"}
 
 Row = dict[str, Any]
 
@@ -28,6 +29,7 @@ ROWS: dict[int, list[Row]] = {
         {"layout": GPIPE, "peak": True, "micro_batches": 8},
         {"layout": PP, "peak": True},
         {"layout": PP, "precision": "bf16", "tied": True},
+        {"layout": DUALPIPE, "peak": True},
     ],
     4: [
         {"layout": {"tp": 4}},
@@ -36,6 +38,7 @@ ROWS: dict[int, list[Row]] = {
         {"layout": {"tp": 2, "dp_shard": 2, "zero": 3}, "precision": "bf16"},
         {"layout": {"pp": 2, "dp_shard": 2, "zero": 3}},
         {"layout": {"pp": 2, "dp_shard": 2, "zero": 1}, "tied": True},
+        {"layout": {**DUALPIPE, "dp_shard": 2, "zero": 1}, "tied": True},
     ],
 }
 PLACES = [(ranks, place) for ranks, rows in ROWS.items() for place in range(len(rows))]

@@ -7,7 +7,6 @@ training, verified, and exported under the model's own names, bit for bit.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -118,20 +117,28 @@ def test_columns_cut_within_segments_go_on(worlds, tmp_path: Path) -> None:
     assert_unbroken(told["columns adamw"], SHARDS, alone(tmp_path / "one", "columns", "adamw", 2))
 
 
-@pytest.mark.skipif(
-    not os.environ.get("SHOAL_PROOF"),
-    reason="on a busy machine the run may end before it is stopped; SHOAL_PROOF=1 runs it",
-)
+SLOW = """
+import time
+def slowly(event):
+    if event["event"] == "step":
+        time.sleep(0.25)
+"""
+
+
 def test_a_grid_is_killed_and_stopped_and_goes_on_in_two_parts(tmp_path: Path) -> None:
     """The real command, proven before it starts: killed, restarted, stopped, gone on as tp 2."""
     text = "".join(f"def plus_{k}(x):\n    return x + {k}\n" for k in range(120))
     (tmp_path / "text.py").write_text(text)
+    (tmp_path / "hooks.py").write_text(SLOW)  # else the run may end before it is stopped
     said = [
         f"data.source=text:{tmp_path / 'text.py'}", "data.tokenizer=bpe:300", "data.sequence=16",
         "model.dim=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "train.steps=16",
         "train.batch=8", "train.micro_batch=4", "precision.compute=fp64", "checkpoint.every=1",
     ]  # fmt: skip
-    grid = CommandLine(tmp_path, *said, "launch.processes=4", "layout.tp=2", "layout.pp=2")
+    grid = CommandLine(
+        tmp_path, *said, "launch.processes=4", "layout.tp=2", "layout.pp=2",
+        "train.on=hooks:slowly",
+    )  # fmt: skip
     grid.wait_for(lambda: grid.steps() >= 2, DEADLINE_S)
     grid.kill(2)
     grid.wait_for(lambda: grid.events("resumed") != [] and grid.steps() >= 6, DEADLINE_S)

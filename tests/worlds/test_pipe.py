@@ -6,7 +6,7 @@ import pytest
 
 SAME = 1e-12
 SCHEDULES = [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zbv", 1)
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zbv", 1), ("dualpipe", 1)
 ]  # fmt: skip
 COUNTS = [(2, 2), (2, 5), (4, 4), (4, 9), (4, 3), (4, 1)]
 
@@ -20,7 +20,7 @@ def test_a_pipeline_equals_one_process(
         "pipe_case:equality", schedule=schedule, micro_batches=micro_batches, chunks=chunks
     )
     assert max(one["far"] for one in told) <= SAME
-    assert [one["loss"] for one in told if one["loss"] is not None] == [pytest.approx(0, abs=SAME)]
+    assert max(one["loss"] for one in told) <= SAME
     assert [one["eval"] for one in told if one["eval"] is not None] == [pytest.approx(0, abs=SAME)]
     for one in told:
         assert one["most"] == one["planned"], "graphs alive at once"
@@ -34,7 +34,7 @@ def test_a_pipeline_equals_one_process(
 def test_a_derived_pipeline_equals_one_process(worlds, schedule: str, chunks: int) -> None:
     told = worlds(2).call("pipe_case:derived", schedule=schedule, chunks=chunks)
     assert max(one["far"] for one in told) <= SAME
-    assert [one["loss"] for one in told if "loss" in one] == [pytest.approx(0, abs=SAME)]
+    assert max(one["loss"] for one in told) <= SAME
 
 
 @pytest.mark.parametrize("frozen", [1, 2])
@@ -83,7 +83,7 @@ def test_a_message_that_does_not_come_is_named(worlds) -> None:
 @pytest.mark.parametrize(
     ("schedule", "chunks", "stages", "micro_batches"),
     [("gpipe", 1, 1, 4), ("1f1b", 1, 1, 8), ("interleaved", 2, 2, 8), ("zero-bubble", 1, 1, 8),
-     ("zbv", 1, 2, 8)],
+     ("zbv", 1, 2, 8), ("dualpipe", 1, 1, 8)],
 )  # fmt: skip
 def test_a_step_takes_as_long_as_its_lists(
     worlds, schedule: str, chunks: int, stages: int, micro_batches: int

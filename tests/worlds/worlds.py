@@ -59,11 +59,15 @@ class Members:
 
     def call(self, function: str, *, deadline_s: float = CALL_S, **arguments: Any) -> list[Any]:
         """Run `module:function(world, **arguments)` on every member; answers by rank."""
+        self.ask(function, **arguments)
+        return self.collect(deadline_s)
+
+    def ask(self, function: str, **arguments: Any) -> None:
+        """The first half of `call`: `collect` is the second."""
         line = json.dumps({"call": function, "arguments": arguments}) + "\n"
         for process in self.processes:
             process.stdin.write(line)
             process.stdin.flush()
-        return self.collect(deadline_s)
 
     def collect(self, deadline_s: float) -> list[Any]:
         """One answer of every member, or Failed with the traceback of the first that has one."""
@@ -101,3 +105,45 @@ class Members:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class Islands:
+    """Several worlds of `size` processes each, which know nothing of each other but an address."""
+
+    def __init__(self, count: int, size: int, log_folder: Path) -> None:
+        self.size, self.folder = size, log_folder
+        self.worlds = [self._start(index) for index in range(count)]
+
+    def _start(self, index: int) -> Members:
+        folder = self.folder / f"island-{index}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return Members(self.size, folder)
+
+    def call(
+        self, function: str, *, deadline_s: float = CALL_S, ends: int = -1, **arguments: Any
+    ) -> list[Any]:
+        """Run `module:function(world, index=…, count=…, at=…, **arguments)` on all; answers of each
+        island's ranks, by island. Island `ends` is not waited for but killed after the others."""
+        for index, world in enumerate(self.worlds):
+            if any(process.poll() is not None for process in world.processes):
+                self.worlds[index] = self._start(index)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            at = f"127.0.0.1:{free.getsockname()[1]}"
+        count = len(self.worlds)
+        for index, world in enumerate(self.worlds):
+            world.ask(function, index=index, count=count, at=at, **arguments)
+        found = [
+            None if index == ends else world.collect(deadline_s)
+            for index, world in enumerate(self.worlds)
+        ]
+        if ends >= 0:
+            for process in self.worlds[ends].processes:
+                process.kill()
+                process.wait()
+        return found
+
+    def close(self) -> None:
+        """End all of them."""
+        for world in self.worlds:
+            world.close()

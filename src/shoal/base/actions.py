@@ -42,7 +42,7 @@ class Schedule:
     stage_rank   rank that holds stage 0, 1, …; a rank may hold several (virtual stages, chunks)
     micro_batches  per step
     copies       how often the model is held: with two (dualpipe) the first half of the stages is
-                 one copy, which runs the first half of the micro-batches, and so on
+                 one copy, which runs the first half of the micro-batches (`runs`), and so on
     pairs        per rank: positions of a forward that may run as one block with the backward after
                  it, so that the messages of one hide behind the work of the other (dualpipe)
     """
@@ -63,3 +63,14 @@ class Schedule:
     def pieces(self) -> int:
         """Pieces of one copy of the model: a chain from stage k·pieces to (k + 1)·pieces − 1."""
         return len(self.stage_rank) // self.copies
+
+    def runs(self, stage: int) -> range:
+        """Micro-batches that a stage sees: all, or its copy's part of them.
+
+        >>> odd = Schedule("two copies", ((), ()), (0, 1, 1, 0), 5, copies=2)
+        >>> odd.runs(0), odd.runs(3)
+        (range(0, 3), range(3, 5))
+        """
+        copy = stage // self.pieces
+        first, stop = (-(-self.micro_batches * c // self.copies) for c in (copy, copy + 1))
+        return range(first, stop)

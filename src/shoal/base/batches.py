@@ -33,11 +33,17 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
     [(8, 10), (10, 11)]
     """
     left = batch if samples is None else min(batch, samples - position % samples)
-    starts = range(position, position + left, micro_batch)
-    return [
-        MicroBatch(index, start, min(start + micro_batch, position + left))
-        for index, start in enumerate(starts)
-    ]
+    return cut_span(position, position + left, micro_batch)
+
+
+def cut_span(start: int, stop: int, micro_batch: int) -> list[MicroBatch]:
+    """The micro-batches of a step over the positions start … stop − 1.
+
+    >>> [(m.start, m.stop) for m in cut_span(4, 7, 2)]
+    [(4, 6), (6, 7)]
+    """
+    starts = range(start, stop, micro_batch)
+    return [MicroBatch(i, first, min(first + micro_batch, stop)) for i, first in enumerate(starts)]
 
 
 def owned(micro_batches: list[MicroBatch], rank: int, degree: int) -> list[MicroBatch]:

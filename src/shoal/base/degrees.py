@@ -47,8 +47,8 @@ def check_degrees(
             raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
         if degree > 1 and axis not in (*BUILT_AXES, "ep"):
             raise PlanError(
-                f"layout.{axis} = {degree}: not built in this version, which splits "
-                f"{', '.join(BUILT_AXES)}; nearest: layout.{axis}=1"
+                f"layout.{axis} = {degree}: islands are runs of their own, each with a layout; "
+                f"nearest: islands.method=diloco islands.count={degree}"
             )
     layout = Layout.of(degrees)
     if layout.processes != processes:

@@ -30,6 +30,11 @@ EVENTS = {
     "validated": "validation loss: value, targets counted",
     "stop_requested": "a signal asked the run to save and stop: which, which rank",
     "run_finished": "the run ended: how, steps",
+    "islands_met": "an island joined the others: count, at, encrypted (never)",
+    "round_committed": "islands merged: round, who, tokens, bytes, seconds, digest",
+    "round_discarded": "a merge did not happen, on no island: round, why",
+    "island_refused": "a change did not count: island, why",
+    "island_lost": "others are silent and this island stops: islands, after_s, round",
     "notice": "one line for the user, also shown in the terminal: text",
 }
 """Every event by name, with what it says; `emit` refuses others so that no reader is surprised."""

@@ -1,8 +1,9 @@
 """The names of pipeline schedules: in which order the ranks of a pipeline do their passes.
 
 A schedule belongs to a pipeline (layout.pp > 1). `interleaved` gives every rank several stages,
-its chunks; `zbv` and `dualpipe` give it two. The last three cut a backward in two halves, one for
-the gradient of the input and one for those of the weights. The order itself is made by the planner.
+its chunks; `zbv` and `dualpipe` give it two, which for `dualpipe` are of two copies of the model.
+The last three cut a backward in two halves, one for the gradient of the input and one for those of
+the weights. The order itself is made by the planner.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from shoal.base.errors import PlanError, one_of
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
 """Names of pipeline schedules; `afab` is another name of gpipe."""
 
-BUILT = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-"""Schedules that this version runs; the others are planned and simulated only."""
 
 ALIASES = {"afab": "gpipe", "zb-h1": "zero-bubble", "zb-v": "zbv"}
 
@@ -44,13 +43,38 @@ def stages_per_rank(schedule: str, chunks: int = 1) -> int:
     return 2 if schedule in ("zbv", "dualpipe") else chunks
 
 
+def copies(schedule: str) -> int:
+    """How many copies of the model the ranks of a pipeline hold together.
+
+    >>> copies("dualpipe"), copies("zbv"), copies("")
+    (2, 1, 1)
+    """
+    return 2 if schedule == "dualpipe" else 1
+
+
+def check_recompute(schedule: str, recompute: str) -> None:
+    """Refuse to compute blocks twice where a backward runs in two halves.
+
+    Each weight's half would run its whole block again: exact, at 10 forwards' work in the place
+    of 4 for a transformer's block.
+    schedule   of the pipeline, "" without one · recompute  memory.recompute
+    Errors     PlanError with the nearest legal choice
+    """
+    if recompute != "none" and schedule in SPLIT_BACKWARD:
+        raise PlanError(
+            f"memory.recompute = {recompute}: layout.schedule = {schedule} runs a backward in two "
+            f"halves, so a block would be computed again for every weight in it (2.5 times the "
+            f"work); nearest: memory.recompute=none, or layout.schedule=1f1b"
+        )
+
+
 def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
     """Schedule and chunks of a pipeline of `pp` ranks that is to be run, what was left out filled.
 
     schedule   a name, or "" for 1f1b · chunks  stages per rank, or 0 for the schedule's own
     Gives      ("", 1) without a pipeline; chunks is 1 for all but interleaved
-    Errors     PlanError for a schedule without a pipeline, an unknown one, one that is not built,
-               or chunks that it cannot have
+    Errors     PlanError for a schedule without a pipeline, an unknown one, chunks that it cannot
+               have, or an odd number of ranks that are to be fed from both ends
 
     >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
     (('1f1b', 1), ('interleaved', 2), ('', 1))
@@ -65,10 +89,11 @@ def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
             )
         return "", 1
     known = known or DEFAULT
-    if known not in BUILT:
+    if copies(known) > 1 and pp % 2:
         raise PlanError(
-            f"layout.schedule = {known}: not built in this version, which runs {', '.join(BUILT)}; "
-            f"nearest: layout.schedule=zbv"
+            f"layout.schedule = {known}: is fed from both ends, with two stages on every rank, so "
+            f"layout.pp is even, got {pp}; nearest: layout.pp={pp - 1}, or layout.pp={pp + 1}, or "
+            f"layout.schedule=zbv"
         )
     if known == "interleaved":
         if chunks == 1:

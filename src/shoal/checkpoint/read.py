@@ -86,8 +86,11 @@ def open_newest(
     wanted_from: Callable[[Manifest], Sequence[Shard]],
     world: World,
     emit: Emit,
+    only: int | None = None,
 ) -> Loaded | None:
     """The newest checkpoint under `root` that all ranks can read; None if there never was one.
+
+    only   the step whose checkpoint is wanted, and no other
 
     Rank 0 lists the candidates and tells the others (what exists may differ per rank on network
     file systems); each rank loads `wanted_from(manifest)`; then all vote. A damaged candidate is
@@ -98,7 +101,7 @@ def open_newest(
     an older file would not help). What `wanted_from` itself raises comes through where it rose.
     """
     try:
-        return _open_newest(root, wanted_from, world, emit)
+        return _open_newest(root, wanted_from, world, emit, only)
     except RankFailed as failure:
         if isinstance(failure.__cause__, ShoalError):
             raise failure.__cause__ from None
@@ -110,9 +113,10 @@ def _open_newest(
     wanted_from: Callable[[Manifest], Sequence[Shard]],
     world: World,
     emit: Emit,
+    only: int | None,
 ) -> Loaded | None:
     problems: list[str] = []
-    for name in first_only(world, lambda: _candidates(root)):
+    for name in first_only(world, lambda: _candidates(root, only)):
         path, loaded = root / name, _Attempt(wanted_from)
         answers = exchange(world, partial(loaded.run, path))
         damage = [(rank, a["damage"]) for rank, a in enumerate(answers) if a["damage"]]
@@ -136,9 +140,9 @@ def _open_newest(
     return None
 
 
-def _candidates(root: Path) -> list[str]:
+def _candidates(root: Path, only: int | None) -> list[str]:
     folders.remove_leftovers(root)
-    return [found.path.name for found in find(root)]
+    return [found.path.name for found in find(root) if only in (None, found.step)]
 
 
 class _Attempt:

@@ -3,8 +3,9 @@
     shoal simulate goodput gpus=16384 mtbf_hours=3.1 stall_s=60 restart_s=600
 
 The options of a calculator are the parameters of its screen function; their defaults show the kind:
-a count (16384, 16k, 7b), a number, a word, or several counts (2,4,8). Every calculator also takes
-`svg=FILE`, which keeps its plot. An unknown key or a bad value is one line that names the nearest.
+a count (16384, 16k, 7b), a number, a word, or several counts (2,4,8). A section of run.toml among
+them takes that section's keys, as section.key=value. Every calculator also takes `svg=FILE`, which
+keeps its plot. An unknown key or a bad value is one line that names the nearest.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import typer
 
 from shoal.base.errors import PlanError, nearest
 from shoal.cli.screens import distant, drawn, links, reliability, speed
+from shoal.config.load import load
 from shoal.view.plot_svg import plot_svg
 from shoal.view.screen import Screen, screen_lines, screen_record
 
@@ -79,7 +81,8 @@ def calculate(
         named = dataclasses.replace(screen.chart, title=screen.title)
         Path(path).write_text(plot_svg(named), encoding="utf-8")
     if json:
-        record = {"calculator": word, **screen_record(screen, values)}
+        plain = {k: dataclasses.asdict(v) if is_section(v) else v for k, v in values.items()}
+        record = {"calculator": word, **screen_record(screen, plain)}
         typer.echo(json_text.dumps(record, ensure_ascii=False, allow_nan=False))
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -113,16 +116,44 @@ def parse(word: str, function: Callable[..., Screen], texts: Mapping[str, str]) 
     16
     """
     defaults = {k: p.default for k, p in inspect.signature(function).parameters.items()}
+    sections = {k: default for k, default in defaults.items() if is_section(default)}
+    options = [*(k for k in defaults if k not in sections), *(f"{k}.…" for k in sections)]
     for key in texts:
-        if key not in defaults:
+        section, dot, _ = key.partition(".")
+        if key not in options and not (dot and section in sections):
             raise PlanError(
-                f"simulate {word}: {key} is not an option, there are {', '.join(defaults)}, svg; "
-                f"nearest: {nearest(key, [*defaults, 'svg']) or next(iter(defaults))}"
+                f"simulate {word}: {key} is not an option, there are {', '.join(options)}, svg; "
+                f"nearest: {_nearest_option(key, [*options, 'svg'], sections)}"
             )
-    return {
+    values = {
         key: _value(key, texts[key], default) if key in texts else default
         for key, default in defaults.items()
     }
+    return values | {key: _section(key, default, texts) for key, default in sections.items()}
+
+
+def _nearest_option(key: str, options: Sequence[str], sections: Mapping[str, Any]) -> str:
+    of_sections = {
+        name: f"{section}.{name}" for section in sections for name in vars(sections[section])
+    }
+    return of_sections.get(key) or nearest(key, options) or options[0]
+
+
+def is_section(value: object) -> bool:
+    """Whether a parameter of a screen function is a section of run.toml."""
+    return dataclasses.is_dataclass(value)
+
+
+def _section(name: str, default: Any, texts: Mapping[str, str]) -> Any:
+    """A section as the user changed it, read as `shoal train` reads it."""
+    plain = type(default)()
+    own = [
+        f"{name}.{key}={value}"
+        for key, value in vars(default).items()
+        if value != getattr(plain, key)
+    ]
+    typed = [f"{key}={text}" for key, text in texts.items() if key.startswith(f"{name}.")]
+    return getattr(load(None, [*own, *typed]).config, name)
 
 
 def _split(word: str, arguments: Sequence[str]) -> dict[str, str]:

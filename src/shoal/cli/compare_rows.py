@@ -15,6 +15,7 @@ from shoal.base.batches import check_batch
 from shoal.base.errors import ConfigError, PlanError, UserError, one_of
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import PLANNED, STRATEGIES, Layout, expand
+from shoal.base.schedules import copies
 from shoal.base.units import bytes_text, count_text
 from shoal.planner.guide import STATE_BYTES_PER_PARAMETER, check_micro_batches
 
@@ -126,11 +127,12 @@ def needed_bytes(layout: Layout, parameters: int) -> int:
     >>> needed_bytes(Layout(tp=2), 10)
     160
     """
-    quarter = STATE_BYTES_PER_PARAMETER * parameters / (4 * layout.tp * layout.pp)
+    twice = copies(layout.schedule)
+    quarter = twice * STATE_BYTES_PER_PARAMETER * parameters / (4 * layout.tp * layout.pp)
     shard = layout.dp_shard
     held = [quarter / (shard if layout.zero >= stage else 1) for stage in (3, 2, 1, 1)]
-    copies = quarter * (layout.threads - 1)
-    return math.ceil(layout.processes * sum(held) + copies)
+    replicas = quarter * (layout.threads - 1)
+    return math.ceil(layout.processes * sum(held) + replicas)
 
 
 def check_memory(rows: list[RowPlan], parameters: int, machine: MachineFacts) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.layout import Layout
+from shoal.base.schedules import copies
 from shoal.base.splits import ExchangeRow, Explained, SplitRow, shard_text
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config
@@ -106,6 +107,8 @@ def explain_model(config: Config, layout: Layout) -> Explained:
             across = over_experts(layout, shape)
         on = stages.get(name, ())
         tied = f"gradients of stages {', '.join(map(str, on))} summed" if len(on) > 1 else ""
+        if copies(layout.schedule) > 1:
+            tied = "gradients of both copies summed"
         said = [inside.collective, across.collective, tied if parameter.requires_grad else ""]
         shards = [one.shard for one in (inside, across) if one.shard != "whole"]
         rows.append(

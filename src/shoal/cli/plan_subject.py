@@ -17,7 +17,7 @@ from shoal.base.degrees import planned_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimate import ModelFacts
 from shoal.base.layout import Layout, expand
-from shoal.base.schedules import BUILT, canonical, settle_schedule
+from shoal.base.schedules import canonical, settle_schedule
 from shoal.base.units import count_text
 from shoal.config.load import Loaded
 from shoal.config.resolve import resolve_batch
@@ -100,8 +100,6 @@ def _schedule(config: Config, pp: int) -> tuple[str, int]:
     if section.strategy != "auto" or not (section.schedule or section.chunks):
         return "", 1
     name = canonical(section.schedule or "interleaved")
-    if pp > 1 and name not in BUILT:  # planned, not run
-        return name, 1
     return settle_schedule(name, section.chunks, pp)
 
 

@@ -16,12 +16,21 @@ from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.events import EventLog
 from shoal.base.facts import MachineFacts
 from shoal.base.files import write_whole
+from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import Layout
+from shoal.base.schedules import check_recompute
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
+from shoal.cli.islands import check_resumable, islands_of, launch_all
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
-from shoal.config.resolve import check_reads, resolve_batch, resolve_folder, resolve_length
+from shoal.config.resolve import (
+    check_reads,
+    resolve_batch,
+    resolve_folder,
+    resolve_islands,
+    resolve_length,
+)
 from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import LayoutSection
 from shoal.launch import supervise
@@ -68,7 +77,7 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
                 loaded.replace("run", "resumed", **{key: value})
         return Prepared(loaded, resume, layout, True)
     # A run that never saved anything has nothing to lose; a live one is protected by its lease.
-    if find(folder / "checkpoints"):
+    if find(folder / "checkpoints") or islands_of(folder):
         raise ConfigError(
             f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
             f"shoal train --resume {folder}; else another run.name"
@@ -77,7 +86,7 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
 
 
 def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
-    """How many processes a layout wants where nobody says."""
+    """How many processes a layout wants where nobody says; of one island."""
     if degrees := section.degrees():
         return Layout.of(degrees).processes
     return 1 if section.strategy in ("single", "dp") else default_processes(machine)
@@ -115,8 +124,11 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
             f"launch.nodes = {config.launch.nodes}: `shoal train` starts processes on this machine "
             f"only; on several, start the same command with torchrun --nnodes or srun"
         )
-    section = config.layout
+    resolve_islands(loaded)
+    section, alone = config.layout, _islands_here(loaded.config.islands) == 1
     chosen = processes or config.launch.processes or processes_of(section, machine)
+    if not (alone or processes or config.launch.processes or section.degrees()):
+        chosen = max(1, chosen // config.islands.count)
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
     _check_paths(loaded)
     parameters = None
@@ -125,12 +137,18 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
     layout = settle_layout(section, chosen, parameters, machine)
+    check_recompute(layout.schedule, config.memory.recompute)
     resolve_batch(loaded, layout.data_degree)
     train = loaded.config.train
     if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):
         loaded.notices.append(pipeline)
     resolve_length(loaded)
     return layout
+
+
+def _islands_here(islands: IslandsPolicy) -> int:
+    """How many islands this command starts on this machine."""
+    return 1 if islands.at or not islands.on else islands.count
 
 
 def _check_paths(loaded: Loaded) -> None:
@@ -153,6 +171,8 @@ def _check_resumable(folder: Path) -> None:
         close = nearest(str(folder), [str(r) for r in runs])
         hint = f"; nearest: {close}" if close else "; run folders hold a run.toml"
         raise ConfigError(f"--resume {folder}: no run there{hint}")
+    if _islands_here(load(folder / "run.toml").config.islands) > 1:
+        return check_resumable(folder)
     if not find(folder / "checkpoints"):
         raise ConfigError(
             f"--resume {folder}: holds no complete checkpoint; start anew with "
@@ -171,6 +191,10 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
         events = write_folder(prepared)
+        if _islands_here(config.islands) > 1:
+            code = launch_all(prepared.loaded, folder, environ, events)
+            typer.echo(next_command(folder, code))
+            return code
         view = LiveView(folder, stream=sys.stdout, colour=True)
         paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = ":".join(path for path in paths if path)
@@ -179,7 +203,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 [sys.executable, "-m", "shoal.cli.worker", str(folder)],
                 processes=config.launch.processes,
                 folder=folder,
-                restarts=config.launch.restarts,
+                # Who is among the islands is fixed for the run: none comes back by itself.
+                restarts=0 if config.islands.on and config.islands.at else config.launch.restarts,
                 emit=events.emit,
                 on_tick=view.tick,
                 environ=environ,
@@ -217,11 +242,12 @@ def write_folder(prepared: Prepared) -> EventLog:
 def next_command(folder: Path, exit_code: int) -> str:
     """What to type now."""
     if exit_code == 0:
+        islands = islands_of(folder)  # their merged weights are the same
         return (
             f"run folder: {folder}\n"
-            f"next: shoal checkpoint export {folder} model.safetensors"
+            f"next: shoal checkpoint export {islands[0] if islands else folder} model.safetensors"
             f"    (or train longer: shoal train --resume {folder} train.steps=…)"
         )
-    if not find(folder / "checkpoints"):
+    if not find(folder / "checkpoints") and not islands_of(folder):
         return f"run folder: {folder}\nnext: mend the above, then start a new run"
     return f"run folder: {folder}\nnext: shoal train --resume {folder}"

@@ -46,11 +46,6 @@ ALIASES = {
 }
 """Names that other projects use, in whichever section but [model] they are written."""
 
-NOT_BUILT = {
-    "islands": "training across slow links",
-}
-"""Keys of the vocabulary that this version does not build: refused by name, not as typos."""
-
 
 @dataclass
 class Loaded:
@@ -159,11 +154,6 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
     if canonical is not None:
         loaded.notices.append(f"{origin}: {section}.{key} is called {canonical} here")
         section, key = canonical.split(".")
-    for name in (section, f"{section}.{key}"):
-        if name in NOT_BUILT:
-            raise ConfigError(
-                f"{origin}: {section}.{key}: not built in this version ({NOT_BUILT[name]})"
-            )
     if section not in sections:
         close = nearest(section, sections) or _section_of(key)
         hint = (
@@ -253,6 +243,7 @@ def _check_values(config: Config) -> None:
             f"optimizer.average = {optimizer.average}: a decay is below 1; nearest: "
             f"optimizer.average=0.999"
         )
+    config.islands.settled()
     layout = config.layout
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
     if layout.schedule:

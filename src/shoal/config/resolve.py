@@ -8,6 +8,7 @@ Given by the user, it fixes the micro-batch once: micro_batch = batch / (accumul
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 from shoal.base.batches import check_batch, default_micro_batch
@@ -71,6 +72,16 @@ def resolve_length(loaded: Loaded) -> None:
     """Give a run without steps and epochs the default length."""
     if not loaded.config.train.steps and not loaded.config.train.epochs:
         loaded.replace("train", "derived", steps=DEFAULT_STEPS)
+
+
+def resolve_islands(loaded: Loaded) -> None:
+    """Fill in what the method of [islands] decides where the user said nothing."""
+    asked = loaded.config.islands
+    settled = asked.settled()
+    found = {f.name: getattr(settled, f.name) for f in fields(settled)}
+    changed = {key: value for key, value in found.items() if value != getattr(asked, key)}
+    if changed:
+        loaded.replace("islands", f"of {settled.method}", **changed)
 
 
 def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import AXES, STAGES
 from shoal.base.policies import (
     CheckpointPolicy,
@@ -110,7 +111,7 @@ class LayoutSection:
     ep: int = 0
     """data-parallel ranks to which the experts of a mixture are dealt; tokens travel to them"""
     schedule: str = ""
-    """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv"""
+    """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv, dualpipe"""
     chunks: int = 0
     """stages per rank under interleaved; 0: two"""
     strict: bool = False
@@ -176,6 +177,7 @@ class Config:
     layout: LayoutSection = LayoutSection()
     precision: PrecisionPolicy = PrecisionPolicy()
     memory: MemoryPolicy = MemoryPolicy()
+    islands: IslandsPolicy = IslandsPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     run: RunSection = RunSection()
     launch: LaunchSection = LaunchSection()

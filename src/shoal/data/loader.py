@@ -10,13 +10,13 @@ on another layout, or in the middle of an epoch, is the same as never to have st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from shoal.base.batches import MicroBatch, cut_step, owned, steps_per_epoch
+from shoal.base.batches import MicroBatch, cut_span, cut_step, owned, steps_per_epoch
 from shoal.base.errors import ConfigError
 from shoal.data.fetch import Collate, Fetcher, FetcherView, from_workers
 from shoal.data.step import LoadedMicroBatch, StepBatch
@@ -125,9 +125,17 @@ class Loader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         """The steps from `position` to the end of its epoch."""
+        return self._batches(self._steps)
+
+    def over(self, steps: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
+        """Steps that are given: one for each (start, stop) in the stream, none across an epoch."""
+        return self._batches(lambda: (cut_span(*span, self.micro_batch) for span in steps))
+
+    def _batches(self, steps: Callable[[], Iterator[list[MicroBatch]]]) -> Iterator[StepBatch]:
+        """steps   gives the micro-batches, over all ranks, of one step after another"""
         moves = self._moves
-        fetched = self._fetched()
-        for micro_batches in self._steps():
+        fetched = self._fetched(steps())
+        for micro_batches in steps():
             mine = owned(micro_batches, self.rank, self.degree)
             loaded = [LoadedMicroBatch(m.index, m.start, m.stop, next(fetched)) for m in mine]
             step = StepBatch(
@@ -152,15 +160,13 @@ class Loader:
             yield micro_batches
             position = micro_batches[-1].stop
 
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        """Start and stop of every micro-batch that this rank will run in this epoch."""
-        for micro_batches in self._steps():
-            for m in owned(micro_batches, self.rank, self.degree):
-                yield m.start, m.stop
-
-    def _fetched(self) -> Iterator[Any]:
-        """The joined samples of every span, from this process or from workers."""
-        spans = self._spans()
+    def _fetched(self, steps: Iterator[list[MicroBatch]]) -> Iterator[Any]:
+        """The joined samples of every micro-batch that this rank runs, here or from workers."""
+        spans = (
+            (m.start, m.stop)
+            for micro_batches in steps
+            for m in owned(micro_batches, self.rank, self.degree)
+        )
         if self.workers == 0:
             return (self._fetcher.value(start, stop) for start, stop in spans)
         per_step = -(-self.batch // (self.micro_batch * self.degree))

@@ -72,7 +72,7 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
     if ranks not in world.parts:
         group = None
         if len(ranks) > 1 and world.group is not None:
-            group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+            group = dist.new_group(list(ranks), COLLECTIVE_TIMEOUT, world.backend)
         place = ranks.index(world.rank) if world.rank in ranks else 0
         part = World(
             Place(place, len(ranks), world.local_rank, world.local_size, world.started_by),
@@ -80,7 +80,7 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
             group if world.rank in ranks else None,
             store=world.store,
         )
-        part.ranks = ranks
+        part.ranks, part.backend = ranks, world.backend
         part.traffic = world.traffic
         world.parts[ranks] = part
     return world.parts[ranks]

@@ -14,18 +14,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.codecs import (
-    PendingRows,
-    exchange,
-    int8_bytes,
-    largest,
-    pack_int8,
-    pack_places,
-    sum_int8,
-    unpack_int8,
-    unpack_places,
-)
+from shoal.fabric.codecs.base import Codec
+from shoal.fabric.codecs.exchange import PendingRows, exchange
+from shoal.fabric.codecs.feedback import Residual, encode_rest
+from shoal.fabric.codecs.int8 import Int8
+from shoal.fabric.codecs.places import largest, pack_places, unpack_places
 from shoal.fabric.world import World
+
+BLOCK = 1024
+"""Gradients that share a scale. A bucket holds many layers, and their sizes differ by magnitudes,
+so blocks are short; scales are 0.4 % of the bytes."""
 
 
 class Flight(Protocol):
@@ -51,40 +49,6 @@ class Sender(Protocol):
         """The step counted: what was kept is valid."""
 
 
-class Residual:
-    """What codes left out of a tensor so far, on this rank.
-
-    A step that is skipped must leave it as it was, so there are two: `standing` is valid, `coming`
-    becomes so by `commit`. A step that sends several times goes on from `coming`.
-    """
-
-    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.standing = torch.zeros(elements, dtype=dtype, device=device)
-        self.coming = torch.zeros_like(self.standing)
-        self.written = False
-
-    def add(self, numbers: torch.Tensor) -> torch.Tensor:
-        """numbers [at most elements] + what is left; the caller subtracts what it sends, in place.
-
-        Gives   [elements], `coming` itself
-        """
-        before = self.coming if self.written else self.standing
-        count = numbers.numel()
-        torch.add(before[:count], numbers, out=self.coming[:count])
-        self.written = True
-        return self.coming
-
-    def begin(self) -> None:
-        """See `Sender.begin`."""
-        self.written = False
-
-    def commit(self) -> None:
-        """See `Sender.commit`."""
-        if self.written:
-            self.standing, self.coming = self.coming, self.standing
-            self.written = False
-
-
 class Int8Sum:
     """A whole sum on every rank: codes of each part to its owner, codes of its sum to all.
 
@@ -93,16 +57,15 @@ class Int8Sum:
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, world: World) -> None:
-        self.world, self.dtype = world, dtype
+        self.world, self.codec = world, Int8(dtype, BLOCK)
         self.part = -(-elements // world.size)
         self.left = Residual(self.part * world.size, dtype, world.device)
         self.left_of_sum = Residual(self.part, dtype, world.device)
 
     def send(self, flat: torch.Tensor) -> Flight:
         """Send every owner the codes of its part."""
-        packed = pack_int8(self.left.add(flat).view(self.world.size, self.part))
-        sizes = [packed.shape[1]] * self.world.size
-        return _Int8Flight(self, exchange(self.world, packed.view(-1), sizes))
+        parts = self.left.add(flat).view(self.world.size, self.part)
+        return _Int8Flight(self, _send_parts(self.codec, parts.unbind(), self.world))
 
     def begin(self) -> None:
         """See `Sender.begin`."""
@@ -118,20 +81,19 @@ class Int8Sum:
 class _Int8Flight:
     def __init__(self, sender: Int8Sum, rows: PendingRows) -> None:
         self.sender, self.rows = sender, rows
-        size_bytes = int8_bytes(sender.part, sender.dtype.itemsize)
-        ranks = sender.world.size
-        self.cuts = [size_bytes * rank for rank in range(ranks + 1)]
+        size_bytes = sender.codec.size_bytes(sender.part)
+        self.cuts = [size_bytes * rank for rank in range(sender.world.size + 1)]
         self.gathered = torch.empty(0, dtype=torch.uint8)
 
     def turn(self) -> None:
         """Add up what came, in the order of the ranks, and send a code of it to all."""
         sender, world = self.sender, self.sender.world
         received = self.rows.result()
-        total = torch.empty(sender.part, dtype=sender.dtype, device=received.device)
-        sum_int8(received, sender.dtype, total)
-        own = pack_int8(sender.left_of_sum.add(total).unsqueeze(0))[0]
-        self.gathered = own.new_empty(self.cuts[-1])
-        self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]] = own
+        total = torch.empty(sender.part, dtype=sender.codec.dtype, device=received.device)
+        _add_up(sender.codec, received, total)
+        self.gathered = received.new_empty(self.cuts[-1])
+        own = self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]]
+        encode_rest(sender.codec, sender.left_of_sum.add(total), own)
         self.work = world.gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
@@ -139,26 +101,28 @@ class _Int8Flight:
         if self.work is not None:
             self.work.wait()
         sender = self.sender
-        parts = out.split(sender.part)  # the padding may be all of the last ones
-        for part, packed in zip(parts, self.gathered.view(sender.world.size, -1), strict=False):
-            unpack_int8(packed, sender.part, sender.dtype, part)
+        elements, dtype = sender.part * sender.world.size, sender.codec.dtype
+        fits = out.numel() == elements and out.dtype == dtype
+        total = out if fits else torch.empty(elements, dtype=dtype, device=out.device)
+        for rank, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
+            part = total[sender.part * rank : sender.part * (rank + 1)]
+            sender.codec.decode(self.gathered[start:stop], part)
+        if total is not out:
+            out.copy_(total[: out.numel()])
 
 
 class ScatteredInt8Sum:
     """Each rank gets the sum of its own part: codes of each part to its owner, and no more."""
 
     def __init__(self, cuts: Sequence[int], dtype: torch.dtype, world: World) -> None:
-        self.world, self.dtype, self.cuts = world, dtype, cuts
+        self.world, self.codec, self.cuts = world, Int8(dtype, BLOCK), cuts
         self.left = Residual(cuts[-1], dtype, world.device)
 
     def send(self, flat: torch.Tensor) -> Flight:
         """Send every owner the codes of its part."""
-        packed = []
         numbers = self.left.add(flat[: self.cuts[-1]])
-        for start, stop in zip(self.cuts, self.cuts[1:], strict=False):
-            packed.append(pack_int8(numbers[start:stop].unsqueeze(0))[0])
-        sizes = [one.numel() for one in packed]
-        return _ScatteredFlight(self, exchange(self.world, torch.cat(packed), sizes))
+        parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+        return _ScatteredFlight(self, _send_parts(self.codec, parts, self.world))
 
     def begin(self) -> None:
         """See `Sender.begin`."""
@@ -178,11 +142,26 @@ class _ScatteredFlight:
 
     def result(self, out: torch.Tensor) -> None:
         """Add up what came, in the order of the ranks."""
-        wide = self.sender.dtype
+        wide = self.sender.codec.dtype
         total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-        sum_int8(self.rows.result(), wide, total)
+        _add_up(self.sender.codec, self.rows.result(), total)
         if total is not out:
             out.copy_(total)
+
+
+def _send_parts(codec: Codec, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
+    """Begin to send every rank the codes of its part; the parts keep what those leave out."""
+    sizes = [codec.size_bytes(part.numel()) for part in parts]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
+    for part, row in zip(parts, packed.split(sizes), strict=True):
+        encode_rest(codec, part, row)
+    return exchange(world, packed, sizes)
+
+
+def _add_up(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of what all rows [rows, bytes] hold over `out` [elements], in their order."""
+    for place, packed in enumerate(rows):
+        codec.decode(packed, out, add=place > 0)
 
 
 class LargestSum:

@@ -34,7 +34,9 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     place = Place(
         world.rank, world.size, world.local_rank, world.local_size, f"{world.started_by}, twin"
     )
-    return World(place, torch.device("cpu"), group)
+    found = World(place, torch.device("cpu"), group)
+    found.backend = "gloo"
+    return found
 
 
 def leave(world: World) -> None:

@@ -48,6 +48,7 @@ class World:
     local_rank          its number on this machine; picks the GPU
     device              where its tensors live
     ranks               its members' numbers among all processes
+    backend             what its parts are made with; None: as torch chooses for the device
     parts, meshes       made of it so far (see `axes`)
     traffic             what it sent and how long it waited
     """
@@ -72,6 +73,7 @@ class World:
         self.store = store
         self.traffic = Traffic()
         self._turns = itertools.count()
+        self.backend: str | None = None
         self.ranks = tuple(range(place.size))
         self.parts: dict[tuple[int, ...], World] = {}
         self.meshes: dict[Any, DeviceMesh] = {}

@@ -41,7 +41,7 @@ def apply(program: Program) -> Program:
     ]
     if not layers:
         return program
-    rule = _Rule(layers, program.data)
+    rule = _Rule(layers, program.replicas)
     return replace(
         program,
         on_begin=(*program.on_begin, rule.begin),

@@ -30,7 +30,7 @@ def apply(program: Program) -> Program:
     ]
     if not homes:
         return program
-    watch = _Watch(homes, program.data, program.notices)
+    watch = _Watch(homes, program.replicas, program.notices)
     return replace(
         program,
         on_begin=(*program.on_begin, watch.begin),

@@ -134,6 +134,7 @@ class Program:
     copies        how many ranks of `data` hold the same element of `reducer.sums()`
     copies_apart  the same of parameters that are `apart`, by name
     twin          the module without data, for counting, where it cannot be copied itself
+    mirrored      `data` and the ranks of a pipeline's second copy that hold the same; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
     around        context managers around a micro-batch's forward and backward pass, by
@@ -170,6 +171,7 @@ class Program:
     forward: Callable[[Program, Pass], Any] = lambda program, one: one.outputs(program.module)
     copies: int = 1
     copies_apart: dict[str, int] = field(default_factory=dict)
+    mirrored: World | None = None
     together: bool = False
     twin: nn.Module | None = None
     travel: Travel | None = None
@@ -193,6 +195,11 @@ class Program:
     def differentiates(self) -> bool:
         """Whether this rank's loss is differentiated: ranks that share a sequence count it once."""
         return self.context.rank == 0
+
+    @property
+    def replicas(self) -> World:
+        """All ranks that hold the same part of the model, whichever micro-batches they see."""
+        return self.data if self.mirrored is None else self.mirrored
 
     def place(self, name: str) -> Shard:
         """Where this rank's parameter or buffer `name` lies in the whole model's tensor."""

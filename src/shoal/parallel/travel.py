@@ -6,6 +6,7 @@ between stages. Whoever predicts a run, and whoever compares its counters, reads
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from shoal.parallel.pipe.deal import StageCut
 from shoal.parallel.tensor.labels import Split
 from shoal.parallel.tensor.splits import ModelSplit
 from shoal.planner.traffic import Crossing, TensorExchange
-from shoal.planner.travel import Tie, Travel
+from shoal.planner.travel import Kept, Travel
 from shoal.profile.shapes import tensors_of
 
 
@@ -31,7 +32,11 @@ def travel_of(
     for name, several in (split.exchanges if split else {}).items():
         at = _stage(name, stage_of, stages)
         exchanges[at] += [TensorExchange(e.kind, e.when, e.payload_bytes) for e in several]
-    sizes = {n: p.numel() * max(4, p.element_size()) for n, p in module.named_parameters()}
+    sizes = {
+        name: parameter.numel() * max(4, parameter.element_size())
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
     partial = {n for n, one in split.parameters.items() if one.partial} if split else set()
     keep = (frozenset(sizes),) if cut is None else cut.keep
     parts = _parts(split) if split else {}
@@ -40,8 +45,15 @@ def travel_of(
         tuple(tuple(one) for one in exchanges),
         tuple(sum(sizes[name] for name in partial & kept) for kept in keep),
         () if cut is None else tuple(_crossing(cut, s, parts) for s in range(1, stages)),
-        () if cut is None else tuple(Tie(where, sizes[n]) for n, where in cut.ties.items()),
+        () if cut is None else _kept(cut, sizes),
     )
+
+
+def _kept(cut: StageCut, sizes: Mapping[str, int]) -> tuple[Kept, ...]:
+    found: Counter[tuple[int, ...]] = Counter()
+    for name, size_bytes in sizes.items():
+        found[tuple(stage for stage, kept in enumerate(cut.keep) if name in kept)] += size_bytes
+    return tuple(Kept(stages, size_bytes) for stages, size_bytes in found.items())
 
 
 def _stage(name: str, stage_of: Mapping[str, int], stages: int) -> int:

@@ -3,7 +3,8 @@
     kept      micro-batches in flight × Σ over the rank's units of what recompute leaves
     halved    gradients of products' outputs between the two halves of a split backward
     loss      its backward follows at once, unless the schedule puts it off (gpipe, zero-bubble):
-              then every micro-batch in flight keeps what the loss keeps too
+              then every micro-batch in flight keeps what the loss keeps too; under dualpipe one
+              loss waits while the rank's other stage runs backward
     working   of the heaviest block: gradients on their way, gathered inputs, and with recompute all
               that it computes again
     split     tensor parallelism divides what lies between its two products; the rest only with
@@ -36,13 +37,17 @@ class Shares(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Bytes of a stage: kept in all · of its head · of its heaviest block, whole · beside it."""
+    """Bytes of a stage: kept in all · of its head · of its heaviest block, whole · beside it.
+
+    waiting   of a head and its loss while another stage of the rank runs backward
+    """
 
     kept: float
     head: float
     block: float
     again: float
     working: float
+    waiting: float = 0.0
 
 
 def shares(case: Case) -> Shares:
@@ -77,7 +82,8 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
             kept += (_losses_in_flight(case, flying) - 1) * (one + kept_by_loss(case, stage))
         else:
             kept += flying * count * one
-    return Activations(kept + head, head, block, again, working + _context(case, by))
+    waiting = head + kept_by_loss(case, stage) if stage.head and stage.copies > 1 else 0.0
+    return Activations(kept + head, head, block, again, working + _context(case, by), waiting)
 
 
 def _losses_in_flight(case: Case, flying: float) -> float:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.base.cluster import Cluster
-from shoal.base.errors import PlanError
+from shoal.base.islands import IslandsPolicy
 from shoal.base.units import bytes_text, seconds_text
 from shoal.planner.calculators.diloco import outer_step_s
-from shoal.planner.islands import IslandsCase, smallest_period
+from shoal.planner.islands import IslandsFacts, islands_cost
+from shoal.planner.islands_choice import smallest_period
 from shoal.planner.search import Candidate
 from shoal.planner.step_time import predict_time
 
@@ -74,18 +75,17 @@ def _islands(best: Candidate) -> str:
     every_s = outer_step_s(
         parameters, cluster.islands, GRADIENT_BITS, between.bytes_per_s, between.latency_s
     )
-    case = IslandsCase(
-        islands=cluster.islands,
+    policy = IslandsPolicy("diloco", count=cluster.islands)
+    facts = IslandsFacts(
         parameters=parameters,
         step_s=step_s,
         bytes_per_s=between.bytes_per_s,
-        period=1,
         latency_s=between.latency_s,
+        ranks=cluster.devices,
     )
-    sent = 2 * (cluster.islands - 1) / cluster.islands * parameters * GRADIENT_BITS / 8
-    try:
-        period = smallest_period(case, UTILISATION)
-    except PlanError:
+    sent = islands_cost(policy, facts).sent_bytes
+    period = smallest_period(policy, facts, UTILISATION)
+    if period is None:
         return f"over {between.name} no period keeps {UTILISATION:.0%} of the time in compute"
     return (
         f"{cluster.islands} of these: over {between.name} gradients of every step would take "

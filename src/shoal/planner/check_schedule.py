@@ -93,24 +93,12 @@ def _shape(schedule: Schedule) -> None:
         raise PlanError(
             f"schedule {schedule.name}: {schedule.stages} stages are not {schedule.copies} copies"
         )
-    if schedule.micro_batches % schedule.copies:
-        raise PlanError(
-            f"schedule {schedule.name}: {schedule.micro_batches} micro-batches do not divide into "
-            f"{schedule.copies} copies"
-        )
     for stage, rank in enumerate(schedule.stage_rank):
         if not 0 <= rank < ranks:
             raise PlanError(
                 f"schedule {schedule.name}: stage {stage} lies on rank {rank}, ranks are 0 to "
                 f"{ranks - 1}"
             )
-
-
-def _runs_here(schedule: Schedule, stage: int) -> range:
-    """Micro-batches that this stage sees: all, or its copy's part."""
-    each = schedule.micro_batches // schedule.copies
-    copy = stage // schedule.pieces
-    return range(copy * each, (copy + 1) * each)
 
 
 def _one_rank(schedule: Schedule, rank: int, acts: tuple[Action, ...]) -> None:
@@ -134,7 +122,7 @@ def _wrong(
         return f"stages are 0 to {schedule.stages - 1}"
     if schedule.stage_rank[act.stage] != rank:
         return f"stage {act.stage} lies on rank {schedule.stage_rank[act.stage]}"
-    runs = _runs_here(schedule, act.stage)
+    runs = schedule.runs(act.stage)
     if act.micro_batch not in runs:
         return f"stage {act.stage} runs micro-batches {runs.start} to {runs.stop - 1}"
     if (act.kind, *here) in seen:
@@ -154,7 +142,7 @@ def _complete(schedule: Schedule) -> None:
     """Every stage ran forward and backward for each of its micro-batches."""
     done = {(a.kind, a.stage, a.micro_batch) for acts in schedule.ranks for a in acts}
     for stage, rank in enumerate(schedule.stage_rank):
-        for j in _runs_here(schedule, stage):
+        for j in schedule.runs(stage):
             missing = ""
             if ("F", stage, j) not in done:
                 missing = "F"

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shoal.base.estimate import Case
 from shoal.base.policies import RECOMPUTE
+from shoal.base.schedules import SPLIT_BACKWARD
 from shoal.planner.memory import predict_memory
 from shoal.planner.search import Candidate, least_memory_bytes
 from shoal.planner.step_time import predict_time
@@ -62,6 +63,8 @@ def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
 
 def _recompute(case: Case, policy: str) -> Case | None:
     if case.compiled and policy == "selective":
+        return None
+    if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
         return None
     order = RECOMPUTE.index
     return replace(case, recompute=policy) if order(policy) > order(case.recompute) else None

@@ -11,7 +11,7 @@ from shoal.base.degrees import check_degrees
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout, expand
-from shoal.base.schedules import canonical, settle_schedule
+from shoal.base.schedules import canonical, copies, settle_schedule
 from shoal.base.units import bytes_text, count_text
 from shoal.planner.bubble import bubble_s
 from shoal.planner.schedules import legal
@@ -145,10 +145,15 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
         whole = next(n for n in range(count, count + 2 * ranks + 1) if _runs(layout, n))
         nearest = [f"train.micro_batch={samples // cut}"] if cut else []
         nearest += [f"train.batch={whole * micro_batch * layout.data_degree}"]
+        which = (
+            f"an even number of micro-batches per step, at least {2 * ranks} (twice layout.pp)"
+            if copies(name) > 1
+            else f"micro-batches per step in a multiple of layout.pp = {ranks}"
+        )
         raise PlanError(
-            f"layout.schedule = {name}: needs micro-batches per step in a multiple of layout.pp = "
-            f"{ranks}, got {count} per data-parallel rank (train.batch {batch}, train.micro_batch "
-            f"{micro_batch}); nearest: {', or '.join([*nearest, 'layout.schedule=1f1b'])}"
+            f"layout.schedule = {name}: needs {which}, got {count} per data-parallel rank "
+            f"(train.batch {batch}, train.micro_batch {micro_batch}); nearest: "
+            f"{', or '.join([*nearest, 'layout.schedule=1f1b'])}"
         )
     # A backward is about two forwards, half of it for the weights.
     idle_s = bubble_s(name, ranks, count, 1.0, 1.0, 1.0, layout.chunks)

@@ -161,7 +161,8 @@ def _instants(
     waiting = waiting_head_bytes(case, stage) if tied else 0.0
     working = carried + held.working + waiting + (0.0 if fresh else arriving_bytes(case, stage))
     updating = workspace_bytes(case, habits) + habits.update_bytes * local_elements(case, elements)
-    first, last = held.kept - held.head + held.again, _last(case, held, stage)
+    first = held.kept - held.head + held.waiting + held.again
+    last = _last(case, held, stage)
     loss = loss_bytes(case, habits, stage)
     made = 0.0 if fresh else 1.0
     begun, ended = max(made, begun), max(made, ended)

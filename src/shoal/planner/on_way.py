@@ -4,6 +4,7 @@
                  what is kept, and copies where `reduce_bytes` is narrower than what is kept
     zero2        a bucket is collected beside the parts that are kept, then sent; so many may be on
                  their way before the next one waits, those of earlier micro-batches too
+    dualpipe     without data ranks gradients lie apart: a bucket is filled from them, and summed
     zero1, 2     after the update every rank's part of the weights travels to all others
     zero3        on gloo a block's gather has a copy inside gloo, flat bytes and parameters; the
                  next block is gathered ahead; gradients that were sent stay until the next are
@@ -18,6 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.base.estimate import Case, UnitFacts
+from shoal.base.schedules import canonical, copies
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.stage_cut import Stage, is_block
 from shoal.planner.states import WIDTHS, Elements, shard_counts
@@ -68,10 +70,13 @@ class OnGloo(NamedTuple):
 def on_way(case: Case, elements: Elements) -> OnWay:
     """What zero 0 to 2 have on their way beside the states, for a rank of so many elements."""
     layout = case.layout
-    if case.framework != "shoal" or layout.zero == 3 or layout.data_degree == 1:
+    if case.framework != "shoal" or layout.zero == 3:
         return OnWay()
     wide = max(4, WIDTHS[case.compute])
     total = wide * sum(elements)
+    if layout.data_degree == 1:
+        both = layout.pp > 1 and copies(canonical(case.schedule)) > 1
+        return OnWay(sent=min(total, BUCKET_BYTES) if both else 0.0)
     narrow = case.reduce_bytes / wide if 0 < case.reduce_bytes < wide else 0.0
     own = 1 / shard_counts(case)[0] if layout.zero else 0.0
     gloo = case.cluster.device.kind == "cpu"

@@ -16,6 +16,8 @@ DeepSeek-V3 technical report 2024, section 3.2.1, whose published order dualpipe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import PlanError
 from shoal.planner.schedule_names import canonical
@@ -50,6 +52,26 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) ->
 
 def _schedule(name: str, lists: list[list[Action]], stage_rank: list[int], m: int) -> Schedule:
     return Schedule(name, tuple(tuple(acts) for acts in lists), tuple(stage_rank), m)
+
+
+def shortened(full: Schedule, micro_batches: int) -> Schedule:
+    """A step of fewer micro-batches: the same lists without those that are not there.
+
+    Nothing waits for them, so what is left cannot stop either, and keeps no more. Of two copies
+    each goes without its last ones, so that both stay as busy; the second's are numbered anew.
+
+    >>> short = shortened(make_schedule("dualpipe", 2, 4), 3)
+    >>> sorted({act.text() for act in short.ranks[0] if act.kind == "F"})
+    ['F0@0', 'F1@0', 'F2@3']
+    """
+    short = replace(full, micro_batches=micro_batches, pairs=())
+
+    def left(act: Action) -> list[Action]:
+        place, runs = act.micro_batch - full.runs(act.stage).start, short.runs(act.stage)
+        return [replace(act, micro_batch=runs[place])] if place < len(runs) else []
+
+    lists = tuple(tuple(one for act in acts for one in left(act)) for acts in full.ranks)
+    return replace(short, ranks=lists)
 
 
 def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:

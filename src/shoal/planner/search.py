@@ -3,8 +3,8 @@
 The loop is over degrees (tp inside a node, pp by the depth of the model, cp where sequences are
 long, the rest data-parallel), what the data-parallel ranks split, the samples of a micro-batch, and
 what is recomputed. Memory is asked first, because it is cheap and ends most candidates. What a cut
-cannot do (heads that do not divide, more stages than blocks, a sharded block gathered again in
-every half of a split backward) is never proposed.
+cannot do (heads that do not divide, more stages than blocks, a block gathered or recomputed again
+in every half of a split backward) is never proposed.
 
 Source: the legality rules are those of docs/plan.md, each with its measurement.
 """
@@ -19,8 +19,8 @@ from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
 from shoal.base.layout import Layout
 from shoal.base.policies import RECOMPUTE
-from shoal.base.schedules import BUILT, stages_per_rank
-from shoal.planner.guide import AUTO_AXES
+from shoal.base.schedules import SPLIT_BACKWARD, check_recompute, copies, stages_per_rank
+from shoal.planner.guide import AUTO_AXES, check_micro_batches
 from shoal.planner.memory import predict_memory
 from shoal.planner.step_time import predict_time
 from shoal.planner.verdict import Verdict, verdict
@@ -104,9 +104,8 @@ class Candidate:
 
 
 def is_built(case: Case) -> bool:
-    """Whether this version runs a case: all axes, cp with data axes only; no dualpipe."""
-    alone = case.layout.cp == 1 or case.layout.tp * case.layout.pp * case.layout.ep == 1
-    return alone and (case.layout.pp == 1 or case.schedule in BUILT)
+    """Whether this version runs a case: all axes, cp with data axes only."""
+    return case.layout.cp == 1 or case.layout.tp * case.layout.pp * case.layout.ep == 1
 
 
 def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
@@ -143,6 +142,8 @@ def _nothing(model: ModelFacts, cluster: Cluster, asked: Asked) -> str:
             f"legal: layout.pp={max(1, model.blocks)}"
         )
     degree = asked.layout.data_degree if asked.layout else cluster.devices // (tp * pp)
+    if pp > 1 and (why := _no_schedule(pp, degree, asked)):
+        return why
     unit = (asked.micro_batch or 1) * degree
     legal = max(unit, asked.batch // unit * unit)
     each = f" in micro-batches of {asked.micro_batch}" if asked.micro_batch else ""
@@ -150,6 +151,22 @@ def _nothing(model: ModelFacts, cluster: Cluster, asked: Asked) -> str:
         f"train.batch = {asked.batch}: nothing divides it over {cluster.devices} devices{each}; "
         f"nearest: train.batch={legal}"
     )
+
+
+def _no_schedule(pp: int, degree: int, asked: Asked) -> str:
+    """Why the schedule that is asked for cannot run on `pp` × `degree` ranks, "" if it can."""
+    schedule = (asked.layout.schedule if asked.layout else "") or asked.schedule
+    if not schedule:
+        return ""
+    chunks = max(asked.layout.chunks if asked.layout else 1, asked.chunks)
+    layout = Layout(pp=pp, dp_replicate=degree, schedule=schedule, chunks=chunks)
+    try:
+        check_recompute(schedule, asked.recompute or "none")
+        if asked.micro_batch and asked.batch % (degree * asked.micro_batch) == 0:
+            check_micro_batches(layout, asked.batch, asked.micro_batch)
+    except PlanError as cannot:
+        return str(cannot)
+    return ""
 
 
 def least_memory_bytes(cluster: Cluster) -> float:
@@ -225,6 +242,8 @@ def _lightest_recompute(case: Case, asked: Asked, capacity: float) -> Iterator[C
     # Compiled blocks have no single operations left that selective recompute could keep.
     free = [policy for policy in RECOMPUTE if policy != "selective" or not case.compiled]
     policies = [asked.recompute] if asked.recompute else free
+    if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
+        policies = [policy for policy in policies if policy == "none"]
     for policy in policies:
         tried = replace(case, recompute=policy)
         memory = predict_memory(tried)
@@ -338,8 +357,11 @@ def _schedules(
     rounds = asked.batch // (micro_batch * layout.data_degree)
     given, chunks = layout.schedule or asked.schedule, max(layout.chunks, asked.chunks)
     if layout.pp > 1 and given:
-        if given != "interleaved" or rounds % layout.pp == 0:
-            yield given, stages_per_rank(given, chunks)
+        runs = given != "interleaved" or rounds % layout.pp == 0
+        if copies(given) > 1:  # fed from both ends
+            runs = layout.pp % 2 == rounds % 2 == 0 and rounds >= 2 * layout.pp
+        if runs:
+            yield given, stages_per_rank(given, chunks) // copies(given)
         return
     yield "1f1b", 1
     if layout.pp == 1:

@@ -5,10 +5,11 @@
              cost of a unit = its share of the forward FLOP + its share of the parameters; a tied
              table counts where it is read again, the loss is no part of the model
     others   equal runs; what is left over goes to the middle, since the first rank has the
-             embedding and the last one the head; dualpipe too, which Shoal does not run yet
+             embedding and the last one the head
 
 zbv folds the pipeline (embedding and head on rank 0), interleaved deals several stages to a rank,
-dualpipe keeps two copies fed from both ends (both on the first and on the last rank).
+dualpipe keeps two copies fed from both ends: rank i has the runs i and p − 1 − i, so embedding and
+head are both on the first and on the last rank.
 
 In flight on rank i of p, of m micro-batches (v chunks per rank):
     gpipe m · 1f1b min(m, p − i) · zero-bubble, zbv min(m, p) · dualpipe min(m, p + 1)
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
-from shoal.base.schedules import SPLIT_BACKWARD, canonical, stages_per_rank
+from shoal.base.schedules import SPLIT_BACKWARD, canonical, copies, stages_per_rank
 from shoal.planner.partition import partition
 from shoal.planner.schedules import make_schedule
 
@@ -39,7 +40,7 @@ class Stage(NamedTuple):
     units    (unit, how many), embedding and head included · blocks  those without the two
     head     the unit that makes the loss, if it is here
     tied     elements of a tied table that this rank holds a copy of
-    copies   of each block (2 for dualpipe)
+    copies   of the model that the pipeline holds: a micro-batch passes this share of the blocks
     """
 
     rank: int
@@ -108,7 +109,7 @@ def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
             fullest = max(fullest, (alive + waiting / 3, waiting))  # a third of what is saved
             alive -= act.kind in "BW"
             waiting -= act.kind == "W" and halved
-        found.append(fullest[1] * ranks / schedule.stages)
+        found.append(fullest[1] * ranks / schedule.pieces)
     return tuple(found)
 
 
@@ -148,17 +149,15 @@ def cut(case: Case, index: int) -> Stage:
         return Stage(0, every, [pair for pair in every if is_block(pair[0])], head)
     first, stop = _repeated(case.model)
     total = block_count(case.model)
-    stages = ranks * stages_per_rank(canonical(case.schedule), case.chunks)
     if ranks > total:
         raise PlanError(
             f"layout.pp = {ranks}: more stages than the {total} blocks of {case.model.name}; "
             f"nearest legal: layout.pp={max(1, total)}"
         )
-    runs, copies = _runs(case, index, min(stages, total), total)
+    runs = _runs(case, index, total)
     held = [pair for start, end in runs for pair in _held(list(units[first:stop]), start, end)]
-    every = [(unit, count * copies) for unit, count in held]
-    starts = any(start == 0 for start, _ in runs) or (copies > 1 and index == ranks - 1)
-    ends = any(end == total for _, end in runs) or (copies > 1 and index == 0)
+    every = list(held)
+    starts, ends = any(start == 0 for start, _ in runs), any(end == total for _, end in runs)
     tied = 0.0
     if starts:
         every = [(unit, float(unit.count)) for unit in units[:first]] + every
@@ -166,21 +165,22 @@ def cut(case: Case, index: int) -> Stage:
         every += [(unit, float(unit.count)) for unit in units[stop:]]
         tied = 0.0 if starts else sum(_tied_elements(case.model, u) for u in units[stop:])
     head = next((unit for unit, _ in reversed(every) if unit.loss_bytes), None)
-    return Stage(index, every, held, head, tied, copies)
+    return Stage(index, every, held, head, tied, copies(canonical(case.schedule)))
 
 
-def _runs(case: Case, index: int, stages: int, total: int) -> tuple[list[tuple[int, int]], int]:
-    """The runs of blocks that pipeline rank `index` holds, and how many copies of them."""
+def _runs(case: Case, index: int, total: int) -> list[tuple[int, int]]:
+    """The runs of blocks that pipeline rank `index` holds."""
     ranks, schedule = case.layout.pp, canonical(case.schedule)
-    if schedule == "dualpipe":
-        return [_even(total, ranks, index)], 2
+    own = [index, ranks - 1 - index] if copies(schedule) > 1 else [index]
     if case.framework != "shoal":
-        return [_even(total, ranks, index)], 1
-    own = [index] if schedule != "zbv" else [index, 2 * ranks - 1 - index]
-    if schedule == "interleaved":
-        own = list(range(index, stages, ranks))
-    starts = [*_starts(case.model, stages), total]
-    return [(starts[stage], starts[stage + 1]) for stage in own if stage < stages], 1
+        return [_even(total, ranks, piece) for piece in own]
+    pieces = min(total, ranks * stages_per_rank(schedule, case.chunks) // copies(schedule))
+    if schedule == "zbv":
+        own = [index, 2 * ranks - 1 - index]
+    elif schedule == "interleaved":
+        own = list(range(index, pieces, ranks))
+    starts = [*_starts(case.model, pieces), total]
+    return [(starts[piece], starts[piece + 1]) for piece in own if piece < pieces]
 
 
 def _tied_elements(model: ModelFacts, unit: UnitFacts) -> float:

@@ -6,20 +6,21 @@ machine's calibration, lets what runs at once hide what it hides, and adds them 
 
 Per micro-batch and pipeline stage: the work of the units (step_work.py) and what ranks exchange
 meanwhile (step_parts.py).
-Per step: what data parallelism sends (step_sync.py), optimizer (bytes of states, gradients and
-weights / bytes per second), offload, step (one event). A collective's term ends in how its group
-lies in the nodes (`_shared`, `_across`, `_both`: collectives.py), since each way has an efficiency
-of its own.
+Per step: what data parallelism sends (step_sync.py), and the two copies of dualpipe to each other;
+optimizer (bytes of states, gradients and weights / bytes per second), offload, step (one event). A
+collective's term ends in how its group lies in the nodes (`_shared`, `_across`, `_both`:
+collectives.py), since each way has an efficiency of its own.
 The layout of stages follows Narayanan et al. 2021.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.base.estimate import Case, UnitFacts
-from shoal.planner.collectives import Cost
+from shoal.base.schedules import canonical, copies
+from shoal.planner.collectives import Cost, Group, all_reduce, group_of
 from shoal.planner.states import Elements, shard_counts
 from shoal.planner.step_habits import Habits, habits_of
 from shoal.planner.step_parts import (
@@ -29,7 +30,7 @@ from shoal.planner.step_parts import (
     end_exchange,
     units_part,
 )
-from shoal.planner.step_sync import Sync, data_sync
+from shoal.planner.step_sync import Sync, data_sync, gradient_bytes
 from shoal.planner.step_work import PRODUCTS_PER_BLOCK, on_ladder
 
 HOST_BYTES_PER_S = 20e9
@@ -99,11 +100,16 @@ def step_terms(case: Case) -> StepTerms:
         units_part(case, habits, after, False) + end,
     )
     stages = tuple(_stage(kind, block, ends, between) for kind in _kinds(case.layout.pp, count))
-    full = max(stages, key=lambda stage: stage.parameters)
+    held = copies(canonical(case.schedule)) if case.layout.pp > 1 else 1
+    full = _times(max(stages, key=lambda stage: stage.parameters), held)
     one = Elements(block.parameters - block.experts, block.experts)
     sync = data_sync(case, habits, full.blocks, one, full.outside)
     waits_s, beside_s = _update(case, full)
     total = sync.total(case.accumulate) + full.sent.times(case.accumulate)
+    if held > 1:
+        group, cost = _between_copies(case, habits, full)
+        waits_s["gradients" + group.suffix] = cost.seconds
+        total += cost
     inside, across = case.cluster.inside.name, case.cluster.across.name
     sent = {across: total.across_bytes}
     sent[inside] = sent.get(inside, 0.0) + total.inside_bytes
@@ -116,6 +122,30 @@ def step_terms(case: Case) -> StepTerms:
         beside_s=beside_s,
         sent={link: amount for link, amount in sent.items() if amount},
     )
+
+
+def _times(stage: Stage, held: int) -> Stage:
+    """A stage of a rank that holds several such, one micro-batch at a time."""
+    return replace(
+        stage,
+        parameters=stage.parameters * held,
+        experts=stage.experts * held,
+        outside=stage.outside * held,
+        blocks=stage.blocks * held,
+    )
+
+
+def _between_copies(case: Case, habits: Habits, stage: Stage) -> tuple[Group, Cost]:
+    """The sum of a rank's gradients with those of the rank that holds the same stages, once a step.
+
+    The two are 1 to p − 1 stages apart: p/2 on average.
+    """
+    layout = case.layout
+    apart = layout.tp * layout.cp * layout.data_degree * layout.pp // 2
+    group = group_of(case.cluster, 2, apart)
+    dense, experts = shard_counts(case)
+    own = (stage.parameters - stage.experts) / dense + stage.experts / experts
+    return group, all_reduce(group, own * gradient_bytes(case, habits))
 
 
 _Units = list[UnitFacts]

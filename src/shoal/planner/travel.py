@@ -4,15 +4,18 @@
 tensor that crosses from stage to stage, and the gradients that are summed beyond the data ranks.
 A run's counters then say the same, to the byte.
 
-    sent = data (step_traffic) + tp (tensor_traffic) + pp (pipe_traffic) + 2(k−1)/k · ties
+    sent = data (step_traffic) + tp (tensor_traffic) + pp (pipe_traffic) + Σ 2(k−1)/k · G
 
-k ranks hold a tied weight. Source: `traffic`.
+G bytes of gradients of the parameters that k ranks of the pipeline hold: tied ones, and all where
+the schedule holds two copies of the model, each of which sees its part of the micro-batches.
+Source: `traffic`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.base.actions import Schedule
 from shoal.base.estimate import Case
 from shoal.planner.schedules import make_schedule
 from shoal.planner.stage_cut import Stage, cut, repeated
@@ -30,8 +33,8 @@ from shoal.planner.transients import rank_sum, wide_elements
 
 
 @dataclass(frozen=True)
-class Tie:
-    """A parameter that several stages hold: which, and bytes of its gradient on one rank."""
+class Kept:
+    """Parameters that the same stages keep: which, and bytes of their gradients on one rank."""
 
     stages: tuple[int, ...]
     gradient_bytes: int
@@ -44,14 +47,17 @@ class Travel:
     exchanges      of each stage: collectives over its tensor-parallel ranks
     partial_bytes  of each stage: gradients of whole parameters, summed over those once a step
     crossings      between each stage and the next, on one tensor-parallel rank
-    ties           parameters of several stages, whose gradients are summed once a step
+    kept           parameters by the stages that keep them; gradients of what several ranks so hold
+                   are summed once a step
+
+    Stages are those of one copy of the model.
     """
 
     samples: int
     exchanges: tuple[tuple[TensorExchange, ...], ...]
     partial_bytes: tuple[int, ...]
     crossings: tuple[Crossing, ...] = ()
-    ties: tuple[Tie, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
 
 def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
@@ -59,29 +65,34 @@ def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
 
     Errors   PlanError for a schedule that cannot run so many micro-batches
     """
-    layout = case.layout
-    stage_rank: tuple[int, ...] = (0,)
-    if layout.pp > 1:
-        chunks = case.chunks if case.schedule == "interleaved" else 1
-        made = make_schedule(case.schedule, layout.pp, case.accumulate, chunks)
-        stage_rank = made.stage_rank
-    passes = case.batch / (layout.data_degree * travel.samples)
+    layout, schedule = case.layout, _schedule(case)
+    pieces = schedule.pieces
+    passes = case.batch / (layout.data_degree * travel.samples * schedule.copies)
     again = case.recompute == "full"
     own = 1 / shard_counts(case)[0]  # what is summed beyond the data ranks is a rank's part of it
-    sent = pipe_traffic(travel.crossings, stage_rank, rank, micro_batches=1).times(passes)
-    for stage, holder in enumerate(stage_rank):
-        if holder != rank:
-            continue
+    sent = StepTraffic()
+    for first in range(0, schedule.stages, pieces):
+        places = schedule.stage_rank[first : first + pieces]
+        sent += pipe_traffic(travel.crossings, places, rank, micro_batches=1).times(passes)
+    for stage in (s % pieces for s, holder in enumerate(schedule.stage_rank) if holder == rank):
         sums = round(travel.partial_bytes[stage] * own)
         each = travel.exchanges[stage]
         sent += tensor_traffic(each, layout.tp, micro_batches=1, recomputed=again).times(passes)
         sent += tensor_traffic((), layout.tp, micro_batches=0, partial_bytes=sums)
-    for tie in travel.ties:
-        holders = {stage_rank[stage] for stage in tie.stages}
+    for kept in travel.kept:
+        holders = {at for s, at in enumerate(schedule.stage_rank) if s % pieces in kept.stages}
         if rank in holders:
             share = 2 * (len(holders) - 1) / len(holders)
-            sent += StepTraffic(all_reduce_bytes=share * own * tie.gradient_bytes)
+            sent += StepTraffic(all_reduce_bytes=share * own * kept.gradient_bytes)
     return sent + data_traffic(case, cut(case, rank))
+
+
+def _schedule(case: Case) -> Schedule:
+    """The case's pipeline; without one, a rank that holds the only stage."""
+    if case.layout.pp == 1:
+        return Schedule("", ((),), (0,), case.accumulate)
+    chunks = case.chunks if case.schedule == "interleaved" else 1
+    return make_schedule(case.schedule, case.layout.pp, case.accumulate, chunks)
 
 
 def data_traffic(case: Case, stage: Stage) -> StepTraffic:

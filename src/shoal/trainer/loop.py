@@ -50,13 +50,12 @@ from shoal.trainer.foresee import (
     held_now_bytes,
 )
 from shoal.trainer.job import import_object, material_of, open_run, steps_of
+from shoal.trainer.joining import Joined, join
 from shoal.trainer.proof.material import asked_layout
 from shoal.trainer.proof.quick import prove_before
+from shoal.trainer.rounds import STOPPED, train_rounds
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
-
-STOPPED = 143
-"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
 
 
 def train(folder: Path, *, world: World | None = None) -> int:
@@ -66,9 +65,11 @@ def train(folder: Path, *, world: World | None = None) -> int:
     """
     config = load(folder / "run.toml").config
     world = world or start_world()
-    run, source, total_steps = _prepare(config, folder, world)
+    run, source, total_steps, joined = _prepare(config, folder, world)
     previous = _stop_on_signal(run)
     try:
+        if joined is not None:
+            return train_rounds(run, joined, source, config, total_steps)
         return _steps(run, source, config, total_steps)
     except TrainingError:
         with contextlib.suppress(ShoalError):  # all ranks are well: what is being written is kept
@@ -79,8 +80,8 @@ def train(folder: Path, *, world: World | None = None) -> int:
             signal.signal(number, handler)
 
 
-def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, int]:
-    """Everything before the first step: data, model, plan, state."""
+def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, int, Joined | None]:
+    """Everything before the first step: data, model, plan, state, and the other islands."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -97,7 +98,10 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     for path in config.train.on:
         run.recorder.events.listeners.append(import_object("train.on", path))
     run.extra_record = {"configuration": (folder / "run.toml").read_text()}
-    if not run.restore():
+    joined = None
+    if config.islands.on:
+        joined = join(run, config.islands)
+    elif not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.settings.total_steps = total_steps
@@ -112,10 +116,10 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         "predicted": foreseen,
     }
     _describe(run, source, total_steps, folder, told)
-    if world.is_first:
+    if world.is_first and joined is None:  # islands on one machine disturb each other's times
         learner = Learner(foreseen, run.plan.precision, world)
         run.recorder.events.listeners.append(learner.hear)
-    return run, source, total_steps
+    return run, source, total_steps, joined
 
 
 def _prove(

@@ -27,3 +27,8 @@ class StepResult:
     def item(self) -> float:
         """The loss, under the name that a tensor has for it."""
         return self.loss
+
+
+def counted(count: float) -> float:
+    """A whole count as an integer; a sum of weights as it is."""
+    return int(count) if count.is_integer() else count

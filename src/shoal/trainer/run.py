@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,12 @@ from shoal.trainer.feed import Feed
 from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.own_folder import refuse_old_checkpoints
 from shoal.trainer.record import Recorder
-from shoal.trainer.result import StepResult
+from shoal.trainer.result import StepResult, counted
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.settings import RunSettings
 from shoal.trainer.share import busiest, own_micro_batches
 from shoal.trainer.skips import Skips
-from shoal.trainer.state import check_savable, restore_run, save_run
+from shoal.trainer.state import Beside, check_savable, restore_run, save_run
 from shoal.trainer.step import (
     NO_TARGET,
     MovementCheck,
@@ -55,6 +55,9 @@ class Run:
 
     model       the module, on its device · world  the processes · plan  what was decided
     step_count  optimizer steps taken so far, skipped ones included
+    beside      further tensors that checkpoints keep · adjust  changes the final mean gradient
+    lr_step     the step whose learning rate counts, where that is not `step_count`
+    first_key   added to micro-batches' numbers, which randomness is keyed by
     """
 
     def __init__(
@@ -73,6 +76,10 @@ class Run:
         self.step_count = 0
         self.feed = Feed(program.plan, program.data, settings.seed)
         self.stopping = False
+        self.beside: Beside | None = None
+        self.adjust: Callable[[], None] | None = None
+        self.lr_step: int | None = None
+        self.first_key = 0
         self.extra_record: dict[str, Any] = {}
         self._tally: Tally | None = None
         self._batch: Any = None
@@ -165,6 +172,7 @@ class Run:
         self._batch = batch
         cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
         micro_batches = own_micro_batches(batch, cut, self.program.data)
+        micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
         spare = micro_batches[-1][1] if micro_batches else self._spare
         self._tally = forward_backward(
             self.program,
@@ -195,7 +203,13 @@ class Run:
         watch = None if self._movement.done else self._movement
         scale = self.loss_scale.value if self.loss_scale else 1.0
         done = update(
-            self.program, self.optimizer, tally, clip=self.settings.clip, scale=scale, watch=watch
+            self.program,
+            self.optimizer,
+            tally,
+            clip=self.settings.clip,
+            scale=scale,
+            watch=watch,
+            adjust=self.adjust,
         )
         self._tell()
         if not done.skipped:
@@ -205,7 +219,7 @@ class Run:
         self.step_count += 1
         self.feed.consumed(self._batch)
         result = StepResult(
-            self.step_count, done.loss, done.grad_norm, lr, _count(tally.count), done.skipped,
+            self.step_count, done.loss, done.grad_norm, lr, counted(tally.count), done.skipped,
             done.reason,
         )  # fmt: skip
         self._record(result, tally)
@@ -255,16 +269,17 @@ class Run:
         self.recorder.restart_clock()
         return path
 
-    def restore(self, folder: str | Path | None = None) -> bool:
+    def restore(self, folder: str | Path | None = None, *, step: int | None = None) -> bool:
         """Go on from the newest complete checkpoint of a run folder; every rank must call it.
 
+        step     of the checkpoint that is wanted, and no other
         Gives    False if there is none
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         """
         self._tally, self._skips.in_a_row = None, 0
         chosen = self._folder(folder)
         self.saving.settle()  # what is still being written must not be taken for a leftover
-        found = restore_run(self, chosen)
+        found = restore_run(self, chosen, step)
         self._restored.add(chosen)
         self.recorder.restart_clock()
         return found
@@ -321,7 +336,8 @@ class Run:
                     f"total_steps = {total}: schedule = {policy.schedule} needs the length of the "
                     f"run; give shoal.parallelize(…, total_steps=…)"
                 )
-            factor = lr_factor(policy, self.step_count, total)
+            step = self.step_count if self.lr_step is None else self.lr_step
+            factor = lr_factor(policy, step, total)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         groups = self.optimizer.param_groups
@@ -378,11 +394,6 @@ class Run:
             },
             samples=samples,
         )
-
-
-def _count(count: float) -> float:
-    """A whole count as an integer; a sum of weights as it is."""
-    return int(count) if count.is_integer() else count
 
 
 def _parameters_held(optimizer: torch.optim.Optimizer) -> int:

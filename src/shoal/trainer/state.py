@@ -12,7 +12,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -30,6 +30,22 @@ if TYPE_CHECKING:
     from shoal.trainer.run import Run
 
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
+
+
+class Beside(Protocol):
+    """What somebody else keeps beside model and optimizer: tensors that lie as parameters do."""
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's parts, by their names in the checkpoint."""
+
+    def record(self) -> dict[str, Any]:
+        """What is no tensor; the same on every rank."""
+
+    def wanted(self, manifest: Manifest) -> list[Shard]:
+        """This rank's part of what a checkpoint holds of it."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Take it back."""
 
 
 def save_run(run: Run, folder: Path, *, wait: bool) -> Path | None:
@@ -74,6 +90,8 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         for name, tensor in run.average.tensors().items():
             shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
             parts[AVERAGE + name] = (tensor, shard)
+    if run.beside is not None:
+        parts.update(run.beside.parts())
     plan = run.plan
     record = {
         "step": run.step_count,
@@ -87,6 +105,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
         **({"average_updates": run.average.updates} if run.average else {}),
+        **(run.beside.record() if run.beside is not None else {}),
         **run.extra_record,
     }
     return parts, record
@@ -112,8 +131,8 @@ def check_savable(tensors: dict[str, torch.Tensor], where: str) -> None:
             )
 
 
-def restore_run(run: Run, folder: Path) -> bool:
-    """Take the newest complete checkpoint of `folder` back; False if there is none.
+def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
+    """Take the newest complete checkpoint of `folder` back, or that of a step; False without one.
 
     Errors: CheckpointError when its tensors or its optimizer are not those of this run.
     """
@@ -124,10 +143,12 @@ def restore_run(run: Run, folder: Path) -> bool:
     def wanted(manifest: Manifest) -> list[Shard]:
         _check_names(manifest, here, known)
         shards = _wanted(manifest, here, local)
-        averaged = run.average is not None and "average_updates" in manifest.record
-        return shards + (_averages(manifest, local) if averaged else [])
+        if run.average is not None and "average_updates" in manifest.record:
+            shards += _averages(manifest, local)
+        return shards + (run.beside.wanted(manifest) if run.beside is not None else [])
 
-    loaded = open_newest(folder / "checkpoints", wanted, run.world, run.recorder.events.emit)
+    emit = run.recorder.events.emit
+    loaded = open_newest(folder / "checkpoints", wanted, run.world, emit, step)
     if loaded is None:
         return False
     record = loaded.manifest.record
@@ -150,13 +171,13 @@ def restore_run(run: Run, folder: Path) -> bool:
         restore_lr(run.optimizer, names, record["optimizer"])
     if run.loss_scale is not None and "loss_scale" in record:
         run.loss_scale.load(record["loss_scale"])
+    if run.beside is not None:
+        run.beside.load(loaded.tensors, record)
     run.step_count = int(record["step"])
     run.recorder.cut(run.step_count)
     differences += _differences(run, record)
     if run.world.is_first:
-        run.recorder.events.emit(
-            "resumed", step=run.step_count, folder=str(loaded.path), differs=differences
-        )
+        emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)
     return True
 
 

@@ -14,7 +14,7 @@ Source: design §6; the same rule as torchtitan's global normalisation, but with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,11 +230,13 @@ def update(
     clip: float,
     scale: float = 1.0,
     watch: MovementCheck | None = None,
+    adjust: Callable[[], None] | None = None,
 ) -> Updated:
     """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
 
     clip     largest norm of the mean gradient; 0 leaves it · scale  what the loss was scaled by
     watch    looks at parameters between the last change of gradients and the optimizer's step
+    adjust   changes the clipped mean gradient, if somebody must
     Gives    what happened; local gradients are then the clipped mean gradient, None where no rank
              used the parameter (weight decay and momentum then leave it alone, as in one process)
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
@@ -255,6 +257,8 @@ def update(
     for name, used in zip(program.names, tally.used, strict=True):
         if not used and name in program.local:
             program.local[name].parameter.grad = None
+    if adjust is not None:
+        adjust()
     if watch is not None:
         watch.look(program, optimizer)
     optimizer.step()

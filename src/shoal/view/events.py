@@ -172,6 +172,37 @@ def number_text(value: Any, digits: int) -> str:
     return "–" if value is None else f"{float(value):.{digits}f}"
 
 
+def _met(event: Record) -> str:
+    count, at = event.get("count", "?"), event.get("at", "?")
+    return (
+        f"{count} islands met at {at}; what they send is neither encrypted nor authenticated: "
+        f"between machines use a private network or a tunnel"
+    )
+
+
+def _merged(event: Record) -> str:
+    admitted = event.get("admitted") or []
+    others = "" if not event.get("refused") else f", {len(event['refused'])} refused"
+    return (
+        f"round {event.get('round')}: {len(admitted)} islands merged{others}, "
+        f"{count_text(event.get('tokens_all') or 0)} tokens; "
+        f"{bytes_text(event.get('sent_bytes') or 0)} sent, "
+        f"{seconds_text(event.get('exposed_s') or 0)} of {seconds_text(event.get('seconds') or 0)} "
+        f"waited"
+    )
+
+
+def _discarded(event: Record) -> str:
+    return (
+        f"round {event.get('round')} discarded: {event.get('why')}; all islands go on from the "
+        f"weights before it"
+    )
+
+
+def _refused(event: Record) -> str:
+    return f"{event.get('why')}: refused, the others merged without it"
+
+
 SENTENCES: dict[str, Callable[[Record], str]] = {
     "notice": _notice,
     "worker_died": died_text,
@@ -183,5 +214,9 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "step_skipped": _skipped,
     "stop_requested": _stopping,
     "validated": _validated,
+    "islands_met": _met,
+    "round_committed": _merged,
+    "round_discarded": _discarded,
+    "island_refused": _refused,
 }
 """The events that are shown; the others stay in the log."""

@@ -190,7 +190,7 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
         found.append(("guide", record["guide"]))
     found += record["advice"].items()
     if not all(row["runs_here"] for row in record["layouts"]):
-        found.append((FORESEEN, "foreseen only: this version does not run cp yet"))
+        found.append((FORESEEN, "foreseen only: cp beside tp, pp or ep does not run yet"))
     if record.get("next"):
         found.append(("next", record["next"]))
     return found

@@ -12,6 +12,7 @@ from typing import Any
 from shoal.base.units import bytes_text, count_text, seconds_text
 from shoal.view.events import died_text, number_text, numbers_text, printable, signal_text
 from shoal.view.folder import RunFolder, last_session
+from shoal.view.islands import islands_row
 from shoal.view.progress import is_number
 
 Record = dict[str, Any]
@@ -30,6 +31,7 @@ def summary(folder: Path) -> str:
         ("memory", _memory(steps)),
         ("sent", _sent(steps)),
         ("foreseen", _foreseen(run.plan(), steps)),
+        ("islands", islands_row(events, _islands_foreseen(run.plan()))),
         ("waited", _waited(steps)),
         ("restarts", _restarts(events)),
         ("skipped", _skipped(events)),
@@ -140,6 +142,13 @@ def _foreseen(plan: Record, steps: list[Record]) -> str:
         if is_number(said.get(key)) and said[key] and measured[key]:
             parts.append(f"{word} {text(said[key])} ({said[key] / measured[key] - 1:+.0%})")
     return ", ".join(parts)
+
+
+def _islands_foreseen(plan: Record) -> Record:
+    """What the planner said of the islands, `IslandsCost.record` in plan.json."""
+    said = plan.get("predicted")
+    found = said.get("islands") if isinstance(said, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _waited(steps: list[Record]) -> str:

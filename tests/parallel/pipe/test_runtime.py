@@ -60,7 +60,8 @@ class Rank:
 
 def runtime(rank: int, size: int, name: str, **given: Any) -> PipeRuntime:
     make = functools.partial(make_schedule, name, size, **given)
-    return PipeRuntime({}, make(2 * size).stage_rank, Rank(rank, size), make)
+    lists = make(2 * size)
+    return PipeRuntime({}, lists.stage_rank, Rank(rank, size), make, copies=lists.copies)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 7, 9])
@@ -72,6 +73,23 @@ def test_a_short_step_is_the_next_full_one_without_the_rest(micro_batches: int) 
         assert list(few) == [act for act in all_of_them if act.micro_batch < micro_batches]
     kept = zip(check(short).in_flight, check(full).in_flight, strict=True)
     assert all(one <= other for one, other in kept)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_two_copies_share_a_short_step(ranks: int) -> None:
+    """Any number of micro-batches: half of them, or one more, go through the first copy."""
+    pipe = runtime(0, ranks, "dualpipe")
+    for micro_batches in range(1, 2 * ranks + 3):
+        short = pipe.schedule(micro_batches)
+        full = make_schedule("dualpipe", ranks, max(2 * ranks, micro_batches + micro_batches % 2))
+        runs = {
+            copy: {a.micro_batch for acts in short.ranks for a in acts if a.stage // ranks == copy}
+            for copy in (0, 1)
+        }
+        first = (micro_batches + 1) // 2
+        assert runs == {0: set(range(first)), 1: set(range(first, micro_batches))}
+        kept = zip(check(short).in_flight, check(full).in_flight, strict=True)
+        assert all(one <= other for one, other in kept)
 
 
 def test_a_schedule_that_cannot_be_made_says_why() -> None:

@@ -1,29 +1,37 @@
 """Screens about slow links: what DiLoCo sends, and what islands cost by bandwidth and period.
 
 Every function takes options with units in their names and gives a `Screen`; the formulas are in
-`planner/calculators/diloco.py` and `planner/islands.py`.
+`planner/calculators/diloco.py` and `planner/islands.py`. Keys of `[islands]` are those of run.toml.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal.base.errors import PlanError
+from shoal.base.islands import IslandsPolicy
 from shoal.base.units import bytes_text, count_text
 from shoal.cli.screens.words import lasting, number, percent, rate, steps_of
 from shoal.planner.calculators import diloco
-from shoal.planner.islands import (
-    IslandsCase,
-    islands_cost,
+from shoal.planner.codings import CODINGS
+from shoal.planner.families import FAMILIES
+from shoal.planner.islands import IslandsCost, IslandsFacts, islands_cost
+from shoal.planner.islands_choice import (
+    RATES_BYTES_PER_S,
+    by_link,
     needed_bytes_per_s,
     smallest_period,
-    utilisation_table,
+    ways,
 )
+from shoal.planner.model_facts import parameters as parameters_of
+from shoal.planner.published import published
+from shoal.planner.transformer import model_facts
 from shoal.view.plot import Axis, Chart, Series
 from shoal.view.screen import Formula, Screen
 
 MBIT = 1e6 / 8
-RATES_MBIT = (10, 50, 100, 200, 500, 1000, 10_000)
-PERIODS = (1, 10, 30, 100, 300, 500, 1000)
+USUAL_PARAMETERS = 1e9
+USUAL_ISLANDS = IslandsPolicy("diloco", count=4)
 
 
 def diloco_screen(
@@ -97,118 +105,207 @@ def diloco_screen(
 
 
 def islands_screen(
-    islands: int = 4,
-    parameters: float = 1e9,
+    islands: IslandsPolicy = USUAL_ISLANDS,
+    parameters: float = USUAL_PARAMETERS,
+    model: str = "",
     step_s: float = 1.0,
     mbit_per_s: float = 200.0,
-    period: int = 100,
-    bits: float = 8.0,
-    fragments: int = 1,
-    overlap_steps: int = 0,
     latency_ms: float = 50.0,
-    outer_s: float = 0.0,
+    processes: int = 8,
+    tokens_per_step: float = 65536.0,
+    slowest: float = 1.0,
+    near_mbit_per_s: float = 1000.0,
     target: float = 0.95,
 ) -> Screen:
-    """Time per outer step of islands on slow links, and the table of utilisation by link and H."""
-    case = IslandsCase(
-        islands,
-        parameters,
-        step_s,
-        mbit_per_s * MBIT,
-        period,
-        bits,
-        fragments,
-        overlap_steps,
-        latency_ms * 1e-3,
-        outer_s,
+    """What a run with these `[islands]` costs on a link, and the same on links of other rates.
+
+    model            name of a published size, in place of `parameters`
+    processes        of one island · slowest  speed of the slowest island, the others' being 1
+    tokens_per_step  of one island · near_mbit_per_s  inside a region (islands.regions)
+    """
+    policy = islands.settled()
+    facts = IslandsFacts(
+        parameters=_parameters(model, parameters),
+        step_s=step_s,
+        bytes_per_s=mbit_per_s * MBIT,
+        latency_s=latency_ms * 1e-3,
+        near_bytes_per_s=near_mbit_per_s * MBIT,
+        speeds=_speeds(policy.count, slowest),
+        tokens=tokens_per_step,
+        ranks=processes,
     )
-    cost, least = islands_cost(case), smallest_period(case, target)
-    needed = needed_bytes_per_s(case, target)
-    rates = sorted({*RATES_MBIT, mbit_per_s})
-    periods = sorted({*PERIODS, period})
-    shares = utilisation_table(case, [r * MBIT for r in rates], periods)
-    head = ("a link of", *(f"H {h}" for h in periods))
-    rows = [
-        (rate(r * MBIT) + (" ←" if r == mbit_per_s else ""), *(percent(u) for u in row))
-        for r, row in zip(rates, shares, strict=True)
-    ]
+    cost, least = islands_cost(policy, facts), smallest_period(policy, facts, target)
+    needed, better = needed_bytes_per_s(policy, facts, target), ways(policy, facts, target)
+    rates = sorted({*RATES_BYTES_PER_S, facts.bytes_per_s})
+    costs = by_link(policy, facts, rates)
     return Screen(
-        title=f"{islands} islands of {count_text(parameters)} parameters on links of "
-        f"{rate(case.bytes_per_s)}, steps of {lasting(step_s)}",
-        formulas=_islands_formulas(case, cost.utilisation, least, needed, target),
+        title=f"{policy.count} islands of {count_text(facts.parameters)} parameters: "
+        f"{policy.method}, codec {policy.codec}, {policy.period} steps of {lasting(step_s)}, on "
+        f"{rate(facts.bytes_per_s)}",
+        formulas=_islands_formulas(policy, facts, cost),
         results={
-            **vars(cost),
-            "utilisation": cost.utilisation,
+            "settled": vars(policy),
+            **cost.record(),
             "smallest_period": least,
             "needed_bytes_per_s": needed,
-            "rates_mbit": rates,
-            "periods": periods,
-            "table": shares,
+            "ways": [{"typed": way.typed, "utilisation": way.utilisation} for way in better],
+            "links": [
+                {"mbit_per_s": link / MBIT, **one.record()}
+                for link, one in zip(rates, costs, strict=True)
+            ],
         },
-        meaning=f"{percent(1 - cost.utilisation)} of the time goes to the link. For "
-        f"{percent(target)} meet every {number(least)} steps, or have {rate(needed)}; fewer bits, "
-        "overlap (overlap_steps=) and fragments (fragments=) do the same without waiting longer.",
-        source="DiLoCo 2023, Streaming DiLoCo 2025; one fragment in flight as in torchft",
-        chart=_islands_chart(case),
-        table=(head, *rows),
-        letters="R islands, P parameters, F fragments of t_f s, W link, ε latency, H steps of t s, "
-        "τ steps beside which a fragment travels",
+        meaning=f"{percent(1 - cost.utilisation)} of the time is waited. For {percent(target)}: "
+        + _advice(least, needed, [f"{way.typed} ({percent(way.utilisation)})" for way in better])
+        + " What period and codec cost in quality no formula gives.",
+        source="DiLoCo 2023, Streaming DiLoCo 2025; a core as fast as those Shoal is tested on",
+        chart=_islands_chart(policy, facts),
+        table=_islands_table(policy, facts, rates, costs, target),
+        letters="R islands, n parameters, β coded bytes of each, P fragments exchanged in x s, W "
+        "link, ε latency, H steps of t s, τ of them while a fragment is on its way",
     )
+
+
+def _parameters(model: str, parameters: float) -> float:
+    """Of a model by name. Errors: ConfigError for an unknown name; PlanError if both are said."""
+    if not model:
+        return parameters
+    if parameters != USUAL_PARAMETERS:
+        raise PlanError(
+            f"parameters = {parameters:g} and model = {model}: one of them says how many; nearest: "
+            f"model={model}"
+        )
+    if model in FAMILIES:
+        return float(parameters_of(model) or 0)
+    return float(model_facts(published(model), 1024, 2).trainable)
+
+
+def _speeds(count: int, slowest: float) -> tuple[float, ...]:
+    if slowest > 1:
+        raise PlanError(
+            f"slowest = {slowest:g}: a share of the other islands' speed; nearest: slowest=1"
+        )
+    return (*(1.0,) * (count - 1), slowest)
+
+
+def _advice(least: int | None, needed: float, better: list[str]) -> str:
+    """The gentlest way and the one that is enough, as a sentence."""
+    if not better:
+        return "nothing to do."
+    found = [" or ".join(dict.fromkeys((better[0], better[-1])))]
+    if needed < float("inf"):
+        found.append(f"a link of {rate(needed)}")
+    if least is not None and "period" not in better[-1]:
+        found.append(f"islands.period={least}")
+    return "; or ".join(found) + "."
 
 
 def _islands_formulas(
-    case: IslandsCase, used: float, least: int, needed: float, target: float
+    policy: IslandsPolicy, facts: IslandsFacts, cost: IslandsCost
 ) -> tuple[Formula, ...]:
-    cost = islands_cost(case)
-    ring, p = number(2 * (case.islands - 1) / case.islands), count_text(case.parameters)
-    hidden_s = case.overlap_steps * case.step_s
+    """What is sent, how long that takes, what it leaves, and what is kept."""
+    share = "(R−1)" if CODINGS[policy.codec].gathers else "2(R−1)/R"
+    each = CODINGS[policy.codec].bytes_each or facts.element_bytes
+    meets = " in pairs" if policy.method == "noloco" else ""
+    if policy.regions > 1:
+        meets = f", all islands every {policy.far_period} rounds"
     return (
         Formula(
             "sent per round",
-            f"S = 2(R−1)/R·P·bits/8 = {ring} · {p} · {number(case.wire_bits)}/8",
+            f"{share}·β·n, β = {number(each)} B, R = {policy.count}{meets}",
             bytes_text(cost.sent_bytes),
         ),
         Formula(
-            f"1 of {case.fragments} fragments" if case.fragments > 1 else "on the link",
-            f"S/F/W + 2(R−1)·ε = {bytes_text(cost.sent_bytes / case.fragments)} / "
-            f"{rate(case.bytes_per_s)} + {2 * (case.islands - 1)} · {lasting(case.latency_s)}",
-            lasting(cost.sending_s / case.fragments),
+            "per token",
+            f"… / (H·tokens) = … / ({policy.period} · {number(facts.tokens)}), of one island",
+            f"{number(cost.bytes_per_token)} B",
         ),
+        *_round_formulas(policy, facts, cost),
         Formula(
-            "outer step",
-            f"H·t + F·max(0, t_f − τ·t) + outer = {case.period} · {lasting(case.step_s)} + "
-            f"{case.fragments} · max(0, {lasting(cost.sending_s / case.fragments)} − "
-            f"{lasting(hidden_s)}) + {lasting(case.outer_s)}",
-            lasting(cost.round_s),
+            "utilisation",
+            f"{lasting(cost.compute_s)} of steps / {lasting(cost.round_s)}",
+            percent(cost.utilisation),
         ),
-        Formula("utilisation", f"H·t / outer step = {lasting(cost.compute_s)} / …", percent(used)),
+        Formula("mean rate", "sent per round / a round", rate(cost.mean_bytes_per_s)),
+        Formula("while sending", _hiding(policy, cost), rate(cost.peak_bytes_per_s)),
         Formula(
-            "rate of a link",
-            f"mean {rate(cost.mean_bytes_per_s)}, while sending",
-            rate(cost.peak_bytes_per_s),
-        ),
-        Formula(
-            f"H for {percent(target)}",
-            f"or a link of {rate(needed)} at H = {case.period}",
-            number(least),
+            "memory",
+            f"merged weights and outer state, per process of {facts.ranks}, on the CPU",
+            bytes_text(cost.memory_bytes),
         ),
     )
 
 
-def _islands_chart(case: IslandsCase) -> Chart:
+def _round_formulas(
+    policy: IslandsPolicy, facts: IslandsFacts, cost: IslandsCost
+) -> tuple[Formula, Formula]:
+    fragments, t = policy.fragments, facts.step_s
+    one_s, own_s = cost.exchange_s / fragments, (cost.waited_s - cost.exposed_s) / fragments
+    travel = f"{bytes_text(cost.sent_bytes / fragments)} / {rate(facts.bytes_per_s)}"
+    if min(cost.steps) == policy.period and policy.regions == 1:
+        text = (
+            f"H·t + P·(own + max(0, x − τ·t)) = {policy.period} · {lasting(t)} + {fragments} · "
+            f"({lasting(own_s)} + max(0, {lasting(one_s)} − {lasting(policy.overlap * t)}))"
+        )
+    else:
+        text = f"{min(cost.steps)} to {max(cost.steps)} steps by speed, and what is waited"
+    return (
+        Formula(
+            "exchange" if fragments == 1 else f"1 of {fragments} fragments",
+            f"x = max(sent/P/W, coding) + 6·ε + outer step, with {travel}",
+            lasting(one_s),
+        ),
+        Formula("a round", text, lasting(cost.round_s)),
+    )
+
+
+def _hiding(policy: IslandsPolicy, cost: IslandsCost) -> str:
+    if cost.hiding_bytes_per_s < float("inf"):
+        return f"to hide all: {rate(cost.hiding_bytes_per_s)}"
+    if policy.overlap:
+        return f"islands.overlap={policy.overlap} is too short to hide all on any link"
+    return "islands.overlap=0 hides nothing"
+
+
+def _islands_table(
+    policy: IslandsPolicy,
+    facts: IslandsFacts,
+    rates: list[float],
+    costs: list[IslandsCost],
+    target: float,
+) -> tuple[tuple[str, ...], ...]:
+    head = ("a link of", "utilisation", "a round", "waited", "mean", "sending")
+    rows = []
+    for link, cost in zip(rates, costs, strict=True):
+        least = smallest_period(policy, replace(facts, bytes_per_s=link), target)
+        rows.append(
+            (
+                rate(link) + (" ←" if link == facts.bytes_per_s else ""),
+                percent(cost.utilisation),
+                lasting(cost.round_s),
+                lasting(cost.waited_s),
+                rate(cost.mean_bytes_per_s),
+                rate(cost.peak_bytes_per_s),
+                "none" if least is None else number(least),
+            )
+        )
+    return ((*head, f"H for {percent(target)}"), *rows)
+
+
+def _islands_chart(policy: IslandsPolicy, facts: IslandsFacts) -> Chart:
     """Utilisation by period, for links around the one given."""
-    low = max(1, case.fragments * max(1, case.overlap_steps))
-    places = sorted(
-        {max(low, round(h)) for h in steps_of(low, max(1000, 10 * low, 2 * case.period), 60)}
-    )
+    low = policy.fragments * (policy.overlap + 1)
+    high = max(1000, 10 * low, 2 * policy.period)
+    periods = sorted({max(low, round(h)) for h in steps_of(low, high, 60)})
     curves = []
     for factor in (10, 1, 0.1):
-        link = replace(case, bytes_per_s=case.bytes_per_s * factor)
-        points = tuple((h, 100 * islands_cost(replace(link, period=h)).utilisation) for h in places)
+        link = replace(facts, bytes_per_s=facts.bytes_per_s * factor)
+        points = tuple(
+            (h, 100 * islands_cost(replace(policy, period=h), link).utilisation) for h in periods
+        )
         curves.append(Series(rate(link.bytes_per_s), points))
     return Chart(
         Axis("period H, inner steps", log=True),
         Axis("utilisation, %", low=0.0, high=100.0),
         tuple(curves),
-        ((case.period, "yours"),),
+        ((policy.period, "yours"),),
     )

@@ -11,7 +11,9 @@ order of the list.
 
 A short step has fewer micro-batches than the schedule can be made for (a multiple of the ranks for
 `interleaved`): the list of the next larger step is run, without the micro-batches that are not
-there. Nothing waits for those, and no rank keeps more than in a full step.
+there. Nothing waits for those, and no rank keeps more than in a full step. Where the schedule holds
+two copies of the model (dualpipe), each runs its part of a step's micro-batches; an evaluation goes
+through the first.
 Source: Narayanan et al. 2021; Qi et al. 2023; the lists are the planner's (planner/schedules.py).
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +35,7 @@ from shoal.parallel.pipe.messages import Message, Messages, Route, given, needed
 from shoal.parallel.pipe.split_backward import Weights, input_gradients
 from shoal.parallel.program import Pass, Program, Reducer
 from shoal.planner.check_schedule import CLOSES, check
+from shoal.planner.schedules import shortened
 
 
 class Stage(Protocol):
@@ -53,7 +56,7 @@ class PipeRuntime:
     pipe         the ranks of this pipeline
     make         the action lists for so many micro-batches, the same on every rank; PlanError where
                  the schedule cannot do so many
-    crossing     how values cross
+    crossing     how values cross · copies  of the model, as in `Schedule`
     kept         micro-batches whose graph is alive now, as (stage, micro-batch)
     """
 
@@ -64,10 +67,12 @@ class PipeRuntime:
         pipe: World,
         make: Callable[[int], Schedule],
         crossing: Crossing | None = None,
+        copies: int = 1,
     ) -> None:
         self.stages, self.stage_rank, self.pipe = dict(stages), tuple(stage_rank), pipe
         self.make = make
         self.crossing = crossing or PlainTensors()
+        self.pieces = len(self.stage_rank) // copies
         self.messages = Messages(pipe)
         self.schedules: dict[int, Schedule] = {}
         self.routes: dict[int, Route] = {}
@@ -102,11 +107,12 @@ class PipeRuntime:
         stages go on with the next one meanwhile. Call `settle` after the last.
         """
         if FORWARD_ONLY not in self.schedules:
+            first_copy = self.stage_rank[: self.pieces]
             lists = [
-                tuple(Action("F", s, 0) for s, at in enumerate(self.stage_rank) if at == rank)
+                tuple(Action("F", s, 0) for s, at in enumerate(first_copy) if at == rank)
                 for rank in range(self.pipe.size)
             ]
-            found = Schedule("forward only", tuple(lists), self.stage_rank, 1)
+            found = Schedule("forward only", tuple(lists), first_copy, 1)
             self.schedules[FORWARD_ONLY] = found
         step = self._begin(FORWARD_ONLY, [one])
         for position in range(len(step.acts)):
@@ -126,10 +132,7 @@ class PipeRuntime:
                     f"pipeline: schedule {full.name} holds its stages on ranks {full.stage_rank}, "
                     f"they lie on {self.stage_rank}"
                 )
-            lists = tuple(
-                tuple(act for act in acts if act.micro_batch < micro_batches) for acts in full.ranks
-            )
-            short = replace(full, ranks=lists, micro_batches=micro_batches, pairs=())
+            short = shortened(full, micro_batches)
             check(short)
             self.schedules[micro_batches] = short
         return self.schedules[micro_batches]

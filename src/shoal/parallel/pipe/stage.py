@@ -13,7 +13,8 @@ model (which gather and free parameters) all run. The model's outputs are then w
                           the departures, in the order of `cut.crossings[number + 1]`, or on the
                           last stage what the model returns
 
-Several stages of one module may live on one rank (interleaved, zbv): the one that runs is noted.
+Several stages of one module may live on one rank (interleaved, zbv, dualpipe): the one that runs is
+noted.
 Parameters of other stages hold no data (`drop_foreign`).
 """
 

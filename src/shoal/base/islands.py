@@ -1,0 +1,239 @@
+"""What a user says of islands: groups of processes that train alone and merge now and then.
+
+The fields are the keys of `[islands]` in run.toml. Numbers that are left open are the method's own,
+which `settled` fills in:
+
+    method                period  outer         lr   momentum  codec    fragments  overlap  mixing
+    local-sgd             50      sgd           1    0         none     1          0        0
+    diloco                50      sgd nesterov  0.7  0.9       none     1          0        0
+    streaming-diloco      50      sgd nesterov  0.7  0.9       e3m0     4          1        0.5
+    fedavg, fedprox       50      sgd           1    0         none     1          0        0
+    fedopt                50      server        0.1  (0.9)     none     1          0        0
+    branch-train-merge    500     sgd           1    0         none     1          0        0
+    sparse-loco           50      sgd           1    0         top2bit  1          0        0
+    noloco                50      its own       0.7  0.5       none     1          0        0
+
+Source: Douillard et al. 2023, 2025 (DiLoCo, streaming); McMahan et al. 2017; Li et al. 2020
+(FedProx); Reddi et al. 2021 (FedOpt); Li et al. 2022 (branch-train-merge); Sarfi et al. 2025
+(SparseLoCo); Kolehmainen et al. 2025 (NoLoCo)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shoal.base.errors import ConfigError, one_of
+
+METHODS = (
+    "local-sgd", "diloco", "streaming-diloco", "fedavg", "fedprox", "fedopt",
+    "branch-train-merge", "sparse-loco", "noloco",
+)  # fmt: skip
+CODECS = ("none", "bf16", "int8", "e3m0", "top2bit", "sign")
+WEIGHTINGS = ("tokens", "uniform")
+PACES = ("speed", "equal")
+SERVERS = ("adam", "yogi", "adagrad")
+
+OPEN = -1.0
+"""In the place of a number that the method decides; of counts it is 0, of texts ""."""
+
+
+@dataclass(frozen=True)
+class IslandsPolicy:
+    """Islands: what each does alone, what it sends, and how the others take it."""
+
+    method: str = "none"
+    """none, local-sgd, diloco, streaming-diloco, fedavg, fedprox, fedopt, branch-train-merge, …"""
+    count: int = 1
+    """islands; on one machine each gets launch.processes processes"""
+    period: int = 0
+    """inner steps between merges; 0: the method's own"""
+    outer: str = "sgd"
+    """optimizer of the merged weights: a class of torch.optim by its name"""
+    outer_lr: float = OPEN
+    """its learning rate; −1: the method's own"""
+    outer_momentum: float = OPEN
+    """its momentum (sgd: Nesterov's); −1: the method's own"""
+    codec: str = ""
+    """how weights travel: none, bf16, int8, e3m0 (4 bits), top2bit, sign; "": the method's own"""
+    fragments: int = 0
+    """streaming: parts of the model that travel one by one; 0: the method's own"""
+    overlap: int = -1
+    """inner steps that go on while a part travels; −1: the method's own"""
+    mixing: float = OPEN
+    """share of its own weights that an island keeps at a merge; −1: the method's own"""
+    weighting: str = "tokens"
+    """tokens, uniform: what an island's word weighs in a merge"""
+    pace: str = "speed"
+    """speed: slower islands take fewer steps in a round · equal: all take islands.period"""
+    proximal: float = 0.01
+    """fedprox: μ, the pull towards the merged weights"""
+    server: str = "adam"
+    """fedopt: adam, yogi, adagrad"""
+    regions: int = 1
+    """two tiers: so many groups of neighbouring islands merge among themselves in between"""
+    far_period: int = 1
+    """two tiers: every so many rounds all islands merge, else those of one region"""
+    at: str = ""
+    """HOST:PORT where island 0 waits for the others; "": all islands on this machine"""
+    index: int = 0
+    """with islands.at: which island this is, from 0"""
+    connections: int = 2
+    """connections between two islands per process, for links where one does not fill the line"""
+    bound: float = 8.0
+    """admission: how many deviations (MAD) from the median of past norms a change may be"""
+    cosine: float = -0.2
+    """admission, 3 islands or more: least cosine of a change to the mean of the others"""
+    refusals: int = 3
+    """refusals in a row after which an island stops"""
+
+    @property
+    def on(self) -> bool:
+        """Whether there are islands at all; one island with an outer optimizer counts."""
+        return self.method != "none"
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether the outer momentum looks ahead: all of sgd that has momentum."""
+        return self.outer == "sgd" and self.outer_momentum > 0
+
+    def settled(self) -> IslandsPolicy:
+        """Every open number as the method has it; checked.
+
+        Errors: ConfigError with the nearest right value.
+
+        >>> one = IslandsPolicy("diloco", count=4).settled()
+        >>> one.period, one.outer_lr, one.outer_momentum, one.codec, one.fragments
+        (50, 0.7, 0.9, 'none', 1)
+        """
+        if not self.on:
+            return self._without()
+        if self.method not in METHODS:
+            raise ConfigError(one_of("islands.method", self.method, METHODS))
+        own = DEFAULTS[self.method]
+        found = replace(
+            self,
+            period=self.period or own.period,
+            outer_lr=own.outer_lr if self.outer_lr == OPEN else self.outer_lr,
+            outer_momentum=own.outer_momentum
+            if self.outer_momentum == OPEN
+            else self.outer_momentum,
+            codec=self.codec or own.codec,
+            fragments=self.fragments or min(own.fragments, self.period or own.period),
+            overlap=own.overlap if self.overlap < 0 else self.overlap,
+            mixing=own.mixing if self.mixing == OPEN else self.mixing,
+        )
+        found._check()
+        return found
+
+    def _without(self) -> IslandsPolicy:
+        if self.count > 1 or self.at:
+            said = f"count = {self.count}" if self.count > 1 else f"at = {self.at}"
+            raise ConfigError(
+                f"islands.{said}: how islands merge is not said; nearest: islands.method=diloco"
+            )
+        return self
+
+    def _check(self) -> None:
+        for key, got, known in (
+            ("codec", self.codec, CODECS),
+            ("weighting", self.weighting, WEIGHTINGS),
+            ("pace", self.pace, PACES),
+            ("server", self.server, SERVERS),
+        ):
+            if got not in known:
+                raise ConfigError(one_of(f"islands.{key}", got, known))
+        for key, least in LEAST.items():
+            if getattr(self, key) < least:
+                raise ConfigError(
+                    f"islands.{key} = {getattr(self, key):g}: at least {least:g}; nearest: "
+                    f"islands.{key}={least:g}"
+                )
+        if not 0 <= self.mixing < 1:
+            raise ConfigError(
+                f"islands.mixing = {self.mixing:g}: 0 (take the merged weights) to below 1 (keep "
+                f"the own ones); nearest: islands.mixing={0 if self.mixing < 0 else 0.5}"
+            )
+        self._check_fragments()
+        self._check_places()
+
+    def _check_fragments(self) -> None:
+        if self.fragments > 1 and self.method != "streaming-diloco":
+            raise ConfigError(
+                f"islands.fragments = {self.fragments}: {self.method} sends the whole model at "
+                f"once; nearest: islands.method=streaming-diloco"
+            )
+        if self.fragments > self.period:
+            raise ConfigError(
+                f"islands.fragments = {self.fragments}: more than islands.period = {self.period} "
+                f"inner steps; nearest: islands.fragments={self.period}"
+            )
+        slot = self.period // self.fragments
+        if self.overlap >= slot:
+            raise ConfigError(
+                f"islands.overlap = {self.overlap}: one part travels at a time and they leave "
+                f"every {slot} steps; nearest: islands.overlap={slot - 1}"
+            )
+
+    def _check_places(self) -> None:
+        if not 0 <= self.index < self.count:
+            close = max(0, min(self.index, self.count - 1))
+            raise ConfigError(
+                f"islands.index = {self.index}: islands are counted from 0 to islands.count − 1 = "
+                f"{self.count - 1}; nearest: islands.index={close}"
+            )
+        if self.at and not is_address(self.at):
+            raise ConfigError(
+                f"islands.at = {self.at}: HOST:PORT is wanted; nearest: islands.at=10.0.0.1:29400"
+            )
+        if self.count % self.regions:
+            fits = max(n for n in range(1, self.regions) if self.count % n == 0)
+            raise ConfigError(
+                f"islands.regions = {self.regions}: does not divide islands.count = {self.count}; "
+                f"nearest: islands.regions={fits}"
+            )
+
+
+LEAST = {
+    "count": 1, "period": 1, "outer_lr": 0, "outer_momentum": 0, "fragments": 1, "proximal": 0,
+    "regions": 1, "far_period": 1, "connections": 1, "bound": 1, "cosine": -1, "refusals": 1,
+}  # fmt: skip
+"""The smallest value of a key."""
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is HOST:PORT.
+
+    >>> [is_address(text) for text in ("10.0.0.1:29400", "[::1]:29400", "here", ":1")]
+    [True, True, False, False]
+    """
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _own(
+    period: int, lr: float, momentum: float, codec: str = "none", *, streams: bool = False
+) -> IslandsPolicy:
+    fragments, overlap, mixing = (4, 1, 0.5) if streams else (1, 0, 0.0)
+    return IslandsPolicy(
+        period=period,
+        outer_lr=lr,
+        outer_momentum=momentum,
+        codec=codec,
+        fragments=fragments,
+        overlap=overlap,
+        mixing=mixing,
+    )
+
+
+DEFAULTS = {
+    "local-sgd": _own(50, 1.0, 0.0),
+    "diloco": _own(50, 0.7, 0.9),
+    "streaming-diloco": _own(50, 0.7, 0.9, "e3m0", streams=True),
+    "fedavg": _own(50, 1.0, 0.0),
+    "fedprox": _own(50, 1.0, 0.0),
+    "fedopt": _own(50, 0.1, 0.9),
+    "branch-train-merge": _own(500, 1.0, 0.0),
+    "sparse-loco": _own(50, 1.0, 0.0, "top2bit"),
+    "noloco": _own(50, 0.7, 0.5),
+}
+"""What a method brings; see the module."""

@@ -1,0 +1,207 @@
+"""Islands on one machine: one supervised run per island, started, watched and ended together.
+
+    runs/NAME/run.toml             what was asked for
+    runs/NAME/island-K/            an ordinary run folder: metrics, events, logs, checkpoints
+    python -m shoal.cli.islands FOLDER    supervises the workers of one island
+
+Islands on several machines are started one by one, with islands.at and islands.index; what runs
+then is the same but for the address. The members of a run are fixed, so when an island is lost the
+others save and stop, and all are started again from the newest round that all of them hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.events import EventLog
+from shoal.base.facts import usable_cores
+from shoal.base.files import write_whole
+from shoal.checkpoint.catalog import find
+from shoal.checkpoint.lease import RunLease
+from shoal.config.load import Loaded, load
+from shoal.config.save import to_toml
+from shoal.launch import supervise
+from shoal.launch.processes import private_socket
+from shoal.launch.stopping import StopSignals
+from shoal.view.live import LiveView
+from shoal.view.summary import summary
+
+LOOK_S = 0.1
+GRACE_S = 90.0
+USER_MUST_ACT = (2, 3)
+"""Exit codes after which a restart would end the same way."""
+
+
+def island_folder(folder: Path, index: int) -> Path:
+    """Where the files of an island are.
+
+    >>> island_folder(Path("runs/far"), 2).as_posix()
+    'runs/far/island-2'
+    """
+    return folder / f"island-{index}"
+
+
+def islands_of(folder: Path) -> list[Path]:
+    """The island folders that hold a checkpoint, in their order."""
+    found = [path for path in folder.glob("island-*") if find(path / "checkpoints")]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def launch_all(loaded: Loaded, folder: Path, environ: Mapping[str, str], events: EventLog) -> int:
+    """Run all islands to the end, or until one fails for good; gives the exit code.
+
+    Errors: ClusterError when an island cannot be started at all
+    """
+    config = loaded.config
+    count, restarts = config.islands.count, config.launch.restarts
+    _share_out(folder, count)
+    view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
+    with StopSignals() as stop:
+        for attempt in range(restarts + 1):
+            _write_folders(loaded, folder)
+            codes = _run_once(folder, count, environ, view, stop)
+            lost = [island for island, code in enumerate(codes) if code not in (0, 143, 130)]
+            if not lost or stop.first is not None or attempt == restarts:
+                break
+            if any(codes[island] in USER_MUST_ACT for island in lost):
+                break
+            events.emit("restarting", attempt=attempt + 1, of=restarts, islands=lost)
+    view.finish()
+    failed = [(island, code) for island, code in enumerate(codes) if code not in (0, 143, 130)]
+    for island, code in failed:
+        sys.stderr.write(f"shoal: island {island}: {_why(island_folder(folder, island), code)}\n")
+    typer.echo(summary(island_folder(folder, 0)))
+    if failed:
+        return max(code for _, code in failed) if all(c > 0 for _, c in failed) else 1
+    if stop.first is not None:
+        return 128 + stop.first
+    return max(codes)
+
+
+def _write_folders(loaded: Loaded, folder: Path) -> None:
+    """A run.toml for every island; all meet on a fresh port of this machine."""
+    with private_socket() as listener:
+        at = f"127.0.0.1:{listener.getsockname()[1]}"
+    islands = loaded.config.islands
+    for index in range(islands.count):
+        own = Loaded(loaded.config, dict(loaded.origins), [])
+        own.config = replace(
+            loaded.config,
+            islands=replace(islands, at=at, index=index),
+            run=replace(loaded.config.run, folder=str(folder), name=f"island-{index}"),
+            launch=replace(loaded.config.launch, restarts=0),
+        )
+        path = island_folder(folder, index)
+        path.mkdir(parents=True, exist_ok=True)
+        write_whole(path / "run.toml", to_toml(own))
+
+
+def _share_out(folder: Path, count: int) -> None:
+    """An island that is new to a run that goes on takes the newest checkpoint of another."""
+    holders = islands_of(folder)
+    if not holders:
+        return
+    newest = max(holders, key=lambda path: find(path / "checkpoints")[0].step)
+    for index in range(count):
+        path = island_folder(folder, index)
+        if not find(path / "checkpoints"):
+            source = find(newest / "checkpoints")[0].path
+            shutil.copytree(source, path / "checkpoints" / source.name)
+
+
+def _run_once(
+    folder: Path, count: int, environ: Mapping[str, str], view: LiveView, stop: StopSignals
+) -> list[int]:
+    """Start every island and wait until all have ended; their exit codes."""
+    processes = [_start(island_folder(folder, index), count, environ) for index in range(count)]
+    told = False
+    try:
+        while any(process.poll() is None for process in processes):
+            if stop.first is not None and not told:
+                told, until_s = True, time.monotonic() + GRACE_S
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(signal.SIGTERM)
+            if told and (stop.insists or time.monotonic() > until_s):
+                break
+            view.tick()
+            time.sleep(LOOK_S)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return [process.wait() for process in processes]
+
+
+def _start(folder: Path, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    config = load(folder / "run.toml").config
+    threads = str(max(1, usable_cores() // (count * config.launch.processes)))
+    (folder / "logs").mkdir(exist_ok=True)
+    try:
+        with (folder / "logs" / "supervisor.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "shoal.cli.islands", str(folder)],
+                env={"OMP_NUM_THREADS": threads, **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as failure:
+        raise ClusterError(f"{folder.name} cannot be started: {failure}") from failure
+
+
+def _why(folder: Path, code: int) -> str:
+    """The words of the worker of an island that failed."""
+    for path in sorted((folder / "logs").glob("rank-*.error.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(json.loads(path.read_text())["line"])
+    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    return f"ended with {how}; log: {folder / 'logs'}"
+
+
+def check_resumable(folder: Path) -> None:
+    """Errors: ConfigError for a run of islands that never committed a round."""
+    if not islands_of(folder):
+        raise ConfigError(
+            f"--resume {folder}: none of its islands holds a complete checkpoint; start anew with "
+            f"shoal train {folder}/run.toml"
+        )
+
+
+def main() -> int:
+    """Supervise the workers of the island whose folder the command line names."""
+    folder = Path(sys.argv[1])
+    config = load(folder / "run.toml").config
+    with RunLease(folder, config.run.name):
+        events = EventLog(folder / "events.jsonl", None)
+        resumed = bool(find(folder / "checkpoints"))
+        events.emit("run_started", processes=config.launch.processes, resumed=resumed)
+        outcome = supervise(
+            [sys.executable, "-m", "shoal.cli.worker", str(folder)],
+            processes=config.launch.processes,
+            folder=folder,
+            restarts=0,
+            emit=events.emit,
+            environ=dict(os.environ),
+        )
+    if outcome.message:
+        sys.stderr.write(f"shoal: {outcome.message}\n")
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""What every codec promises, and what codecs with one scale per block have in common.
+
+A codec turns a vector of n numbers into `size_bytes(n)` bytes and back, without knowing anything
+but that vector:
+
+    decode(encode(x)) ≈ x        out = weight · decoded, or out += weight · decoded
+
+Decoding gives the same bits from the same bytes on every machine: it consists of copies and of
+single multiplications and additions per number, each rounded once; nothing is summed up and
+nothing fused. Encoding of finite numbers does so too for none, bf16, int8 and e3m0, whose only
+reductions are maxima; sign and top2bit take means and choose among equals, so their bytes are the
+same only on machines of one type with as many threads.
+
+What is not finite stays visible: where a block holds a NaN or an infinity, it decodes to NaN.
+
+Blocks with a scale lie in memory as
+
+    [scale of block 0, 1, …, in the numbers' format] [codes of block 0, 1, …] [zeros]
+
+the whole a multiple of 8 bytes long, so that scales may be read where they lie, one piece after
+another. A block is coded while it is in the processor's cache; `benchmarks/codecs.py` measures what
+that is worth beside the same passes over all numbers.
+
+Source: block-wise scales as in Dettmers 2016 and Dettmers et al. 2022
+Limits: bytes are in little-endian order, as on x86 and ARM. An instance has no state: any thread
+        may use it
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 65_536
+"""Numbers that share a scale."""
+RUN = 65_536
+"""Numbers that are coded at a time on a CPU: with what is computed on the way 0.5 MiB (fp32)."""
+ALIGNED = 8
+"""Coded pieces are multiples of so many bytes, and begin at such a multiple of their storage."""
+
+
+class Codec(Protocol):
+    """How numbers travel.
+
+    name      as users write it
+    dtype     of the numbers that it codes and gives: float32 or float64
+    gathers   sums of such messages do not stay small, so they travel whole to everyone
+    """
+
+    name: str
+    dtype: torch.dtype
+    gathers: bool
+
+    def size_bytes(self, elements: int) -> int:
+        """Bytes of so many numbers, scales and padding included."""
+
+    def encode(self, numbers: Tensor, out: Tensor) -> None:
+        """Code a vector.
+
+        numbers   [elements] in `dtype`, without gaps; left as they are
+        out       [size_bytes(elements)] uint8, aligned; every byte is written
+        """
+
+    def decode(
+        self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
+    ) -> None:
+        """Write weight · what was coded over a vector, or add it to what that holds.
+
+        packed   [size_bytes(elements)] uint8, aligned
+        out      [elements] in `dtype`, without gaps
+        weight   is rounded to `dtype`; 0 does not make NaN vanish
+        """
+
+
+class ScaledBlocks(ABC):
+    """Codes in units of a scale; a subclass says how units are found and packed.
+
+    bits    of one code · block  numbers that share a scale: a multiple of 8, at most RUN
+    """
+
+    name: str
+    bits: int
+    gathers = False
+
+    def __init__(self, dtype: torch.dtype, block: int = BLOCK) -> None:
+        self.dtype, self.block = dtype, block
+
+    def size_bytes(self, elements: int) -> int:
+        """See `Codec.size_bytes`."""
+        return aligned(self._scale_bytes(elements) + self._code_bytes(elements))
+
+    def encode(self, numbers: Tensor, out: Tensor) -> None:
+        """See `Codec.encode`."""
+        elements = numbers.numel()
+        scales, codes = self._fields(out, elements)
+        out[scales.nbytes + codes.nbytes :] = 0
+        room = self.room(longest_run(elements, numbers.device), numbers.device)
+        for start, stop, width in runs(elements, self.block, numbers.device):
+            rows = numbers[start:stop].view(-1, width)
+            scale = scales[start // self.block :][: len(rows)].unsqueeze(1)
+            self.pack(rows, scale, codes[self._code_bytes(start) : self._code_bytes(stop)], room)
+        broken = ~scales.isfinite()
+        if bool(broken.any()):
+            scales.masked_fill_(broken, math.nan)
+            for place in broken.nonzero().flatten().tolist():
+                start = place * self.block
+                codes[self._code_bytes(start) : self._code_bytes(start + self.block)] = 0
+
+    def decode(
+        self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
+    ) -> None:
+        """See `Codec.decode`; a number is code · (weight · scale), each product rounded."""
+        elements = out.numel()
+        scales, codes = self._fields(packed, elements)
+        factors = scales * weight
+        padded = aligned(longest_run(elements, out.device))
+        units = torch.empty(padded, dtype=self.dtype, device=out.device)
+        for start, stop, width in runs(elements, self.block, out.device):
+            coded = codes[self._code_bytes(start) : self._code_bytes(stop)]
+            self.unpack(coded, units[: len(coded) * 8 // self.bits])
+            numbers, target = (t.view(-1, width) for t in (units[: stop - start], out[start:stop]))
+            factor = factors[start // self.block :][: len(target)].unsqueeze(1)
+            if add:
+                target.add_(numbers.mul_(factor))
+            else:
+                torch.mul(numbers, factor, out=target)
+
+    @abstractmethod
+    def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Memory for what `pack` computes on the way, for so many numbers at a time."""
+
+    @abstractmethod
+    def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
+        """Code blocks [blocks, width]: their scales [blocks, 1], and bytes [codes, rounded up].
+
+        A scale that is not finite marks a block that is not; its codes are of no interest.
+        """
+
+    @abstractmethod
+    def unpack(self, codes: Tensor, units: Tensor) -> None:
+        """Write codes [bytes] as numbers in units of their scale over [bytes · 8 / bits]."""
+
+    def _fields(self, packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+        """(scales, codes), views."""
+        if not elements:  # an empty tensor may have no place in memory to look at
+            return packed.new_empty(0, dtype=self.dtype), packed.new_empty(0)
+        at, end = self._scale_bytes(elements), self._code_bytes(elements)
+        return packed[:at].view(self.dtype), packed[at : at + end]
+
+    def _scale_bytes(self, elements: int) -> int:
+        return -(-elements // self.block) * self.dtype.itemsize
+
+    def _code_bytes(self, elements: int) -> int:
+        return -(-elements * self.bits // 8)
+
+
+def aligned(size: int) -> int:
+    """The next multiple of ALIGNED.
+
+    >>> aligned(0), aligned(1), aligned(8)
+    (0, 8, 8)
+    """
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def longest_run(elements: int, device: torch.device) -> int:
+    """Numbers in the longest of `runs`."""
+    return min(elements, RUN) if device.type == "cpu" else elements
+
+
+def runs(elements: int, block: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, length of a block) of runs of whole blocks, then of the block that is not.
+
+    On a CPU a run is short enough to stay in its cache; elsewhere it is all whole blocks.
+    """
+    whole = elements // block * block
+    step = max(RUN // block, 1) * block if device.type == "cpu" else max(whole, 1)
+    for start in range(0, whole, step):
+        yield start, min(start + step, whole), block
+    if whole < elements:
+        yield whole, elements, elements - whole

@@ -1,0 +1,219 @@
+"""Connections between islands: several gloo groups of the same members, used in turn.
+
+    exchange k   goes over group k mod connections: every island has bytes for every other one, and
+                 gets what each had for it. Several are under way at a time, so a link stays busy
+                 while the next bytes are coded
+    deadline     an exchange that does not end in time is left behind. A blocked collective cannot
+                 be called back (`abort` does not free it); but each carries its deadline into gloo,
+                 whose thread ends by itself soon after, and then its group can be dropped
+    failure      whatever goes wrong becomes `IslandLost`, and these connections are broken for good
+
+A group is built on the islands' store, beside any default process group. It listens on the local
+address from which `host` is reached and on no other. gloo neither encrypts nor authenticates: see
+`meeting.py`.
+
+Source: torch.distributed.ProcessGroupGloo
+Limits: gloo sends what its receiver has asked for, so an exchange takes a round trip longer than
+        its bytes: a pair moves at most connections · THREADS chunks in one. On links with a large
+        product of rate and round trip more connections help
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count as counter
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import BugError
+from shoal.fabric.pulse import IslandLost, Pulse
+
+THREADS = 2
+"""Of each group, and so its exchanges under way at a time.
+
+More of them, or longer ones, do not fill a link better, but end unevenly: who is ahead with one
+island then sends to the other alone, past whose link all queue (measured: 25 Mbit/s, three islands,
+8 exchanges of 256 KiB to each under way 1.17 × the bound, 4 of 128 KiB 1.09 ×).
+"""
+LEAST_S = 1e-3
+
+
+class Deadline:
+    """A moment in the future, by the monotonic clock of this machine."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s, self.began_s = deadline_s, time.monotonic()
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since it was set."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def left(self) -> timedelta:
+        """Time until then; never zero, which torch takes for no limit at all."""
+        return timedelta(seconds=max(self.deadline_s - self.passed_s, LEAST_S))
+
+
+@dataclass
+class Flight:
+    """An exchange under way; `sent` must not change until it is done."""
+
+    work: dist.Work | None
+    sent: torch.Tensor
+    received: torch.Tensor
+
+
+class _Failed(Exception):
+    """A group says that a transfer failed, or has not said anything in time."""
+
+
+class Links:
+    """The connections of one plane, or of none if it has one member.
+
+    members          the islands that they join, in order · index  this one's place among them
+    sent_bytes       handed to the groups for other islands so far; what is told, not coded, too
+    received_bytes   got from them
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        pulse: Pulse | None,
+        members: Sequence[int],
+        index: int,
+        name: str,
+    ) -> None:
+        self.store, self.pulse, self.name = store, pulse, name
+        self.members, self.index, self.count = tuple(members), index, len(members)
+        self.groups: list[dist.ProcessGroupGloo] = []
+        self.sent_bytes = self.received_bytes = 0
+        self.lost: IslandLost | None = None
+        self._turns = counter()
+
+    def open(self, address: str, connections: int, deadline_s: float) -> None:
+        """Connect all members; every one of them calls it.
+
+        address   of this machine, where the groups listen
+        """
+        if self.count == 1:
+            return
+        with self.watched("connecting", deadline_s) as deadline:
+            for number in range(connections):
+                self.groups.append(self._group(f"{self.name}/{number}", address, deadline))
+            self.wait(self.exchange_all(torch.zeros(1, dtype=torch.uint8), deadline), deadline)
+        if self.index == 0:  # everybody has read the addresses
+            for number, member in product(range(connections), range(self.count)):
+                self.store.delete_key(f"{self.name}/{number}/0/{member}")
+
+    def exchange(
+        self, packed: torch.Tensor, to: Sequence[int], of: Sequence[int], deadline: Deadline
+    ) -> Flight:
+        """Begin to give every member its bytes.
+
+        packed   [sum(to)] uint8: the bytes for member 0, 1, … one after another, its own included
+        to, of   how many bytes go to each member, and come from each
+        """
+        if not self.groups:
+            return Flight(None, packed, packed)
+        received = packed.new_empty(sum(of))
+        self.sent_bytes += sum(to) - to[self.index]
+        self.received_bytes += sum(of) - of[self.index]
+        options = dist.AllToAllOptions()
+        options.timeout = deadline.left
+        group = self.groups[next(self._turns) % len(self.groups)]
+        try:
+            work = group.alltoall_base(  # type: ignore[attr-defined]
+                received, packed, list(of), list(to), options
+            )
+        except RuntimeError as failure:
+            raise _Failed from failure
+        return Flight(work, packed, received)
+
+    def exchange_all(
+        self, message: torch.Tensor, deadline: Deadline, of: Sequence[int] = ()
+    ) -> Flight:
+        """Begin to give every member the same bytes; `of` if theirs are not as many."""
+        size = message.numel()
+        copies = message.repeat(self.count)
+        return self.exchange(copies, [size] * self.count, of or [size] * self.count, deadline)
+
+    def wait(self, flight: Flight, deadline: Deadline) -> torch.Tensor:
+        """What the members had for this one: [sum(of)] uint8, in their order."""
+        if flight.work is not None:
+            try:
+                flight.work.wait(deadline.left)
+            except RuntimeError as failure:
+                raise _Failed from failure
+        return flight.received
+
+    def stream(
+        self,
+        steps: int,
+        start: Callable[[int], Flight],
+        end: Callable[[int, torch.Tensor], None],
+        deadline: Deadline,
+    ) -> None:
+        """Many exchanges, as many under way as the groups can carry: the line never empties.
+
+        start   codes step k and begins its exchange · end  is given what came of it, in order
+        """
+        under_way: deque[tuple[int, Flight]] = deque()
+        for step in range(steps):
+            under_way.append((step, start(step)))
+            if len(under_way) > THREADS * len(self.groups):
+                done, flight = under_way.popleft()
+                end(done, self.wait(flight, deadline))
+        for done, flight in under_way:
+            end(done, self.wait(flight, deadline))
+
+    @contextmanager
+    def watched(self, what: str, deadline_s: float) -> Iterator[Deadline]:
+        """Work that needs all members: gives its deadline, and makes failures `IslandLost`."""
+        if self.lost is not None:
+            raise self.lost
+        if self.pulse is not None:
+            self.pulse.begun[self.name] = self.pulse.begun.get(self.name, 0) + 1
+        deadline = Deadline(deadline_s)
+        try:
+            yield deadline
+        except _Failed as failure:
+            self.lost = self._blame(what, deadline)
+            raise self.lost from failure.__cause__
+
+    def close(self) -> None:
+        """Drop the groups; their threads end here, and not while the interpreter is torn down."""
+        self.groups.clear()
+
+    def _blame(self, what: str, deadline: Deadline) -> IslandLost:
+        after_s = deadline.passed_s
+        if self.pulse is None:
+            raise BugError(f"{what} of one island failed")
+        islands, words = self.pulse.blame(self.members, self.name)
+        self.pulse.give_up(islands, words)
+        named = f"island{'s' * (len(islands) > 1)} {', '.join(map(str, islands))}"
+        message = (
+            f"islands: {named}: {words}; given up after {after_s:.1f} s of at most "
+            f"{deadline.deadline_s:g} s in {what}; --resume continues with the same or another "
+            "number of islands"
+        )
+        return IslandLost(message, islands, after_s)
+
+    def _group(self, name: str, address: str, deadline: Deadline) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._threads = THREADS
+        options._timeout = deadline.left
+        try:
+            return dist.ProcessGroupGloo(
+                dist.PrefixStore(name, self.store), self.index, self.count, options
+            )
+        except RuntimeError as failure:
+            raise _Failed from failure

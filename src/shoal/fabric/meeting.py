@@ -1,0 +1,148 @@
+"""Where islands meet: a small store at one address, which island 0 serves and the others ask.
+
+    HOST:PORT    island 0 listens there, and on that address only: torch alone would listen on all
+                 interfaces of the machine, so the socket is bound before torch gets it
+    host/NAME    how many islands there are, and which have joined: a second island of the same
+                 index, or one that counts otherwise, is refused by name
+
+Neither this store nor the gloo groups that are made over it encrypt or authenticate anything:
+whoever reaches the port may read and write keys. Bind to an address that only the islands reach, a
+private network or a tunnel (WireGuard, ssh).
+
+Source: torch.distributed.TCPStore, `master_listen_fd`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError, ConfigError
+
+BACKLOG = 1024
+TRY_S = 0.1
+ANY_PORT = 9
+"""A datagram socket sends nothing on connecting, so any port will do."""
+
+
+def meet(at: str, index: int, count: int, *, deadline_s: float, lane: str = "0") -> dist.Store:
+    """Join the islands' store; gives it once all islands have joined this lane.
+
+    at      HOST:PORT, the same on every island; HOST is an address of island 0's machine
+    lane    the inner rank whose processes meet: that of island 0's lane "0" serves the store
+
+    Errors  ConfigError for an address that is none, or where the islands were told different things
+            ClusterError when island 0 cannot listen, is not reached, or an island stays away
+    """
+    if count == 1:
+        return dist.HashStore()
+    host, port = address_of(at)
+    hosts = index == 0 and lane == "0"
+    listener = _listen(at, host, port) if hosts else None
+    _await_host(at, host, port, index, deadline_s)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=hosts,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        _join(store, at, lane, index, count)
+        _await(store, at, lane, count, deadline_s)
+    except (dist.DistError, RuntimeError) as failure:
+        raise ClusterError(
+            f"islands.at = {at}: island {index} lost the store of island 0: {failure}"
+        ) from failure
+    return store
+
+
+def address_of(at: str) -> tuple[str, int]:
+    """HOST and PORT of an address; an IPv6 host stands in brackets.
+
+    >>> address_of("10.0.0.1:29400"), address_of("[fd00::1]:29400")
+    (('10.0.0.1', 29400), ('fd00::1', 29400))
+    """
+    host, _, port = at.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"islands.at = {at}: not HOST:PORT; nearest: {host or at}:29400")
+    return host, int(port)
+
+
+def local_address(host: str) -> str:
+    """The address of this machine from which `host` is reached, in digits.
+
+    host    as in HOST:PORT; an IPv6 address may stand in brackets
+    Errors  ClusterError where no route leads there
+
+    >>> local_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as failure:
+        raise ClusterError(f"islands.at: no route to {host}: {failure.strerror}") from failure
+
+
+def _listen(at: str, host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as failure:
+        raise ClusterError(
+            f"islands.at = {at}: island 0 cannot listen there: {failure.strerror}; it must be a "
+            "free port on an address of island 0's own machine"
+        ) from failure
+
+
+def _await_host(at: str, host: str, port: int, index: int, deadline_s: float) -> None:
+    """Wait until island 0 listens; torch would wait too, but tell the user's screen of each try."""
+    until_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=deadline_s):
+                return
+        except OSError as failure:
+            if time.monotonic() > until_s:
+                raise ClusterError(
+                    f"islands.at = {at}: island {index} does not reach island 0 there within "
+                    f"{deadline_s:g} s: {failure}; is island 0 running, and does its machine "
+                    "accept connections to this port?"
+                ) from failure
+        time.sleep(TRY_S)
+
+
+def _join(store: dist.Store, at: str, lane: str, index: int, count: int) -> None:
+    """Say that this island is here; see the module for what is refused."""
+    agreed = int(store.compare_set("meeting/count", "", str(count)))
+    if agreed != count:
+        raise ConfigError(
+            f"islands.count = {count} on island {index}: the islands at {at} are {agreed}; "
+            f"nearest: islands.count={agreed}"
+        )
+    if store.add(f"meeting/{lane}/{index}", 1) > 1:
+        raise ConfigError(
+            f"islands.index = {index}: another island with this index has joined at {at}; every "
+            f"island needs its own of 0 … {count - 1}"
+        )
+
+
+def _await(store: dist.Store, at: str, lane: str, count: int, deadline_s: float) -> None:
+    keys = [f"meeting/{lane}/{index}" for index in range(count)]
+    until_s = time.monotonic() + deadline_s
+    while away := [str(index) for index, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > until_s:
+            raise ClusterError(
+                f"islands.at = {at}: island{'s' * (len(away) > 1)} {', '.join(away)} of {count} "
+                f"did not come within {deadline_s:g} s"
+            )
+        time.sleep(TRY_S)

@@ -1,0 +1,364 @@
+"""One part of the model on its way between islands, from the message to the vote, in a thread.
+
+    first half    everybody's coded part j to island j                        plane.begin
+    statistics    finite? Gram matrix of all messages; tokens and speeds      plane.gather
+    admission     the same verdict everywhere, from the same numbers
+    second half   Σ n_i·m_i / Σ n_i of the admitted, the same bytes to all    Arrived.finish
+    candidate     W', u' of the outer optimizer; finite? digest over all ranks of the island
+    vote          all are well and have the same digest: commit; else W, u as before    plane.gather
+
+Inner steps go on meanwhile. Inside an island every phase ends with a word among its ranks, so that
+all of them know when one has lost its peer: either every rank of an island commits, or none does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.base.errors import BugError
+from shoal.fabric import World
+from shoal.fabric.codecs import Codec, Feedback, find_codec
+from shoal.fabric.plane import IslandLost, Plane
+from shoal.islands.admission import Admission, Verdict
+from shoal.islands.ballot import Ballot, Outcome, count, read_object
+from shoal.islands.method import Method
+from shoal.islands.outer import Outer
+from shoal.islands.patience import Patience
+from shoal.islands.shares import Shares
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Say:
+    """What an island says of itself beside its message.
+
+    tokens       that its change was learnt from
+    used         samples of the round's data that it used
+    steps_per_s  of its inner steps, without waiting for others
+    stop         somebody asked it to stop after this round
+    """
+
+    tokens: int
+    used: int
+    steps_per_s: float
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How the exchange of one fragment ended, the same on every rank of all islands.
+
+    committed   W and u have moved · why  if not
+    partners    islands that took part · verdict  whose changes counted
+    ballots     of all islands of the run, in their order
+    plain       means of what no optimizer moves (running statistics), by name
+    seconds     from the message to the vote · sent_bytes  coded, by this rank
+    """
+
+    round: int
+    fragment: int
+    committed: bool
+    why: str
+    partners: tuple[int, ...]
+    verdict: Verdict
+    ballots: tuple[Ballot, ...]
+    divisor: float
+    digest: str
+    seconds: float
+    sent_bytes: int
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> bool:
+        """Whether an island asked all to stop."""
+        return any(ballot.stop for ballot in self.ballots)
+
+    def refused(self, island: int) -> str:
+        """Why an island's change did not count; empty if it did."""
+        return self.verdict.refused.get(island, "")
+
+
+class Merger:
+    """Exchanges fragments of one rank with its like in the other islands, one at a time.
+
+    inner     the island's ranks on a group of their own, for the thread · shares  who sends what
+    admission of every fragment twice: among the islands of a region, and among all
+    round_s   what this island's inner steps since the last exchange took
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        inner: World,
+        shares: Shares,
+        method: Method,
+        outer: Outer,
+        codec: Codec,
+        feedback: Feedback | None,
+        admission: Sequence[Admission],
+        patience: Patience,
+    ) -> None:
+        self.plane, self.inner, self.shares = plane, inner, shares
+        self.method, self.outer, self.codec, self.feedback = method, outer, codec, feedback
+        self.admission, self.patience = admission, patience
+        self.round_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._merge: Merge | None = None
+        self._failure: BaseException | None = None
+
+    def send(
+        self,
+        round_number: int,
+        fragment: int,
+        message: Mapping[str, torch.Tensor],
+        say: Say,
+        plain: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Begin the exchange of a fragment; `result` ends it.
+
+        message   OLD − NEW of this rank's parts, by name; may be changed after this returns
+        plain     tensors that are only averaged
+        """
+        if self._thread is not None:
+            raise BugError("islands: a fragment was sent while another is on its way")
+        work = _Work(
+            self,
+            round_number,
+            fragment,
+            {name: torch.empty_like(part, device="meta") for name, part in message.items()},
+            self.shares.cut(message),
+            {name: torch.empty_like(part, device="meta") for name, part in plain.items()},
+            self.shares.cut(plain),
+            say,
+        )
+        self._merge = self._failure = None
+
+        def run() -> None:
+            try:
+                self._merge = work.run()
+            except BaseException as failure:
+                self._failure = failure
+
+        self._thread = threading.Thread(target=run, name="islands", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a fragment is on its way."""
+        return self._thread is not None
+
+    def result(self) -> Merge:
+        """Wait for the fragment on its way. Errors: IslandLost when others are silent."""
+        if self._thread is None:
+            raise BugError("islands: no fragment is on its way")
+        self._thread.join()  # every wait inside has a deadline
+        self._thread = None
+        if self._failure is not None:
+            raise self._failure
+        if self._merge is None:
+            raise BugError("islands: an exchange ended without a result")
+        return self._merge
+
+
+@dataclass
+class _Work:
+    """One exchange, step by step."""
+
+    merger: Merger
+    round: int
+    fragment: int
+    like: dict[str, torch.Tensor]
+    piece: torch.Tensor
+    plain_like: dict[str, torch.Tensor]
+    plain_piece: torch.Tensor
+    say: Say
+
+    def run(self) -> Merge:
+        merger = self.merger
+        began_s, sent_before = time.monotonic(), merger.plane.sent_bytes
+        partners = merger.method.partners(self.round, merger.plane.index, merger.plane.count)
+        plane = merger.plane.among(partners)
+        self.outer = merger.outer.at(self.round)
+        if merger.feedback is not None:
+            merger.feedback.begin()
+        size_bytes = self.piece.numel() * self.piece.itemsize
+        self.deadline_s = merger.patience.deadline_s(size_bytes, merger.round_s)
+        first = self._first_half(plane)
+        verdict = self._judge(plane, partners, first[0])
+        weights, divisor = merger.method.weigh(
+            [verdict.tokens[island] for island in partners],
+            [verdict.norms.get(island, 0.0) for island in partners],
+            [island in verdict.admitted for island in partners],
+        )
+        mean, plain = self._second_half(first, weights, divisor)
+        finite = bool(divisor) and merger.method.step(self.outer, mean)
+        outcome, ballots, digest = self._vote(partners, finite, verdict)
+        self._settle(outcome, verdict, partners)
+        seconds = time.monotonic() - began_s
+        merger.patience.learn(seconds, size_bytes)
+        return Merge(
+            round=self.round,
+            fragment=self.fragment,
+            committed=outcome.committed,
+            why=outcome.why,
+            partners=tuple(partners),
+            verdict=verdict,
+            ballots=tuple(ballots),
+            divisor=divisor,
+            digest=digest,
+            seconds=seconds,
+            sent_bytes=merger.plane.sent_bytes - sent_before,
+            plain=plain if outcome.committed else {},
+        )
+
+    def _settle(self, outcome: Outcome, verdict: Verdict, partners: Sequence[int]) -> None:
+        """W and u move, or stay."""
+        merger = self.merger
+        if not outcome.committed:
+            self.outer.undo()
+            return
+        self.outer.commit()
+        self.admission(partners).commit(verdict)
+        # What a refused message left out is as wrong as what it held.
+        if merger.feedback is not None and merger.plane.index in verdict.admitted:
+            merger.feedback.commit()
+
+    def _first_half(self, plane: Plane) -> list[Any]:
+        merger = self.merger
+
+        def begin() -> list[Any]:
+            tag = f"{self.fragment}"
+            found = [
+                plane.begin(
+                    self.piece, merger.codec, feedback=merger.feedback, tag=tag,
+                    deadline_s=self.deadline_s,
+                )
+            ]  # fmt: skip
+            if self.plain_piece.numel():
+                whole = find_codec("none", self.plain_piece.dtype)
+                found.append(
+                    plane.begin(
+                        self.plain_piece, whole, feedback=None, tag="plain",
+                        deadline_s=self.deadline_s,
+                    )
+                )  # fmt: skip
+            return found
+
+        return self._together(begin)
+
+    def _judge(self, plane: Plane, partners: Sequence[int], arrived: Any) -> Verdict:
+        """The verdict on every partner, from statistics of all ranks and islands."""
+        mine = {
+            "finite": list(arrived.finite),
+            "gram": [list(row) for row in arrived.gram],
+            "tokens": self.say.tokens,
+        }
+        rows = self._together(
+            lambda: plane.gather(json.dumps(mine).encode(), deadline_s=self.deadline_s)
+        )
+        told = [read_object(row, f"island {i}") for i, row in zip(partners, rows, strict=True)]
+        places = range(len(told))
+        lanes = self.merger.inner.gather_json(
+            {
+                "finite": [all(one["finite"][k] for one in told) for k in places],
+                "gram": _added([one["gram"] for one in told]),
+                "tokens": [one["tokens"] for one in told],
+            }
+        )
+        finite = [all(one["finite"][k] for one in lanes) for k in places]
+        gram = _added([one["gram"] for one in lanes])
+        return self.admission(partners).judge(finite, gram, lanes[0]["tokens"], partners)
+
+    def admission(self, partners: Sequence[int]) -> Admission:
+        """What remembers the norms of past rounds with these partners."""
+        merger = self.merger
+        if not merger.method.common_past:
+            return Admission(merger.admission[0].bound, merger.admission[0].cosine)
+        everyone = len(partners) == merger.plane.count
+        return merger.admission[2 * self.fragment + everyone]
+
+    def _second_half(
+        self, first: list[Any], weights: list[float], divisor: float
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """(means of the fragment's parameters, of plain tensors) of this rank's parts."""
+        if not divisor:  # nobody is admitted: all know, and nothing is sent
+            return {}, {}
+
+        def finish() -> list[torch.Tensor]:
+            return [
+                arrived.finish(weights, divisor, deadline_s=self.deadline_s) for arrived in first
+            ]
+
+        means = self._together(finish)
+        shares = self.merger.shares
+        mean = shares.join(means[0], self.like)
+        return mean, shares.join(means[1], self.plain_like) if len(means) > 1 else {}
+
+    def _vote(
+        self, partners: Sequence[int], finite: bool, verdict: Verdict
+    ) -> tuple[Outcome, list[Ballot], str]:
+        """Commit or not; ballots of all islands travel, those of the partners are counted."""
+        merger, say = self.merger, self.say
+        mine = [say.tokens, say.used, say.steps_per_s, say.stop]
+        told = merger.inner.gather_json([finite, self.outer.digest(), mine])
+        say = Say(*told[0][2])
+        if merger.plane.index not in verdict.admitted:
+            say = replace(say, tokens=0, used=0)  # what was learnt there is lost
+        digest = hashlib.sha256("".join(one[1] for one in told).encode()).hexdigest()
+        well, why = all(one[0] for one in told), ""
+        if not verdict.admitted:
+            why = "nobody's change was admitted"
+        elif not well:
+            why = "the merged weights would not be finite"
+        own = Ballot(
+            round=self.round,
+            fragment=self.fragment,
+            ok=well,
+            digest=digest,
+            tokens=say.tokens,
+            steps_per_s=say.steps_per_s,
+            used=say.used,
+            stop=say.stop,
+            why=why,
+        )
+        rows = self._together(
+            lambda: merger.plane.gather(own.to_bytes(), deadline_s=self.deadline_s)
+        )
+        ballots = [Ballot.from_bytes(row, island) for island, row in enumerate(rows)]
+        outcome = count([ballots[island] for island in partners], partners)
+        return outcome, ballots, digest
+
+    def _together(self, work: Callable[[], Value]) -> Value:
+        """`work()` on every rank of the island; all raise IslandLost if one of them did."""
+        lost: IslandLost | None = None
+        value: Value | None = None
+        try:
+            value = work()
+        except IslandLost as failure:
+            lost = failure
+        told = self.merger.inner.gather_json(
+            None if lost is None else [str(lost), list(lost.islands), lost.after_s]
+        )
+        silent = [one for one in told if one is not None]
+        if lost is not None:
+            raise lost
+        if silent:
+            raise IslandLost(silent[0][0], tuple(silent[0][1]), silent[0][2])
+        return value  # type: ignore[return-value]
+
+
+def _added(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Sum of matrices, in their order: the same bits wherever it is done."""
+    size = len(matrices[0])
+    return [
+        [sum(m[row][column] for m in matrices) for column in range(size)] for row in range(size)
+    ]

@@ -1,0 +1,109 @@
+"""Cuts a model into fragments that travel between islands one by one, and says when each does.
+
+    block k of the model  →  fragment k mod P          strided: each has early and late layers
+    fragment p, round of H steps:   applied after step a = ⌊(p+1)·H/P⌋,   sent after step a − τ
+
+A block is a layer of a stack: the parameters whose names agree up to the first integer
+(`blocks.3.…`). What is in no block (embeddings, head, last norm) goes, largest first, to the
+fragment that is lightest in bytes. The last fragment is applied with the round's last step, so
+nothing is on its way when a round ends; and a fragment is sent only when the one before it was
+applied, so one is on its way at a time, however few steps a slow island takes.
+
+Source: Douillard et al. 2025 (streaming DiLoCo), strided fragments; one in flight as torchft's
+`local_sgd.py`. There fragment p is sent at ⌊p·H/P⌋ and may be applied in the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.base.errors import ConfigError
+
+Block = tuple[tuple[str, ...], int]
+"""The name of a stack of layers, and the number of a layer in it."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a fragment travels, in inner steps of the round that are done (1 … H).
+
+    fragment     from 0
+    send_after   its message is what was learnt until then
+    apply_after  the island waits for it here at the latest, and takes it; at least `send_after`
+    """
+
+    fragment: int
+    send_after: int
+    apply_after: int
+
+
+def block_of(name: str) -> Block | None:
+    """The block that a parameter belongs to; None if its name has no integer.
+
+    >>> block_of("model.layers.12.mlp.0.weight"), block_of("head.weight")
+    ((('model', 'layers'), 12), None)
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal():
+            return tuple(parts[:place]), int(part)
+    return None
+
+
+def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], ...]:
+    """The names of every fragment; each name in exactly one, none empty, whatever their order.
+
+    bytes_of   of the whole parameter, the same on all ranks and islands
+    Errors     ConfigError if there are fewer parameters than fragments
+    Limits     a model of fewer blocks than fragments is dealt by single parameters, largest first
+
+    >>> sizes = {"embed": 8, "blocks.0.w": 4, "blocks.1.w": 4, "blocks.2.w": 4, "norm": 1}
+    >>> deal(sizes, 2)
+    (('blocks.0.w', 'blocks.2.w', 'norm'), ('blocks.1.w', 'embed'))
+    """
+    if fragments > max(1, len(bytes_of)):
+        raise ConfigError(
+            f"islands.fragments = {fragments}: the model has {len(bytes_of)} parameters to deal; "
+            f"nearest: islands.fragments={max(1, len(bytes_of))}"
+        )
+    blocks: dict[Block, list[str]] = {}
+    loose = []
+    for name in bytes_of:
+        block = block_of(name)
+        if block is None:
+            loose.append(name)
+        else:
+            blocks.setdefault(block, []).append(name)
+    if len(blocks) < fragments:
+        blocks, loose = {}, list(bytes_of)
+    dealt: list[list[str]] = [[] for _ in range(fragments)]
+    for place, block in enumerate(sorted(blocks)):
+        dealt[place % fragments].extend(blocks[block])
+    weights = [sum(bytes_of[name] for name in names) for names in dealt]
+    for name in sorted(loose, key=lambda name: (-bytes_of[name], name)):
+        lightest = min(range(fragments), key=lambda p: (weights[p], len(dealt[p]), p))
+        dealt[lightest].append(name)
+        weights[lightest] += bytes_of[name]
+    return tuple(tuple(sorted(names)) for names in dealt)
+
+
+def moments(steps: int, fragments: int, overlap: int) -> tuple[Moment, ...]:
+    """When the fragments of a round of `steps` inner steps travel, in order.
+
+    overlap   τ, steps that go on meanwhile; fewer where the round has too few
+    Limits    with fewer steps than fragments several travel after the same step, in this order
+
+    >>> [(m.send_after, m.apply_after) for m in moments(50, 4, 1)]
+    [(11, 12), (24, 25), (36, 37), (49, 50)]
+    >>> [(m.send_after, m.apply_after) for m in moments(2, 4, 1)]
+    [(1, 1), (1, 1), (1, 1), (1, 2)]
+    """
+    found = []
+    before = 1
+    for fragment in range(fragments):
+        apply_after = max(1, (fragment + 1) * steps // fragments)
+        send_after = max(before, apply_after - overlap)
+        found.append(Moment(fragment, send_after, apply_after))
+        before = apply_after
+    return tuple(found)

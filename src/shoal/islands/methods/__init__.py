@@ -1,0 +1,45 @@
+"""The methods of islands, one file each, and the one place where a name finds its class."""
+
+from __future__ import annotations
+
+from shoal.base.errors import ConfigError, one_of
+from shoal.base.islands import IslandsPolicy
+from shoal.islands.method import Method
+from shoal.islands.methods.branch_train_merge import BranchTrainMerge
+from shoal.islands.methods.diloco import DiLoCo
+from shoal.islands.methods.fedavg import FedAvg
+from shoal.islands.methods.fedopt import FedOpt
+from shoal.islands.methods.fedprox import FedProx
+from shoal.islands.methods.local_sgd import LocalSGD
+from shoal.islands.methods.noloco import NoLoCo
+from shoal.islands.methods.sparse_loco import SparseLoCo
+from shoal.islands.methods.streaming_diloco import StreamingDiLoCo
+
+PLAIN: dict[str, type[Method]] = {
+    kind.name: kind
+    for kind in (
+        LocalSGD,
+        DiLoCo,
+        StreamingDiLoCo,
+        FedAvg,
+        FedProx,
+        FedOpt,
+        BranchTrainMerge,
+        SparseLoCo,
+    )
+}
+"""Methods that need nothing but the policy, by name."""
+
+
+def find_method(policy: IslandsPolicy, *, seed: int = 0) -> Method:
+    """The method of a run.
+
+    seed     `train.seed`: noloco draws its pairs from it
+    Errors   ConfigError for an unknown method, or for settings that it cannot have
+    """
+    settled = policy.settled()
+    if settled.method == NoLoCo.name:
+        return NoLoCo(settled, seed)
+    if settled.method not in PLAIN:
+        raise ConfigError(one_of("islands.method", settled.method, (*PLAIN, NoLoCo.name)))
+    return PLAIN[settled.method](settled)

@@ -1,0 +1,108 @@
+"""FedOpt: an adaptive optimizer moves the merged weights: FedAdagrad, FedYogi, FedAdam.
+
+    m ← b1·m + (1 − b1)·D
+    v ← v + D²                                adagrad
+        v − (1 − b2)·D²·sign(v − D²)          yogi
+        b2·v + (1 − b2)·D²                    adam
+    W ← W − lr·m / (√v + τ)                   b1 = `islands.outer_momentum`, b2 = 0.99, τ = 1e-3
+
+D is old minus new, a descent direction, so it is subtracted; the paper's Δ is new minus old and is
+added. As in the paper v begins at τ² and nothing is corrected for the zero start of m.
+
+Source: Reddi et al. 2021, "Adaptive federated optimization", algorithm 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.errors import ConfigError
+from shoal.islands.method import Method
+from shoal.islands.outer import Build
+
+B2 = 0.99
+TAU = 1e-3
+"""Degree of adaptivity; large values come near to SGD with momentum."""
+
+
+def _adagrad(square: Tensor, change: Tensor) -> None:
+    square.addcmul_(change, change)
+
+
+def _yogi(square: Tensor, change: Tensor) -> None:
+    fresh = change * change
+    square.sub_((1 - B2) * fresh * torch.sign(square - fresh))
+
+
+def _adam(square: Tensor, change: Tensor) -> None:
+    square.mul_(B2).addcmul_(change, change, value=1 - B2)
+
+
+GROW: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "adagrad": _adagrad,
+    "yogi": _yogi,
+    "adam": _adam,
+}
+"""How v takes a new D, in place, by the name in `islands.server`."""
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """The adaptive step of the module, over any parameters.
+
+    momentum   b1, 0 ≤ b1 < 1 · server  adagrad, yogi or adam
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], lr: float, momentum: float, server: str
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self._grow = GROW[server]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of the parameters that have a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group["lr"], group["momentum"])
+        return loss
+
+    def _move(self, parameter: Tensor, change: Tensor, lr: float, momentum: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["mean"] = torch.zeros_like(parameter)
+            state["square"] = torch.full_like(parameter, TAU**2)
+        state["mean"].mul_(momentum).add_(change, alpha=1 - momentum)
+        self._grow(state["square"], change)
+        parameter.addcdiv_(state["mean"], state["square"].sqrt().add_(TAU), value=-lr)
+
+
+class FedOpt(Method):
+    """FedAvg with an adaptive server: `islands.server`.
+
+    Errors   ConfigError if another outer optimizer is asked for, or b1 is not below 1
+    """
+
+    name = "fedopt"
+
+    def builder(self) -> Build:
+        """What makes the server's optimizer."""
+        policy = self.policy
+        if policy.outer != "sgd":
+            raise ConfigError(
+                f"islands.outer = {policy.outer}: fedopt brings its own, islands.server; nearest: "
+                f"islands.server=adam, or islands.method=fedavg"
+            )
+        if policy.outer_momentum >= 1:
+            raise ConfigError(
+                f"islands.outer_momentum = {policy.outer_momentum:g}: below 1, it is the share of "
+                f"the old mean; nearest: islands.outer_momentum=0.9"
+            )
+        return lambda parameters: ServerOptimizer(
+            parameters, policy.outer_lr, policy.outer_momentum, policy.server
+        )

@@ -1,0 +1,128 @@
+"""NoLoCo: every round each island merges with one other, drawn at random; never do all meet.
+
+    δ_i ← a·δ_i − b·mean(D_j) − (φ_i − mean(φ_j))        φ_i ← φ_i + δ_i        w_i ← φ_i
+
+over the pair j; φ_i are island i's outer weights, D_j = φ_j − w_j. a = `islands.outer_momentum`,
+b = `islands.outer_lr`; the pull towards the pair's mean has weight 1. Both means come from one
+message m_j = b·D_j − φ_j: the outer step is then heavy-ball SGD with gradient φ_i + mean(m_j).
+Merging keeps the mean of φ over all islands where it is, so both of a pair weigh the same whatever
+their tokens; with an odd number one island goes alone. The islands' weights come near to each other
+but are never equal: `spread` says how near, and any island's weights, or their mean, are the model.
+
+Source: Kolehmainen et al. 2025, "NoLoCo"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.errors import ConfigError
+from shoal.base.islands import IslandsPolicy
+from shoal.islands.method import Method
+from shoal.islands.outer import Build, Outer
+
+
+def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
+    """Who merges with whom in a round: islands shuffled, then two by two; the last may be alone.
+
+    The order is that of a hash, the same on any machine and in any version of Python.
+
+    >>> sorted(len(pair) for pair in pairs(0, 3, 5))
+    [1, 2, 2]
+    """
+    order = sorted(
+        range(count),
+        key=lambda index: hashlib.sha256(f"{seed} {round_number} {index}".encode()).digest(),
+    )
+    return [tuple(sorted(order[place : place + 2])) for place in range(0, count, 2)]
+
+
+def spread(gram: Sequence[Sequence[float]]) -> float:
+    """How far apart a pair's weights are: root mean square distance to their mean, over its norm.
+
+    gram   of the messages, which are minus what each island alone would have gone on with
+    Gives  0 for equal islands, NaN if the messages are not finite
+    """
+    count = len(gram)
+    mean = sum(sum(row) for row in gram) / count**2
+    around = sum(gram[k][k] for k in range(count)) / count - mean
+    return math.sqrt(max(around, 0.0) / mean) if mean > 0 else math.nan if mean != 0 else 0.0
+
+
+class OwnWeights(Outer):
+    """Outer weights that no other island has."""
+
+    def digest(self) -> str:
+        """Of what all islands hold alike: names and shapes."""
+        alike = sorted((name, list(weight.shape)) for name, weight in self.weights.items())
+        return hashlib.sha256(repr(alike).encode()).hexdigest()
+
+
+class NoLoCo(Method):
+    """Momentum and a pull between random pairs; see the module.
+
+    seed     of the pairs, the same on all islands
+    Limits   a message is nearly minus the weights, so its norm says nothing of the change in it
+    Errors   ConfigError for what it cannot be combined with: another outer optimizer, regions, and
+             codes that lose something, since whole weights travel
+    """
+
+    name = "noloco"
+    common_past = False
+
+    def __init__(self, policy: IslandsPolicy, seed: int) -> None:
+        for key, got, only in (
+            ("outer", policy.outer, "sgd"),
+            ("regions", policy.regions, 1),
+            ("codec", policy.codec, "none"),
+        ):
+            if got != only:
+                raise ConfigError(
+                    f"islands.{key} = {got}: noloco merges whole weights in random pairs with an "
+                    f"outer step of its own; nearest: islands.{key}={only}"
+                )
+        super().__init__(policy)
+        self.seed = seed
+
+    def builder(self) -> Build:
+        """What makes the outer optimizer: heavy-ball SGD over what `step` hands it."""
+
+        def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=1.0, momentum=self.policy.outer_momentum)
+
+        return build
+
+    def open(self, local: Mapping[str, Tensor]) -> Outer:
+        """See `Method.open`."""
+        return OwnWeights(local, self._build)
+
+    def partners(self, round_number: int, index: int, count: int) -> tuple[int, ...]:
+        """This island's pair in a round, or itself alone."""
+        return next(p for p in pairs(self.seed, round_number, count) if index in p)
+
+    def weigh(
+        self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
+    ) -> tuple[list[float], float]:
+        """See `Method.weigh`; both alike, so that the mean of all islands stays."""
+        del tokens, norms
+        weights = [1.0 if counts else 0.0 for counts in admitted]
+        return weights, sum(weights)
+
+    def message(
+        self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """b·D − φ."""
+        changes = super().message(outer, names, local)
+        return {
+            name: self.policy.outer_lr * change - outer.weights[name]
+            for name, change in changes.items()
+        }
+
+    def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
+        """Propose φ', δ' from the pair's mean message; see the module."""
+        return outer.propose({name: outer.weights[name] + part for name, part in mean.items()})

@@ -1,0 +1,47 @@
+"""SparseLoCo: DiLoCo whose messages hold the largest changes only; error feedback is the momentum.
+
+    e_i ← 0.95·e_i + (W − w_i)      sent_i = code(e_i)      e_i ← e_i − sent_i
+    W   ← W − 1.0·Σ c_i·n_i·sent_i / Σ n_i
+    c_i = min(1, median_j ‖sent_j‖ / ‖sent_i‖)
+
+There is no outer momentum: what the code leaves out is sent later, which smooths alike. e_i lives
+with the code (its error feedback, which decays by `keeps`). A message longer than the median of all
+is shortened to it, so that one island cannot drag the others far.
+
+Source: Sarfi et al. 2025, "SparseLoCo"; clipping to the median as in templar, which clips every
+tensor by itself and divides each place by the islands that sent it; here, as in the paper, by all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from shoal.islands.method import Method
+
+
+def clips(norms: Sequence[float]) -> list[float]:
+    """c_i that bring every norm down to their median, in their order; smaller ones stay.
+
+    >>> clips([1.0, 2.0, 8.0])
+    [1.0, 1.0, 0.25]
+    """
+    most = median(norms) if norms else 0.0
+    return [most / norm if norm > most else 1.0 for norm in norms]
+
+
+class SparseLoCo(Method):
+    """Averaging of sparse messages with decaying error feedback, clipped to the median norm."""
+
+    name = "sparse-loco"
+    keeps = 0.95
+
+    def weigh(
+        self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
+    ) -> tuple[list[float], float]:
+        """See `Method.weigh`; clipped messages count in full in the divisor."""
+        weights, divisor = super().weigh(tokens, norms, admitted)
+        counting = [place for place, counts in enumerate(admitted) if counts]
+        for place, clip in zip(counting, clips([norms[k] for k in counting]), strict=True):
+            weights[place] *= clip
+        return weights, divisor

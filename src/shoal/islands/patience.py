@@ -1,0 +1,78 @@
+"""How long an island waits for the others before it calls them lost: learnt, not guessed.
+
+A process that died is noticed at once, because its connections close. A deadline is for silence: a
+stopped process, a cut link. Too short ends a healthy run; too long only wastes time. So it is
+generous, and follows what exchanges have really taken, the waiting for slower islands included:
+
+    slowest     = max over the last 20 exchanges of  seconds · max(1, bytes / their bytes)
+    deadline_s  = 15 + max(round_s, 3 · (1 + 4/n) · slowest),  at most 1800 s over the larger one
+    no exchange yet, or only ones with less than 1/16 of the bytes:  600 + round_s
+
+15 s     a link that is cut for 5 s is silent for longer: TCP waits twice as long after each packet
+         that it has sent again, so the next try may come 13 s after the cut began. This is added,
+         not a floor, because an exchange may take its usual time before or after the cut
+3 (1+4/n)  n exchanges seen: one says little (15 ×), twenty say much (3.6 ×)
+round_s  the island's own inner steps of this round: who gives up sooner than that loses more, the
+         round and a restart, than waiting could have cost
+600 s    others may still load, compile or download when the first exchange begins
+1800 s   a dead island is noticed within half an hour, whatever was learnt
+
+Clocks of different machines are never compared: seconds come from this process's `time.monotonic`.
+
+Source: Jacobson 1988 (time-outs from measured round trips); RFC 6298 (doubling of retries)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW = 20
+GRACE_S = 15.0
+FIRST_S = 600.0
+MOST_S = 1800.0
+FACTOR = 3.0
+DOUBT = 4.0
+COMPARABLE = 16
+
+
+class Patience:
+    """What past exchanges of one process say about the next one."""
+
+    def __init__(self) -> None:
+        self._past: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+
+    def learn(self, seconds: float, size_bytes: int) -> None:
+        """An exchange of that many bytes came to its end; one that failed teaches nothing."""
+        self._past.append((seconds, size_bytes))
+
+    def predict_s(self, size_bytes: int) -> float | None:
+        """How long an exchange of so many bytes may take, by the slowest comparable one.
+
+        A larger one takes longer in proportion; a smaller one no less, since what was waiting in it
+        cannot be told from what was transfer. None: nothing comparable was seen.
+
+        >>> patience = Patience()
+        >>> patience.learn(2.0, 1_000_000)
+        >>> patience.predict_s(3_000_000), patience.predict_s(10), patience.predict_s(17_000_000)
+        (6.0, 2.0, None)
+        """
+        return max(self._comparable(size_bytes), default=None)
+
+    def deadline_s(self, size_bytes: int, round_s: float = 0.0) -> float:
+        """How long silence is borne in an exchange of so many bytes.
+
+        round_s   what this island's inner steps since the last exchange took
+        """
+        seen = self._comparable(size_bytes)
+        if not seen:
+            return FIRST_S + round_s
+        slowest = max(seen)
+        wait_s = max(round_s, FACTOR * (1 + DOUBT / len(seen)) * slowest)
+        return min(GRACE_S + wait_s, MOST_S + max(round_s, slowest))
+
+    def _comparable(self, size_bytes: int) -> list[float]:
+        return [
+            seconds * max(1.0, size_bytes / max(1, of_bytes))
+            for seconds, of_bytes in self._past
+            if size_bytes <= COMPARABLE * max(1, of_bytes)
+        ]

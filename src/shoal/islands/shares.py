@@ -1,0 +1,101 @@
+"""Who of an island sends which part of the weights: every element once, by one of its ranks.
+
+Under fsdp or tp each rank holds its own part of a parameter and sends that. What several ranks hold
+alike (replicas of ddp, norms under tp) is dealt to them in equal pieces, so that all their
+connections carry something, and is put together again by a gather among them:
+
+    message of a fragment ── cut ──> this rank's flat piece ── the plane ──> its mean
+    mean of every parameter here <── join (gather among holders) ── mean of the flat piece
+
+The ranks of two islands with the same layout get the same pieces, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shoal.base.shards import Shard
+from shoal.fabric import World
+from shoal.fabric.axes import among
+
+Holders = tuple[int, ...]
+"""Ranks that hold the same part of a tensor, ascending."""
+
+
+class Shares:
+    """What one rank sends of each tensor that it holds.
+
+    shards   where the parts that this rank holds lie in the whole, by name
+    inner    the island's ranks, on a gloo group that no other thread uses; all make it together
+    dtype    in which messages are added up
+    """
+
+    def __init__(self, shards: Mapping[str, Shard], inner: World, dtype: torch.dtype) -> None:
+        self.inner, self.dtype = inner, dtype
+        mine = {name: _boxes(shard) for name, shard in shards.items() if shard.slices}
+        told = inner.gather_json(mine)
+        self.holders: dict[str, Holders] = {
+            name: tuple(rank for rank, other in enumerate(told) if other.get(name) == boxes)
+            for name, boxes in mine.items()
+        }
+        everyones = {
+            tuple(rank for rank, other in enumerate(told) if other.get(name) == boxes)
+            for one in told
+            for name, boxes in one.items()
+        }
+        # Every rank makes every group, also those it is not in.
+        made = {ranks: among(inner, [ranks]) for ranks in sorted(everyones)}
+        self.groups = {ranks: made[ranks] for ranks in sorted(set(self.holders.values()))}
+
+    def cut(self, message: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's piece of a message, flat: [elements] in `dtype`.
+
+        message   this rank's part of each tensor, by name; without those it holds nothing of
+        """
+        pieces = []
+        for ranks, group in self.groups.items():
+            whole = self._flat(message, ranks)
+            length = -(-whole.numel() // len(ranks))
+            piece = whole[group.rank * length : (group.rank + 1) * length]
+            pieces.append(_padded(piece, length))
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype)
+
+    def join(self, mean: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part of every tensor again, from the mean of the pieces.
+
+        mean   [elements], as `cut` gave · like  tensors of the shapes that were cut, by name
+        """
+        found: dict[str, torch.Tensor] = {}
+        at = 0
+        for ranks, group in self.groups.items():
+            names = self._names(like, ranks)
+            total = sum(like[name].numel() for name in names)
+            length = -(-total // len(ranks))
+            if not length:
+                continue
+            whole = group.gather(mean[at : at + length]).reshape(-1)[:total]
+            at += length
+            for name, part in zip(
+                names, whole.split([like[name].numel() for name in names]), strict=True
+            ):
+                found[name] = part.view(like[name].shape)
+        return found
+
+    def _names(self, tensors: Mapping[str, torch.Tensor], ranks: Holders) -> list[str]:
+        return [name for name in tensors if self.holders.get(name) == ranks]
+
+    def _flat(self, message: Mapping[str, torch.Tensor], ranks: Holders) -> torch.Tensor:
+        parts = [message[name].reshape(-1).to(self.dtype) for name in self._names(message, ranks)]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype)
+
+
+def _padded(piece: torch.Tensor, length: int) -> torch.Tensor:
+    if piece.numel() == length:
+        return piece
+    return torch.cat([piece, piece.new_zeros(length - piece.numel())])
+
+
+def _boxes(shard: Shard) -> Sequence[Sequence[Sequence[int]]]:
+    return [[list(span) for span in box] for box in shard.slices]

@@ -1,0 +1,327 @@
+"""An island's run meets the others: connections, what all must agree on, and where they go on.
+
+    meet at islands.at ── the same configuration? ── which rounds does each hold? ── the newest that
+    all hold with equal hashes is restored, else all begin with the same weights
+
+What islands have in common (merged weights, the outer optimizer's state, who gets which samples
+next) lies in the checkpoints of every island, beside its own model and optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.islands import IslandsPolicy
+from shoal.base.shards import Shard
+from shoal.checkpoint.catalog import find, read_manifest
+from shoal.checkpoint.faults import Damaged
+from shoal.checkpoint.manifest import Manifest
+from shoal.fabric import World
+from shoal.fabric.codecs import Feedback, find_codec
+from shoal.fabric.meeting import meet
+from shoal.fabric.plane import Plane, open_plane
+from shoal.fabric.twin import leave, twin
+from shoal.islands.admission import Admission, Refusals
+from shoal.islands.exchange import Merger
+from shoal.islands.history import from_bytes, resume_point, to_bytes
+from shoal.islands.method import Method
+from shoal.islands.methods import find_method
+from shoal.islands.outer import Outer
+from shoal.islands.patience import Patience
+from shoal.islands.shares import Shares
+from shoal.islands.stream import Span, Stream
+from shoal.parallel.program import Part
+from shoal.parallel.whole import held
+from shoal.trainer.run import Run
+
+OUTER = "outer."
+LOOPBACK = "127.0.0.1"
+MEET_S = 300.0
+"""How long the first island waits for the last one to be started."""
+
+
+@dataclass
+class Common:
+    """What all islands of a run share, as one process of one island has it; kept in checkpoints.
+
+    round       rounds committed so far · digest  of W and u after the last of them
+    stream      the samples that nobody was given yet · dealt  what each island gets next
+    failures    rounds in a row that were discarded · refusals  of each island, in a row
+    """
+
+    outer: Outer
+    admission: tuple[Admission, ...]
+    refusals: Refusals
+    shards: Mapping[str, Shard]
+    count: int
+    stream: Stream
+    dealt: list[tuple[Span, ...]] = field(default_factory=list)
+    round: int = 0
+    digest: str = ""
+    failures: int = 0
+
+    def parts(self) -> dict[str, Part]:
+        """Outer weights and state, which lie where the parameters lie."""
+        found: dict[str, Part] = {}
+        for name, tensor in self.outer.tensors().items():
+            owner, kept = self._owner(name), OUTER + name
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tensor.numel() == self.outer.weights[owner].numel():
+                found[kept] = (tensor, replace(self.shards[owner], name=kept, dtype=dtype))
+            else:
+                found[kept] = (tensor, Shard.whole(kept, tuple(tensor.shape), dtype))
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {
+            "islands": {
+                "round": self.round,
+                "digest": self.digest,
+                "count": self.count,
+                "stream": self.stream.to_json(),
+                "dealt": [[[span.start, span.stop] for span in spans] for spans in self.dealt],
+                "admission": [one.state() for one in self.admission],
+                "failures": self.failures,
+                "refusals": self.refusals.state(),
+            }
+        }
+
+    def wanted(self, manifest: Manifest) -> list[Shard]:
+        """This rank's part of the outer tensors of a checkpoint."""
+        found = []
+        for full, stored in manifest.tensors.items():
+            if not full.startswith(OUTER):
+                continue
+            owner = self._owner(full.removeprefix(OUTER))
+            if not owner:
+                continue  # on another stage of a pipeline
+            if tuple(stored.shape) == self.shards[owner].global_shape:
+                found.append(replace(self.shards[owner], name=full, dtype=stored.dtype))
+            else:
+                found.append(Shard.whole(full, tuple(stored.shape), stored.dtype))
+        return [shard for shard in found if shard.slices]
+
+    def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Take back what `parts` and `record` gave."""
+        kept = record["islands"]
+        found = {n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)}
+        shapes = {name: weight.shape for name, weight in self.outer.weights.items()}
+        for name, tensor in found.items():
+            shape = shapes[self._owner(name)]
+            found[name] = tensor.view(shape) if tensor.numel() == shape.numel() else tensor
+        self.outer.load(found)
+        for one, state in zip(self.admission, kept["admission"], strict=True):
+            one.load(state)
+        self.round, self.digest = int(kept["round"]), str(kept["digest"])
+        self.stream = Stream.from_json(kept["stream"])
+        self.dealt = [tuple(Span(*span) for span in spans) for spans in kept["dealt"]]
+        self.failures = int(kept["failures"])
+        if int(kept["count"]) == self.count:
+            self.refusals.load(kept["refusals"])
+        else:  # others than were dealt to: deal anew
+            for spans in self.dealt:
+                self.stream = self.stream.give_back(spans)
+            self.dealt = []
+
+    def _owner(self, name: str) -> str:
+        """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""
+        while name and name not in self.shards:
+            name = name.rpartition(".")[0]
+        return name
+
+
+@dataclass
+class Joined:
+    """An island among the others.
+
+    fragments   names of the parameters of each part that travels by itself
+    plain       tensors that are only averaged, by name
+    """
+
+    policy: IslandsPolicy
+    method: Method
+    fragments: tuple[tuple[str, ...], ...]
+    common: Common
+    merger: Merger
+    plane: Plane
+    inner: World
+    host: str
+
+    def close(self) -> None:
+        """Leave the others; every rank of the island calls it."""
+        self.plane.close()
+        leave(self.inner)
+
+
+def join(run: Run, policy: IslandsPolicy) -> Joined:
+    """Meet the other islands and agree with them; every rank of every island calls it.
+
+    Errors   ConfigError where islands were started differently, ClusterError where one stays away
+    """
+    count, inner = policy.count, twin(run.world)
+    weights, plain = movable(run)
+    shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
+    wide = any(t.dtype == torch.float64 for t, _ in weights.values())
+    dtype = torch.float64 if inner.all_true(wide) else torch.float32
+    method = find_method(policy, seed=run.settings.seed)
+    fragments = method.fragments(_bytes(weights, inner))
+    common = Common(
+        method.open({name: tensor for name, (tensor, _) in weights.items()}),
+        tuple(Admission(policy.bound, policy.cosine) for _ in range(2 * len(fragments))),
+        Refusals(policy.refusals),
+        {name: shard for name, (_, shard) in weights.items()},
+        count,
+        Stream(),
+    )
+    plane = _connect(policy, inner)
+    merger = Merger(
+        plane,
+        inner,
+        Shares(shards, inner, dtype),
+        method,
+        common.outer,
+        find_codec(policy.codec, dtype),
+        Feedback(method.keeps) if policy.codec in FEEDS_BACK else None,
+        common.admission,
+        Patience(),
+    )
+    run.beside = common
+    joined = Joined(policy, method, fragments, common, merger, plane, inner, policy.at)
+    _agree(run, joined)
+    if run.world.is_first:
+        run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
+    _go_on(run, joined)
+    return joined
+
+
+FEEDS_BACK = ("sign", "top2bit")
+"""Codecs that leave so much out that it must be sent later."""
+
+
+def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
+    """This rank's (weights that merges move, tensors that are only averaged: statistics)."""
+    parts = held(run.program)
+    names = set(run.program.names)
+    weights = {name: part for name, part in parts.items() if name in names and part[1].slices}
+    frozen = set(run.program.frozen)
+    plain = {
+        name: (tensor, shard)
+        for name, (tensor, shard) in parts.items()
+        if name not in names and name not in frozen and tensor.is_floating_point()
+    }
+    return weights, plain
+
+
+def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
+    """Bytes of every parameter of the whole model, the same on every rank."""
+    mine = {
+        name: tensor.element_size() * torch.Size(shard.global_shape).numel()
+        for name, (tensor, shard) in weights.items()
+    }
+    return {name: size for told in inner.gather_json(mine) for name, size in told.items()}
+
+
+def _connect(policy: IslandsPolicy, inner: World) -> Plane:
+    lane = str(inner.rank)
+    at = policy.at or f"{LOOPBACK}:0"
+    store = meet(at, policy.index, policy.count, deadline_s=MEET_S, lane=lane)
+    return open_plane(
+        store,
+        lane,
+        policy.index,
+        policy.count,
+        connections=policy.connections,
+        host=at.rpartition(":")[0],
+        deadline_s=MEET_S,
+    )
+
+
+def _agree(run: Run, joined: Joined) -> None:
+    """Errors: ConfigError naming the first thing in which this island differs from island 0."""
+    policy, plan = joined.policy, run.plan
+    own = {
+        "islands.count": policy.count,
+        "islands.method": policy.method,
+        "islands.period": policy.period,
+        "islands.codec": policy.codec,
+        "islands.fragments": policy.fragments,
+        "islands.overlap": policy.overlap,
+        "islands.mixing": policy.mixing,
+        "islands.outer": policy.outer,
+        "islands.outer_lr": policy.outer_lr,
+        "islands.outer_momentum": policy.outer_momentum,
+        "islands.weighting": policy.weighting,
+        "islands.regions": policy.regions,
+        "islands.far_period": policy.far_period,
+        "layout": plan.layout.text(),
+        "train.batch": plan.batch,
+        "train.micro_batch": plan.micro_batch,
+        "train.seed": run.settings.seed,
+        "precision.compute": plan.precision,
+        "model.parameters": plan.parameters,
+    }
+    message = json.dumps(own).encode()
+    told = [json.loads(one) for one in joined.plane.gather(message, deadline_s=MEET_S)]
+    for island, other in enumerate(told):
+        for key, value in told[0].items():
+            if other[key] != value:
+                raise ConfigError(
+                    f"{key} = {other[key]} on island {island}, {value} on island 0: islands of a "
+                    f"run are alike; nearest: {key}={value} on all of them"
+                )
+
+
+def _go_on(run: Run, joined: Joined) -> None:
+    """Restore the newest round that all islands hold; else check that all begin alike."""
+    folder = run.recorder.folder
+    common, plane, policy = joined.common, joined.plane, joined.policy
+    here = joined.inner.broadcast_json(rounds_held(folder) if folder else {})
+    message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
+    told = plane.gather(message, deadline_s=MEET_S)
+    point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
+    if point is None:
+        run.recorder.cut(0)
+    elif str(point.round) in here:
+        run.restore(step=here[str(point.round)][1])
+    else:
+        donor = point.donors[policy.index]
+        raise CheckpointError(
+            f"island {policy.index}: holds no round of this run, island {donor} holds round "
+            f"{point.round}; nearest: copy the newest checkpoint of island {donor}'s run folder "
+            f"into {folder}/checkpoints, then resume"
+        )
+    digests = plane.gather(island_digest(joined).encode(), deadline_s=MEET_S)
+    for island, other in enumerate(digests):
+        if other != digests[0]:
+            raise ConfigError(
+                f"island {island}: its weights before round {common.round + 1} are not those of "
+                f"island 0; nearest: the same model, seed and versions on all islands"
+            )
+
+
+def rounds_held(folder: Path) -> dict[str, tuple[str, int]]:
+    """Round → (digest, step) of every checkpoint of an island's run folder."""
+    held_rounds: dict[str, tuple[str, int]] = {}
+    for found in find(folder / "checkpoints"):
+        try:
+            kept = read_manifest(found.path).record.get("islands")
+        except Damaged:
+            continue  # the restore says so, if it is wanted
+        if kept:
+            held_rounds.setdefault(str(kept["round"]), (str(kept["digest"]), found.step))
+    return held_rounds
+
+
+def island_digest(joined: Joined) -> str:
+    """Of the outer weights and state, over all ranks of the island."""
+    told = joined.inner.gather_json(joined.common.outer.digest())
+    return hashlib.sha256("".join(told).encode()).hexdigest()

@@ -1,0 +1,293 @@
+"""The main job of an island: rounds of inner steps, and merges with the others between them.
+
+    round   samples are dealt → inner steps → fragments leave and arrive on the way → the last
+            one's commit ends the round: samples of the next one are dealt, a checkpoint is written
+
+An island that is refused, and all of them where a round is discarded, go on from the merged weights
+as they were; samples of such rounds are dealt again. What is written to metrics.jsonl are inner
+steps; every round is an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError, ShoalError, TrainingError
+from shoal.config.sections import Config
+from shoal.data.loader import Loader
+from shoal.data.sources import Source
+from shoal.fabric.plane import IslandLost
+from shoal.islands.ballot import count
+from shoal.islands.exchange import Merge, Say
+from shoal.islands.method import Moment
+from shoal.islands.stream import inner_steps, steps_in, unused
+from shoal.trainer.finish import finish
+from shoal.trainer.joining import Joined, movable
+from shoal.trainer.run import Run
+from shoal.trainer.step import reducer_of
+from shoal.trainer.validate import validator
+
+STOPPED = 143
+"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
+
+
+def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total_steps: int) -> int:
+    """Rounds to the end, or to a stop; gives the exit code.
+
+    total_steps   inner steps of an island that is as fast as any
+    Errors        ClusterError when an island is lost, TrainingError when changes are refused
+    """
+    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    rounds = Rounds(run, joined, loader)
+    validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
+    began_s, first_step = time.perf_counter(), run.step_count
+    policy = joined.policy
+    last = -(-total_steps // policy.period)
+    if policy.regions > 1:  # the last merge is one of all islands
+        last = -(-last // policy.far_period) * policy.far_period
+    try:
+        while joined.common.round < last:
+            merge = rounds.one()
+            if merge.stop and rounds.saves(merge):
+                return _stop(run, joined)
+    except IslandLost as lost:
+        _lost(run, joined, lost)
+        raise
+    rounds.load_merged()
+    run.save()
+    values = validate() if joined.policy.index == 0 else None
+    wall_s = time.perf_counter() - began_s
+    finish(run, source, values, steps=run.step_count - first_step, wall_s=wall_s)
+    joined.close()
+    run.close()
+    return 0
+
+
+class Rounds:
+    """One island's rounds."""
+
+    def __init__(self, run: Run, joined: Joined, loader: Any) -> None:
+        self.run, self.joined, self.common = run, joined, joined.common
+        self.policy = joined.policy
+        if not isinstance(loader, Loader):
+            raise ConfigError(
+                "data.source: islands deal samples by their number, and an iterable has none; "
+                "nearest: a dataset with __getitem__ and __len__"
+            )
+        self.loader = loader
+        run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
+        self._pull()
+
+    def one(self) -> Merge:
+        """A round; gives how its last fragment was merged. Errors: IslandLost, TrainingError."""
+        common, run, policy = self.common, self.run, self.policy
+        if not common.dealt:
+            self._deal([None] * policy.count)
+        began_s = time.perf_counter()
+        spans = common.dealt[policy.index]
+        steps = steps_in(spans, self.loader.samples, run.plan.batch)
+        moments = self.joined.method.moments(len(steps))
+        self.compute_s = self.exposed_s = 0.0
+        self.tokens, self.used, merges = 0, 0, []
+        run.recorder.restart_clock()
+        since_s = time.perf_counter()
+        for number, batch in enumerate(self.loader.over(steps), 1):
+            run.lr_step = common.round * policy.period + (number - 1) * policy.period // len(steps)
+            result = run.step(batch)
+            self.tokens += round(result.targets)
+            self.used += batch.next_position - batch.position
+            self.compute_s += time.perf_counter() - since_s
+            self.steps_per_s = number / self.compute_s
+            merges += self._move(moments, number)
+            since_s = time.perf_counter()
+        merge = merges[-1]
+        self._close_round(merges, began_s, len(steps))
+        return merge
+
+    def saves(self, merge: Merge) -> bool:
+        """Whether a run can go on from after this merge: not where regions differ."""
+        everyone = len(merge.partners) == self.policy.count
+        return merge.committed and (everyone or self.policy.regions == 1)
+
+    def load_merged(self) -> None:
+        """The merged weights in the place of this island's own."""
+        weights, _ = movable(self.run)
+        local = {name: tensor for name, (tensor, _) in weights.items()}
+        outer = self.common.outer.at(max(0, self.common.round - 1))
+        self.joined.method.adopt(outer, list(local), local, refused=True)
+        reducer_of(self.run.program).publish()
+
+    def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
+        """Send and apply what is due after inner step `number`."""
+        began_s, done = time.perf_counter(), []
+        for moment in moments:
+            if moment.send_after == number:
+                self._send(moment, last=moment is moments[-1])
+            if moment.apply_after == number:
+                done.append(self._apply(moment))
+        self.exposed_s += time.perf_counter() - began_s
+        if done:
+            self.run.recorder.restart_clock()
+        return done
+
+    def _send(self, moment: Moment, *, last: bool) -> None:
+        joined = self.joined
+        if last:
+            # Whoever votes on a round has the one before it on disk: so whenever an island dies,
+            # there is a round that all hold.
+            self.run.saving.settle()
+        weights, plain = movable(self.run)
+        names = [name for name in joined.fragments[moment.fragment] if name in weights]
+        local = {name: weights[name][0] for name in names}
+        outer = joined.common.outer.at(joined.common.round)
+        message = joined.method.message(outer, names, local)
+        say = Say(self.tokens, self.used, self.steps_per_s, self.run.stopping)
+        averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
+        joined.merger.round_s = self.compute_s
+        joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
+
+    def _apply(self, moment: Moment) -> Merge:
+        joined, index = self.joined, self.policy.index
+        merge = joined.merger.result()
+        refused = merge.refused(index)
+        weights, plain = movable(self.run)
+        names = [name for name in joined.fragments[moment.fragment] if name in weights]
+        local = {name: weights[name][0] for name in names}
+        overwrite = bool(refused) or not merge.committed
+        outer = joined.common.outer.at(merge.round)
+        joined.method.adopt(outer, names, local, refused=overwrite)
+        for name, mean in merge.plain.items():
+            plain[name][0].copy_(mean)
+        reducer_of(self.run.program).publish()
+        if overwrite:
+            self._reset_broken()
+        return merge
+
+    def _close_round(self, merges: Sequence[Merge], began_s: float, steps: int) -> None:
+        """Samples, events, checkpoint; who was refused too often stops."""
+        common, policy, merge = self.common, self.policy, merges[-1]
+        self._give_back(merge)
+        common.digest = merge.digest
+        round_number, common.round = common.round, common.round + merge.committed
+        common.failures = 0 if merge.committed else common.failures + 1
+        refused = {island for one in merges for island in one.verdict.refused}
+        stops = common.refusals.count(merge.partners, refused)
+        self._deal([ballot.steps_per_s for ballot in merge.ballots])
+        if merge.committed and self.joined.method.resets_inner:
+            self.run.optimizer.state.clear()
+        round_s = time.perf_counter() - began_s
+        sent = sum(self.joined.inner.gather_json(sum(one.sent_bytes for one in merges)))
+        exchange_s = sum(one.seconds for one in merges)
+        self._tell(merge, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
+        if self.run.recorder.folder is not None and self.saves(merge):
+            self.run.save(wait=False)
+        if policy.index in stops:
+            raise TrainingError(
+                f"island {policy.index}: its change was refused {policy.refusals} rounds in a row "
+                f"(last: {merge.refused(policy.index)}); its data or its machine are at fault"
+            )
+        if common.failures >= policy.refusals:
+            raise TrainingError(
+                f"islands: {common.failures} rounds in a row were discarded, last because "
+                f"{merge.why}; nearest: a lower optimizer.lr or islands.outer_lr"
+            )
+
+    def _give_back(self, merge: Merge) -> None:
+        """Samples that no committed round used return to the stream."""
+        common, method = self.common, self.joined.method
+        for island, spans in enumerate(common.dealt):
+            partners = method.partners(merge.round, island, self.policy.count)
+            well = count([merge.ballots[one] for one in partners], partners).committed
+            used = merge.ballots[island].used if well else 0
+            common.stream = common.stream.give_back(unused(spans, used))
+
+    def _deal(self, speeds: Sequence[float | None]) -> None:
+        common, samples = self.common, self.loader.samples
+        if self.policy.pace == "equal":
+            speeds = [None] * self.policy.count
+        steps = inner_steps(self.policy.period, speeds)
+        wanted = common.stream.samples_of(steps, self.run.plan.batch, samples)
+        common.stream, dealt = common.stream.deal(wanted)
+        common.dealt = list(dealt)
+
+    def _tell(
+        self, merge: Merge, round_number: int, round_s: float, steps: int, **sums: float
+    ) -> None:
+        if not self.run.world.is_first:
+            return
+        emit = self.run.recorder.events.emit
+        refused = {str(island): why for island, why in merge.verdict.refused.items()}
+        emit(
+            "round_committed" if merge.committed else "round_discarded",
+            step=self.run.step_count,
+            round=round_number,
+            seconds=round_s,
+            compute_s=self.compute_s,
+            exposed_s=self.exposed_s,
+            **sums,
+            tokens=self.tokens,
+            tokens_all=sum(ballot.tokens for ballot in merge.ballots),
+            admitted=list(merge.verdict.admitted),
+            refused=refused,
+            divisor=merge.divisor,
+            digest=merge.digest,
+            steps=steps,
+            why=merge.why,
+        )
+        for island, why in refused.items():
+            emit("island_refused", step=self.run.step_count, island=int(island), why=why)
+        for line in merge.verdict.told:
+            emit("notice", step=self.run.step_count, text=line)
+
+    def _pull(self) -> None:
+        """A method that pulls inner steps towards the merged weights does so before each update."""
+        run, method, outer = self.run, self.joined.method, self.common.outer
+        if not method.pulls:
+            return
+        local = run.program.local
+        for name, one in local.items():
+            if name in outer.weights and outer.weights[name].numel() != one.parameter.numel():
+                raise ConfigError(
+                    f"islands.method = {self.policy.method}: pulls whole parameters, and "
+                    f"{run.plan.layout.text()} steps slices of them; nearest: layout.strategy=fsdp"
+                )
+        parameters = {name: one.parameter for name, one in local.items() if name in outer.weights}
+        run.adjust = lambda: method.before_update(outer, parameters)
+
+    def _reset_broken(self) -> None:
+        """Optimizer state that is not finite is forgotten: it would spoil what was just loaded."""
+        state = self.run.optimizer.state
+        for parameter, kept in list(state.items()):
+            tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)]
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                state.pop(parameter)
+
+
+def _stop(run: Run, joined: Joined) -> int:
+    with contextlib.suppress(ShoalError):
+        run.saving.settle()
+    if run.world.is_first:
+        how = f"stopped on request after round {joined.common.round}"
+        run.recorder.events.emit("run_finished", step=run.step_count, how=how)
+    joined.close()
+    run.close()
+    return STOPPED
+
+
+def _lost(run: Run, joined: Joined, lost: IslandLost) -> None:
+    """What is being written is kept; one event says who is gone, and where all go on."""
+    with contextlib.suppress(ShoalError):
+        run.saving.settle()
+    if run.world.is_first:
+        run.recorder.events.emit(
+            "island_lost",
+            step=run.step_count,
+            islands=list(lost.islands),
+            after_s=lost.after_s,
+            round=joined.common.round,
+        )

@@ -1,0 +1,131 @@
+"""What a method offers besides numbers: names, weights, partners, adoption, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.base.islands import METHODS, IslandsPolicy
+from shoal.islands.method import Method
+from shoal.islands.methods import PLAIN, find_method
+from shoal.islands.methods.noloco import pairs
+
+
+def method_of(name: str, **keys) -> Method:
+    return find_method(IslandsPolicy(name, count=4, **keys))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_named_method_is_there_under_its_name(name: str) -> None:
+    method = method_of(name)
+    assert method.name == name
+    assert method.policy.outer_lr > 0, "open numbers are filled in"
+    assert method.resets_inner == (name == "branch-train-merge")
+    assert method.pulls == (name == "fedprox")
+    assert method.common_past == (name != "noloco")
+    assert method.keeps == (0.95 if name == "sparse-loco" else 1.0)
+
+
+def test_no_method_is_left_out() -> None:
+    assert {*PLAIN, "noloco"} == set(METHODS)
+    with pytest.raises(ConfigError, match="islands.method = diloko: .*nearest: diloco"):
+        find_method(IslandsPolicy("diloko", count=4))
+    with pytest.raises(ConfigError, match="islands.method = none: not one of local-sgd, "):
+        find_method(IslandsPolicy())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_whole_model_travels_and_its_last_part_with_the_last_step(name: str) -> None:
+    method = method_of(name)
+    sizes = {f"blocks.{k}.w": 8 for k in range(4)}
+    names = [name for part in method.fragments(sizes) for name in part]
+    assert sorted(names) == sorted(sizes)
+    assert len(method.fragments(sizes)) == (4 if name == "streaming-diloco" else 1)
+    assert method.moments(30)[-1].apply_after == 30
+
+
+def test_sixty_steps_of_a_slow_island_count_as_sixty() -> None:
+    tokens = [60 * 512, 240 * 512, 240 * 512, 240 * 512]
+    weights, divisor = method_of("diloco").weigh(tokens, [1.0] * 4, [True] * 4)
+    assert weights[1] / weights[0] == 4
+    assert divisor == sum(tokens)
+    weights, divisor = method_of("diloco", weighting="uniform").weigh(tokens, [1.0] * 4, [True] * 4)
+    assert (weights, divisor) == ([1.0] * 4, 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_who_is_not_admitted_is_not_in_the_divisor(name: str) -> None:
+    method = method_of(name)
+    admitted = [True, False, True, True]
+    weights, divisor = method.weigh([5, 6, 7, 8], [1.0, 1e9, 1.0, 1.0], admitted)
+    assert weights[1] == 0
+    assert divisor == sum(weights) == (3 if name == "noloco" else 20)
+    assert method.weigh([5] * 4, [1.0] * 4, [False] * 4) == ([0.0] * 4, 0)
+
+
+def test_sparse_loco_clips_to_the_median_of_the_admitted() -> None:
+    method = method_of("sparse-loco")
+    weights, divisor = method.weigh([1] * 4, [1.0, 2.0, 8.0, 1e9], [True, True, True, False])
+    assert (weights, divisor) == ([1, 1, 0.25, 0], 3)
+    assert method.weigh([1] * 4, [0.0] * 4, [True] * 4) == ([1.0] * 4, 4)
+
+
+def test_adopting_keeps_the_share_that_mixing_says() -> None:
+    for mixing, refused, wanted in ((0.0, False, 1.0), (0.25, False, 2.5), (0.25, True, 1.0)):
+        method = method_of("diloco", mixing=mixing)
+        outer = method.open({"w": torch.ones(3)})
+        local = {"w": torch.full((3,), 7.0, dtype=torch.bfloat16)}
+        kept = local["w"]
+        method.adopt(outer, ("w", "on another rank"), local, refused=refused)
+        assert kept.tolist() == [wanted] * 3, "in place"
+
+
+def test_a_message_is_wide_and_only_of_what_is_here() -> None:
+    method = method_of("diloco")
+    outer = method.open({"w": torch.ones(3, dtype=torch.bfloat16), "none": torch.zeros(0, 2)})
+    local = {"w": torch.full((3,), 0.75, dtype=torch.bfloat16), "none": torch.zeros(0, 2)}
+    found = method.message(outer, ("w", "none", "on another rank"), local)
+    assert set(found) == {"w", "none"}
+    assert found["w"].dtype == torch.float32
+    assert found["w"].tolist() == [0.25] * 3  # old minus new
+    assert found["none"].shape == (0, 2)
+
+
+def test_all_merge_with_all_but_in_noloco() -> None:
+    assert method_of("diloco").partners(7, 2, 4) == (0, 1, 2, 3)
+    method = method_of("noloco")
+    for round_number in range(20):
+        for index in range(4):
+            partners = method.partners(round_number, index, 4)
+            assert index in partners
+            assert len(partners) == 2
+            for other in partners:
+                assert method.partners(round_number, other, 4) == partners
+
+
+def test_pairs_are_drawn_from_seed_and_round() -> None:
+    drawn = {(seed, r): pairs(seed, r, 8) for seed in range(3) for r in range(50)}
+    assert all(sorted(i for pair in p for i in pair) == list(range(8)) for p in drawn.values())
+    assert len({tuple(sorted(p)) for p in drawn.values()}) > 60  # of 105
+    met = {pair for r in range(50) for pair in drawn[0, r]}
+    assert len(met) == 28, "everybody meets everybody"
+    assert pairs(0, 0, 4) == [(0, 1), (2, 3)], "the same draw for ever, on any machine"
+    assert pairs(0, 1, 4) == [(1, 3), (0, 2)]
+    assert pairs(0, 0, 1) == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("noloco", {"outer": "adam"}, "islands.outer = adam: noloco .*nearest: islands.outer=sgd"),
+        ("noloco", {"codec": "int8"}, "islands.codec = int8: .*nearest: islands.codec=none"),
+        ("noloco", {"regions": 2}, "islands.regions = 2: .*nearest: islands.regions=1"),
+        ("fedopt", {"outer": "adam"}, "islands.outer = adam: fedopt .*nearest: islands.server="),
+        ("fedopt", {"outer_momentum": 1.0}, "islands.outer_momentum = 1: below 1.*=0.9"),
+        ("diloco", {"outer": "sdg"}, "islands.outer = sdg: .*nearest: sgd"),
+    ],
+)
+def test_what_a_method_cannot_have_is_one_line(name: str, keys: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        method_of(name, **keys)

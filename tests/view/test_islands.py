@@ -1,0 +1,132 @@
+"""What a run's events say of its islands: sums, and the table beside a prediction."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.base.islands import IslandsPolicy
+from shoal.planner.islands import IslandsFacts, islands_cost
+from shoal.planner.islands_choice import RATES_BYTES_PER_S, by_link
+from shoal.view.islands import islands_lines, islands_row, link_lines, merged
+from shoal.view.summary import summary
+
+Record = dict[str, Any]
+
+
+def ended(round_number: int, **changed: Any) -> Record:
+    return {
+        "event": "round_committed",
+        "round": round_number,
+        "steps": 50,
+        "seconds": 26.0,
+        "compute_s": 25.0,
+        "exposed_s": 0.8,
+        "exchange_s": 8.0,
+        "sent_bytes": 40_000_000,
+        "tokens": 50_000,
+        "tokens_all": 150_000,
+        "admitted": [0, 1, 2],
+        "refused": {},
+        "divisor": 150_000.0,
+        "digest": "00",
+        **changed,
+    }
+
+
+RUN = [
+    {"event": "islands_met", "count": 3, "at": "10.0.0.1:29400", "encrypted": False},
+    ended(0, exchange_s=6.4),
+    {"event": "step_skipped", "step": 3},
+    ended(1, event="round_discarded", seconds=99.0, refused={"1": "norm", "2": "norm"}),
+    ended(1, admitted=[0, 2], refused={"1": "norm"}),
+]
+
+
+def test_committed_rounds_add_up() -> None:
+    found = merged(RUN)
+    assert found is not None
+    assert (found.rounds, found.discarded, found.steps) == (2, 1, 100)
+    assert found.refused == {"1": 2, "2": 1}
+    assert found.figures() == {
+        "round_s": 26.0,
+        "waited_s": pytest.approx(1.0),
+        "exposed_s": pytest.approx(0.8),
+        "exchange_s": pytest.approx(7.2),
+        "utilisation": pytest.approx(25 / 26),
+        "bytes_per_token": 800.0,
+        "mean_bytes_per_s": pytest.approx(40e6 / 26),
+        "peak_bytes_per_s": pytest.approx(40e6 / 6.4),
+    }
+
+
+def test_the_table_puts_predicted_beside_measured() -> None:
+    policy = IslandsPolicy("streaming-diloco", count=3, fragments=2, codec="int8")
+    cost = islands_cost(policy, IslandsFacts(20e6, 0.5, 50e6 / 8, tokens=1000))
+    lines = islands_lines(RUN, cost.record())
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["islands", "predicted", "measured"]
+    rows = {line[2:30].strip(): line[30:].split() for line in lines[1:]}
+    assert rows["rounds committed"] == ["2"]
+    assert rows["rounds discarded"] == ["1"]
+    assert rows["changes refused"] == ["3", "island", "1", "×2,", "2"]
+    assert rows["utilisation"][:2] == [f"{cost.utilisation:.1%}", "96.2%"]
+    assert rows["sent per token and island"][2:4] == ["800", "B"]
+    assert rows["peak rate, Mbit/s"] == ["50.0", "50.0", "+0%"]
+    assert rows["a round"][-1] == f"{26.0 / cost.round_s - 1:+.0%}"
+
+
+def test_what_is_measured_is_named_as_what_is_foreseen() -> None:
+    found = merged(RUN)
+    assert found is not None
+    cost = islands_cost(IslandsPolicy("diloco", count=2), IslandsFacts(1e6, 1.0, 1e6))
+    assert set(found.figures()) <= set(cost.record())
+
+
+def test_without_a_prediction_the_measured_stand_alone() -> None:
+    assert any("utilisation" in line and line.endswith("96.2%") for line in islands_lines(RUN))
+    assert islands_row(RUN[:2]) == "1 round, 96.2% used, 800 B per token and island"
+    row = islands_row(RUN, {"utilisation": 0.977})
+    assert row == ("2 rounds, 1 discarded, 96.2% used (foreseen 97.7%), 800 B per token and island")
+
+
+def test_runs_without_rounds_show_nothing() -> None:
+    assert merged(RUN[:1]) is None
+    assert islands_lines([]) == []
+    assert islands_row([]) == ""
+
+
+def test_broken_fields_do_no_harm() -> None:
+    lines = islands_lines([ended(0, seconds=None, sent_bytes="x", tokens=0, refused=None)])
+    assert lines
+    assert not any("nan" in line or "per token" in line for line in lines)
+    assert islands_lines([{"event": "round_committed"}], {"utilisation": float("nan"), "steps": []})
+    assert islands_row([{"event": "round_discarded"}]) == "0 rounds, 1 discarded"
+
+
+def test_links_before_a_run() -> None:
+    policy, facts = IslandsPolicy("diloco", count=3), IslandsFacts(20e6, 0.5, 1.0)
+    costs = by_link(policy, facts)
+    lines = link_lines(list(zip(RATES_BYTES_PER_S, costs, strict=True)))
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 5
+    assert lines[2].split()[:3] == ["50", "Mbit/s", f"{costs[1].utilisation:.1%}"]
+
+
+def test_a_run_ends_with_its_islands(tmp_path: Path) -> None:
+    said = {"predicted": {"islands": {"utilisation": 0.977}}}
+    (tmp_path / "plan.json").write_text(json.dumps(said))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in RUN[:2]))
+    assert "  islands      1 round, 96.2% used (foreseen 97.7%), 800 B per token and island" in (
+        summary(tmp_path).splitlines()
+    )
+
+
+def test_no_torch_is_loaded() -> None:
+    code = "import sys; import shoal.view.islands; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,258 @@
+"""Checks among real islands: each member is one process of one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cases
+import shoal
+from shoal.base.islands import IslandsPolicy
+from shoal.fabric import World
+from shoal.fabric.place import Place
+from shoal.fabric.plane import IslandLost
+from shoal.parallel.whole import gather_weights, held
+from shoal.trainer.joining import Joined, join
+from shoal.trainer.rounds import Rounds
+from shoal.trainer.run import Run
+
+LR = 0.05
+MICRO_BATCH = 2
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=LR),
+    "momentum": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+
+
+def opened(
+    world: World, model: str, layout: Any, optimizer: str, batch: int, folder: str | None = None
+) -> Run:
+    """A run in float64, with a batch of `batch` samples."""
+    return shoal.parallelize(
+        cases.build(model),
+        OPTIMIZERS[optimizer],
+        cases.loss(model),
+        layout,
+        batch=batch,
+        micro_batch=MICRO_BATCH,
+        precision="fp64",
+        seed=3,
+        folder=folder,
+        world=world,
+        sample=lambda: torch.utils.data.default_collate(
+            [cases.dataset(model)[k] for k in range(2)]
+        ),
+    )
+
+
+def leave(run: Run, joined: Joined | None = None) -> None:
+    """As a process that ends, but the world stays for the next check."""
+    if joined is not None:
+        joined.close()
+    run.saving.close()
+    for undo in run.program.on_close:
+        undo()
+    if run.lease is not None:
+        run.lease.release()
+
+
+def train(
+    world: World,
+    index: int,
+    count: int,
+    at: str,
+    *,
+    rounds: int,
+    model: str = "llama",
+    layout: Any = "single",
+    optimizer: str = "sgd",
+    batch: int = 8,
+    folder: str = "",
+    trouble: list[dict[str, Any]] | None = None,
+    **policy: Any,
+) -> dict[str, Any]:
+    """Some rounds; what came out, with the merged weights in place.
+
+    trouble   what goes wrong, see `Trouble`: {"island": 1, "round": 2, "what": "nan"}
+    """
+    torch.set_num_threads(1)
+    policy = {"pace": "equal", **policy}  # speeds differ from run to run
+    settled = IslandsPolicy(count=count, at=at, index=index, **policy).settled()
+    own = str(Path(folder) / f"island-{index}") if folder else None
+    run = opened(world, model, layout, optimizer, batch, own)
+    joined = join(run, settled)
+    began = joined.common.round
+    loop = Rounds(run, joined, run.loader(cases.dataset(model)))
+    Trouble(loop, [one for one in trouble or [] if one["island"] == index])
+    try:
+        merges = [loop.one() for _ in range(rounds - began)]
+    except IslandLost as lost:
+        run.saving.settle()
+        leave(run, joined)
+        told = {"line": str(lost), "islands": list(lost.islands), "after_s": lost.after_s}
+        return {**told, "round": joined.common.round}
+    own_weights = digest(gather_weights(run.program))
+    loop.load_merged()
+    weights = gather_weights(run.program)
+    told = {
+        "began": began,
+        "committed": [merge.committed for merge in merges],
+        "refused": [{str(k): why for k, why in m.verdict.refused.items()} for m in merges],
+        "digests": [merge.digest for merge in merges],
+        "divisors": [merge.divisor for merge in merges],
+        "tokens": [[ballot.tokens for ballot in merge.ballots] for merge in merges],
+        "sent_bytes": [merge.sent_bytes for merge in merges],
+        "stream": joined.common.stream.to_json(),
+        "dealt": [[[s.start, s.stop] for s in spans] for spans in joined.common.dealt],
+        "own": own_weights,
+        "weights": digest(weights),
+        "norm": norm(weights),
+    }
+    if folder:
+        run.saving.settle()
+        torch.save(weights, Path(folder) / f"weights-{index}.pt") if world.is_first else None
+    leave(run, joined)
+    return told
+
+
+class Trouble:
+    """Makes one island misbehave in a round.
+
+    nan, flip, huge   its message is not finite, points the other way, is 1000 × as long
+    slow              every inner step sleeps so many `seconds`
+    die, stop         SIGKILL or SIGSTOP of the process itself, `at`: steps, reduce (after the first
+                      half), commit (before its vote), voted (after it)
+    """
+
+    def __init__(self, loop: Rounds, asked: list[dict[str, Any]]) -> None:
+        self.loop, self.asked = loop, asked
+        if not asked:
+            return
+        run, merger = loop.run, loop.joined.merger
+        self.step, self.message = run.step, merger.method.message
+        self.outer_step, self.gather = merger.method.step, merger.plane.gather
+        run.step = self.slowly
+        merger.method.message = self.altered
+        merger.method.step = self.before_vote
+        merger.plane.gather = self.gathered
+
+    def due(self, *what: str) -> dict[str, Any] | None:
+        now = self.loop.common.round
+        return next((a for a in self.asked if a["what"] in what and a["round"] in (now, -1)), None)
+
+    def end(self, at: str) -> None:
+        asked = self.due("die", "stop")
+        if asked and asked["at"] == at:
+            os.kill(os.getpid(), signal.SIGKILL if asked["what"] == "die" else signal.SIGSTOP)
+
+    def slowly(self, batch: Any) -> Any:
+        self.end("steps")
+        if asked := self.due("slow"):
+            time.sleep(asked["seconds"])
+        return self.step(batch)
+
+    def altered(self, *given: Any) -> dict[str, torch.Tensor]:
+        asked = self.due("nan", "flip", "huge")
+        factor = {"nan": math.nan, "flip": -1.0, "huge": 1000.0}[asked["what"]] if asked else 1.0
+        return {name: part * factor for name, part in self.message(*given).items()}
+
+    def before_vote(self, *given: Any) -> bool:
+        finite = self.outer_step(*given)
+        self.end("commit")
+        return finite
+
+    def gathered(self, message: bytes, **more: Any) -> list[bytes]:
+        told = self.gather(message, **more)
+        self.end("voted" if b"digest" in message else "reduce")
+        return told
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Of every bit."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def norm(tensors: dict[str, torch.Tensor]) -> float:
+    return float(torch.sqrt(sum((t.double() ** 2).sum() for t in tensors.values())))
+
+
+def single() -> World:
+    """A world of this process alone."""
+    return World(Place(), torch.device("cpu"), None)
+
+
+def in_turn(
+    world: World,
+    *,
+    count: int,
+    rounds: int,
+    period: int,
+    model: str = "llama",
+    optimizer: str = "sgd",
+    batch: int = 8,
+    lr: float,
+    momentum: float,
+) -> dict[str, Any]:
+    """The same islands one after another in one process, with a torch optimizer outside."""
+    torch.set_num_threads(1)
+    runs = [opened(single(), model, "single", optimizer, batch) for _ in range(count)]
+    loaders = [run.loader(cases.dataset(model)) for run in runs]
+    names = runs[0].program.names
+    local = [{n: held(run.program)[n][0] for n in names} for run in runs]
+    merged = {n: local[0][n].clone() for n in names}
+    outer = torch.optim.SGD(
+        [torch.nn.Parameter(w) for w in merged.values()], lr=lr, momentum=momentum,
+        nesterov=momentum > 0,
+    )  # fmt: skip
+    weights = dict(zip(names, outer.param_groups[0]["params"], strict=True))
+    position = 0
+    for _ in range(rounds):
+        tokens = []
+        for island, run in enumerate(runs):
+            run.first_key = island * (batch // MICRO_BATCH)
+            start = position + island * period * batch
+            steps = [(start + k * batch, start + (k + 1) * batch) for k in range(period)]
+            tokens.append(sum(run.step(one).targets for one in loaders[island].over(steps)))
+        position += count * period * batch
+        for name in names:
+            total = (merged[name] - local[0][name]) * float(tokens[0])
+            for island in range(1, count):
+                total += (merged[name] - local[island][name]) * float(tokens[island])
+            mean = total / float(sum(tokens))
+            weights[name].grad = mean
+        outer.step()
+        for name in names:
+            merged[name] = weights[name].detach().clone()
+            for island in range(count):
+                local[island][name].copy_(merged[name])
+    found = gather_weights(runs[0].program)
+    for run in runs:
+        leave(run)
+    return {"weights": digest(found), "norm": norm(found)}
+
+
+def data_parallel(
+    world: World, *, steps: int, batch: int, model: str, optimizer: str, folder: str
+) -> str:
+    """`steps` optimizer steps of one process over whole batches; saved for comparison."""
+    torch.set_num_threads(1)
+    run = opened(single(), model, "single", optimizer, batch)
+    for done, one in enumerate(run.loader(cases.dataset(model)), 1):
+        run.step(one)
+        if done == steps:
+            break
+    weights = gather_weights(run.program)
+    torch.save(weights, Path(folder) / "weights-dp.pt")
+    leave(run)
+    return digest(weights)

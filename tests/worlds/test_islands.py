@@ -1,0 +1,120 @@
+"""Real islands compute what the algorithm says: against one process, data parallelism, flat islands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+DILOCO = {"method": "diloco", "period": 3}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_islands_are_the_same_islands_one_after_another(worlds, islands, count: int) -> None:
+    """Bit for bit: momentum, tokens as weights, unequal counts of targets, dropout."""
+    asked = {"rounds": 2, "period": 2, "batch": 4, "optimizer": "adamw"}
+    told = islands(count).call("island_case:train", method="diloco", **asked)
+    outer = {"lr": 0.7, "momentum": 0.9}
+    alone = worlds(1).call("island_case:in_turn", count=count, **asked, **outer)[0]
+    assert {island[0]["weights"] for island in told} == {alone["weights"]}
+    assert all(island[0]["committed"] == [True, True] for island in told)
+    assert len({tuple(island[0]["digests"]) for island in told}) == 1
+
+
+def test_period_1_is_data_parallelism(worlds, islands, tmp_path: Path) -> None:
+    """Inner SGD, outer learning rate 1, no momentum: a step of 16 samples, dropout included."""
+    asked = {"optimizer": "sgd", "model": "llama", "folder": str(tmp_path)}
+    told = islands(2).call("island_case:train", rounds=3, method="local-sgd", period=1, **asked)
+    worlds(1).call("island_case:data_parallel", steps=3, batch=16, **asked)
+    ours, theirs = (torch.load(tmp_path / f"weights-{w}.pt") for w in ("0", "dp"))
+    apart = torch.sqrt(sum(((ours[n] - theirs[n]) ** 2).sum() for n in theirs))
+    assert apart <= 1e-12 * told[0][0]["norm"]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1", "tp", "pp"])
+def test_what_is_inside_an_island_does_not_matter(islands, tmp_path: Path, layout: str) -> None:
+    flat, split = tmp_path / "flat", tmp_path / "split"
+    for folder, asked, size in ((flat, "single", 1), (split, layout, 2)):
+        folder.mkdir()
+        told = islands(2, size).call(
+            "island_case:train", rounds=2, optimizer="momentum", layout=asked, folder=str(folder),
+            **DILOCO,
+        )  # fmt: skip
+        assert len({one["weights"] for island in told for one in island}) == 1
+    ours, theirs = (torch.load(one / "weights-0.pt") for one in (split, flat))
+    apart = torch.sqrt(sum(((ours[n] - theirs[n]) ** 2).sum() for n in theirs))
+    assert apart <= 1e-12 * told[0][0]["norm"]
+
+
+def test_bad_changes_are_refused_and_the_others_go_on(islands) -> None:
+    """NaN, the other way round, × 1000: each refused once, named, and taken back in the next round."""
+    trouble = [
+        {"island": 1, "round": 1, "what": "nan"},
+        {"island": 2, "round": 2, "what": "flip"},
+        {"island": 0, "round": 3, "what": "huge"},
+    ]
+    told = islands(3).call("island_case:train", rounds=5, trouble=trouble, **DILOCO)
+    first = told[0][0]
+    assert first["committed"] == [True] * 5
+    assert [list(refused) for refused in first["refused"]] == [[], ["1"], ["2"], ["0"], []]
+    assert "island 1: its change is not finite" in first["refused"][1]["1"]
+    assert "points against the mean of the others" in first["refused"][2]["2"]
+    assert "× the median of past rounds" in first["refused"][3]["0"]
+    assert len({tuple(island[0]["digests"]) for island in told}) == 1
+    assert {island[0]["weights"] for island in told} == {first["weights"]}
+    for tokens, divisor in zip(first["tokens"], first["divisors"], strict=True):
+        assert sum(tokens) == divisor, "those who count, and nobody else"
+    assert [tokens.index(0) for tokens in first["tokens"][1:4]] == [1, 2, 0]
+
+
+def test_a_slow_island_takes_fewer_steps_and_counts_as_what_it_did(islands) -> None:
+    """Steps of 20 and of 80 ms: a quarter of the steps, a quarter of the weight."""
+    slow = [
+        {"island": island, "round": -1, "what": "slow", "seconds": 0.08 if island == 2 else 0.02}
+        for island in range(3)
+    ]
+    told = islands(3).call(
+        "island_case:train", rounds=3, trouble=slow, model="towers", method="diloco", period=8,
+        batch=2, pace="speed",
+    )  # fmt: skip
+    first = told[0][0]
+    samples = [sum(stop - start for start, stop in spans) for spans in first["dealt"]]
+    assert max(samples) >= 12
+    assert samples[2] <= 0.6 * max(samples), "a quarter, but for a busy machine and short steps"
+    assert {island[0]["weights"] for island in told} == {first["weights"]}
+
+
+FAULTS = [
+    ("die", "steps"),
+    ("die", "reduce"),
+    ("die", "commit"),
+    ("die", "voted"),
+    ("stop", "reduce"),
+]
+
+
+def test_a_lost_island_stops_the_others_and_all_go_on_as_if_nothing_had_been(
+    islands, tmp_path: Path
+) -> None:
+    """SIGKILL and SIGSTOP in every phase of round 2: the end is bit for bit the uninterrupted one."""
+    three = islands(3)
+    asked = {"rounds": 4, "optimizer": "adamw", **DILOCO}
+    (tmp_path / "whole").mkdir()
+    whole = three.call("island_case:train", folder=str(tmp_path / "whole"), **asked)[0][0]
+    for what, at in FAULTS:
+        folder = tmp_path / f"{what}-{at}"
+        folder.mkdir()
+        trouble = [{"island": 1, "round": 2, "what": what, "at": at}]
+        told = three.call("island_case:train", folder=str(folder), trouble=trouble, ends=1, **asked)
+        for island in (0, 2):
+            lost = told[island][0]
+            assert lost["islands"] == [1], (what, at, lost)
+            assert "island 1" in lost["line"], lost
+            assert lost["after_s"] < 40, lost
+            assert lost["round"] == (3 if at == "voted" else 2), (what, at, lost)
+        again = three.call("island_case:train", folder=str(folder), **asked)
+        began = {one[0]["began"] for one in again}
+        assert began in ({1}, {2}), "what the dead one had written, and not more"
+        assert {one[0]["weights"] for one in again} == {whole["weights"]}, (what, at)
+        assert again[0][0]["stream"] == whole["stream"]
