@@ -110,16 +110,20 @@ class IslandsPolicy:
         if self.method not in METHODS:
             raise ConfigError(one_of("islands.method", self.method, METHODS))
         own = DEFAULTS[self.method]
+        period = self.period or own.period
+        # What a method brings gives way to a short period; what the user said is checked.
+        fragments = self.fragments or max(1, min(own.fragments, period // (own.overlap + 1)))
+        slot = max(1, period // fragments)
         found = replace(
             self,
-            period=self.period or own.period,
+            period=period,
+            fragments=fragments,
+            overlap=min(own.overlap, slot - 1) if self.overlap < 0 else self.overlap,
             outer_lr=own.outer_lr if self.outer_lr == OPEN else self.outer_lr,
-            outer_momentum=own.outer_momentum
-            if self.outer_momentum == OPEN
-            else self.outer_momentum,
+            outer_momentum=(
+                own.outer_momentum if self.outer_momentum == OPEN else self.outer_momentum
+            ),
             codec=self.codec or own.codec,
-            fragments=self.fragments or min(own.fragments, self.period or own.period),
-            overlap=own.overlap if self.overlap < 0 else self.overlap,
             mixing=own.mixing if self.mixing == OPEN else self.mixing,
         )
         found._check()

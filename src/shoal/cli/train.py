@@ -21,9 +21,14 @@ ARGUMENTS = typer.Argument(
 RESUME = typer.Option(
     None, "--resume", metavar="RUN", help="Go on with a run folder from its newest checkpoint."
 )
+DRY_RUN = typer.Option(
+    False, "--dry-run", help="Check everything, say what is foreseen, and start nothing."
+)
 
 
-def train(arguments: list[str] = ARGUMENTS, resume: Path = RESUME) -> None:
+def train(
+    arguments: list[str] = ARGUMENTS, resume: Path = RESUME, dry_run: bool = DRY_RUN
+) -> None:
     """Train a model. Without arguments: a small Llama on the Python standard library's source text.
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
@@ -38,4 +43,9 @@ def train(arguments: list[str] = ARGUMENTS, resume: Path = RESUME) -> None:
     typer.echo(f"shoal {__version__}: {'resuming ' + str(resume) if resume else 'preparing a run'}")
     sys.stdout.flush()
     prepared = start.prepare(arguments or [], resume)
+    if dry_run:
+        from shoal.cli.dry_run import show
+
+        show(prepared)
+        raise typer.Exit(0)
     raise typer.Exit(start.launch(prepared, dict(os.environ)))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,10 +42,12 @@ from shoal.islands.shares import Shares
 from shoal.islands.stream import Span, Stream
 from shoal.parallel.program import Part
 from shoal.parallel.whole import held
+from shoal.planner.islands import IslandsFacts, islands_cost
 from shoal.trainer.run import Run
 
 OUTER = "outer."
 LOOPBACK = "127.0.0.1"
+PROBE_BYTES = 1 << 18
 MEET_S = 300.0
 """How long the first island waits for the last one to be started."""
 
@@ -144,7 +148,7 @@ class Joined:
     """An island among the others.
 
     fragments   names of the parameters of each part that travels by itself
-    plain       tensors that are only averaged, by name
+    bytes_per_s, latency_s   of the links, as a probe found them
     """
 
     policy: IslandsPolicy
@@ -154,7 +158,8 @@ class Joined:
     merger: Merger
     plane: Plane
     inner: World
-    host: str
+    bytes_per_s: float
+    latency_s: float
 
     def close(self) -> None:
         """Leave the others; every rank of the island calls it."""
@@ -195,7 +200,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
         Patience(),
     )
     run.beside = common
-    joined = Joined(policy, method, fragments, common, merger, plane, inner, policy.at)
+    joined = Joined(policy, method, fragments, common, merger, plane, inner, *probe(plane))
     _agree(run, joined)
     if run.world.is_first:
         run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
@@ -243,6 +248,38 @@ def _connect(policy: IslandsPolicy, inner: World) -> Plane:
         host=at.rpartition(":")[0],
         deadline_s=MEET_S,
     )
+
+
+def probe(plane: Plane) -> tuple[float, float]:
+    """(bytes/s that one process sends, seconds per message) of the slowest link, roughly."""
+    if plane.count == 1:
+        return math.inf, 0.0
+    times_s = []
+    for size in (8, 8, PROBE_BYTES):
+        began_s = time.monotonic()
+        plane.gather(bytes(size), deadline_s=MEET_S)
+        times_s.append(time.monotonic() - began_s)
+    latency_s = min(times_s[:2])
+    sent = (plane.count - 1) * PROBE_BYTES
+    return sent / max(times_s[2] - latency_s, 1e-6), latency_s
+
+
+def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> dict[str, Any]:
+    """What a round will cost, by the planner, for plan.json.
+
+    step_s     of an inner step, foreseen · sequence  tokens of a sample
+    """
+    wide = joined.merger.shares.dtype == torch.float64
+    facts = IslandsFacts(
+        run.plan.parameters,
+        step_s,
+        joined.bytes_per_s,
+        joined.latency_s,
+        tokens=run.plan.batch * sequence,
+        ranks=run.world.size,
+        element_bytes=8 if wide else 4,
+    )
+    return islands_cost(joined.policy, facts).record()
 
 
 def _agree(run: Run, joined: Joined) -> None:

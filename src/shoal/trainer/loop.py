@@ -50,7 +50,7 @@ from shoal.trainer.foresee import (
     held_now_bytes,
 )
 from shoal.trainer.job import import_object, material_of, open_run, steps_of
-from shoal.trainer.joining import Joined, join
+from shoal.trainer.joining import Joined, foresee_rounds, join
 from shoal.trainer.proof.material import asked_layout
 from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.rounds import STOPPED, train_rounds
@@ -109,6 +109,9 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     foreseen = (
         foresee(config, source, run.plan, cluster, run.program.travel) if world.is_first else {}
     )
+    if joined is not None and foreseen.get("step_s"):
+        sequence = config.data.sequence if source.kind == "tokens" else 1
+        foreseen["islands"] = foresee_rounds(run, joined, foreseen["step_s"], sequence)
     told = {
         "model": config.model.build or config.model.name,
         "why": why or run.plan.why,

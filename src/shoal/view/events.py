@@ -174,6 +174,8 @@ def number_text(value: Any, digits: int) -> str:
 
 def _met(event: Record) -> str:
     count, at = event.get("count", "?"), event.get("at", "?")
+    if count == 1:
+        return "one island: an outer optimizer moves what its own steps have learnt"
     return (
         f"{count} islands met at {at}; what they send is neither encrypted nor authenticated: "
         f"between machines use a private network or a tunnel"

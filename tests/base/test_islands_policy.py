@@ -1,0 +1,49 @@
+"""What a user can get wrong in [islands] is one line with the nearest right value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.base.errors import ConfigError
+from shoal.base.islands import DEFAULTS, METHODS, IslandsPolicy
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "dilco"}, "islands.method = dilco: not one of"),
+        (
+            {"count": 2},
+            "islands.count = 2: how islands merge is not said; nearest: islands.method=",
+        ),
+        ({"method": "diloco", "codec": "int4"}, "nearest: int8"),
+        ({"method": "diloco", "fragments": 4}, "nearest: islands.method=streaming-diloco"),
+        (
+            {"method": "streaming-diloco", "period": 8, "fragments": 9},
+            "nearest: islands.fragments=8",
+        ),
+        ({"method": "streaming-diloco", "period": 8, "overlap": 2}, "nearest: islands.overlap=1"),
+        ({"method": "diloco", "mixing": 1.0}, "nearest: islands.mixing=0.5"),
+        ({"method": "diloco", "count": 2, "index": 2}, "nearest: islands.index=1"),
+        ({"method": "diloco", "count": 2, "at": "here"}, "HOST:PORT is wanted"),
+        ({"method": "diloco", "count": 6, "regions": 4}, "nearest: islands.regions=3"),
+        ({"method": "diloco", "period": -1}, "islands.period = -1: at least 1"),
+        ({"method": "diloco", "weighting": "token"}, "nearest: tokens"),
+    ],
+)
+def test_one_line_with_the_nearest_right_value(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        IslandsPolicy(**given).settled()
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_every_method_settles_whatever_the_period() -> None:
+    assert set(DEFAULTS) == set(METHODS)
+    for method in METHODS:
+        for period in (1, 2, 3, 50):
+            settled = IslandsPolicy(method, count=2, period=period).settled()
+            assert settled.settled() == settled
+            assert settled.overlap < settled.period // settled.fragments

@@ -1,0 +1,37 @@
+"""`shoal train --dry-run` checks everything, says what is foreseen, and starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.base.errors import ConfigError
+from shoal.cli.main import app
+
+
+def test_islands_are_foreseen_on_several_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = ["islands.method=diloco", "islands.count=3", "islands.period=40"]
+    done = CliRunner().invoke(app, ["train", "--dry-run", *said])
+    assert done.exit_code == 0, done.output
+    assert "layout: single on 1 process in each of 3 islands; 16 samples" in done.output
+    assert "islands: diloco, a merge every 40 steps" in done.output
+    shares = [
+        float(line.split()[2].rstrip("%"))
+        for line in done.output.splitlines()
+        if "Mbit/s  " in line
+    ]
+    assert shares == sorted(shares)
+    assert len(shares) == 4
+    assert done.output.endswith("nothing was started\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_is_said_as_in_a_real_start() -> None:
+    done = CliRunner().invoke(app, ["train", "--dry-run", "islands.count=3"])
+    assert isinstance(done.exception, ConfigError)
+    assert "nearest: islands.method=diloco" in str(done.exception)
