@@ -12,7 +12,7 @@ A magnitude goes to the nearest of these, in the linear sense: between 2^k and 2
 1.5 · 2^k, between 0 and the smallest it is half of that, and what lies on a border goes up. Least
 absolute error is what a mean of messages needs; the border of the logarithms, √2, would serve
 products. Since scale and magnitudes are powers of two, a number's sign, exponent and first bit of
-the mantissa decide: they are an index into a table of codes, and no number is ever computed with.
+the mantissa decide: the code is worked out of these bits in whole numbers.
 The error is at most a third of a number, or 1/128 scale.
 
 Source: Douillard et al. 2025 (Streaming DiLoCo sends E3M0; its scale and rounding are not given)
@@ -30,6 +30,8 @@ from torch import Tensor
 from shoal.fabric.codecs.base import BLOCK, ScaledBlocks
 
 LARGEST_CODE = 7
+SIGN_PLACE = 8 << 6
+"""The bit above seven times 64."""
 LEAST_EXPONENT = 8
 """Of a scale, as the format stores it: then half the smallest magnitude is a normal number."""
 
@@ -49,34 +51,48 @@ class E3M0(ScaledBlocks):
         self.shift = 51 if wide else 22
 
     def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Index and code of each number, and codes that come together, of a multiple of four."""
-        fours = -(-elements // 4)
+        """Code and sign of each number, an even number of them, and two codes together."""
+        pairs = -(-elements // 2)
         return (
-            torch.empty(elements, dtype=self.integer, device=device),
-            torch.empty(4 * fours, dtype=torch.uint8, device=device),
-            torch.empty(fours, dtype=torch.int32, device=device),
+            torch.empty(2 * pairs, dtype=torch.int16, device=device),
+            torch.empty(elements, dtype=torch.int16, device=device),
+            torch.empty(pairs, dtype=torch.int32, device=device),
         )
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
         """See `ScaledBlocks.pack`; on a CPU it is one block at a time."""
-        index, code, together = room
+        code, sign, together = room
         width = numbers.shape[1]
-        index = index[:width]
         ends = zip(numbers.amax(1).tolist(), numbers.amin(1).tolist(), strict=True)
         for place, (high, low) in enumerate(ends):
             exponent = self._exponent(max(high, -low))
             scale[place] = math.ldexp(1.0, exponent) if exponent is not None else math.nan
-            table = self._codes(exponent or 0, codes.device)
+            own = code[width * place : width * (place + 1)]
             bits = numbers[place].view(self.integer)
-            torch.bitwise_right_shift(bits, self.shift, out=index)
-            index.bitwise_and_(4 * self.exponents - 1)
-            torch.index_select(table, 0, index, out=code[width * place : width * (place + 1)])
+            torch.bitwise_right_shift(bits, self.shift, out=own)
+            self._codes(own, sign[:width], exponent or 0)
         count = numbers.numel()
-        code[count : -(-count // 4) * 4] = 0
-        # As integers of four codes: a code, and 16 times its neighbour, in the lower byte of two.
-        fours = code.view(torch.int32)
-        torch.bitwise_right_shift(fours, 4, out=together).bitwise_or_(fours)
-        codes.copy_(together.view(torch.int16)[: len(codes)])
+        code[count : count + count % 2] = 0
+        # As integers of two codes: one, and 16 times its neighbour, in the lowest byte.
+        pairs = code[: count + count % 2].view(torch.int32)
+        out = together[: len(pairs)]
+        codes.copy_(torch.bitwise_right_shift(pairs, 12, out=out).bitwise_or_(pairs))
+
+    def _codes(self, steps: Tensor, sign: Tensor, exponent: int) -> None:
+        """Turn what is left of numbers into codes, in place; the scale is 2^exponent.
+
+        Half steps of the exponent t = 0 … 14, counted from a quarter of the smallest magnitude on,
+        have the codes 0, 1, 1, 1, 2, 2, 3, 3 … 7: that is (31 · t + 33) >> 6. On 16 bits, which
+        may overflow on the way: the end is between 0 and 15.
+        """
+        last = 2 * self.exponents  # the sign's bit
+        torch.bitwise_and(steps, last, out=sign)
+        first = 2 * (exponent - LARGEST_CODE + self.exponents // 2 - 1) - 1
+        steps.bitwise_and_(last - 1).clamp_(first, first + 14)
+        steps.mul_(31).add_(_wrapped(33 - 31 * first))
+        if last > SIGN_PLACE:
+            sign.bitwise_right_shift_((last // SIGN_PLACE).bit_length() - 1)
+        steps.bitwise_or_(sign).bitwise_right_shift_(6)
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
         """See `ScaledBlocks.unpack`."""
@@ -92,22 +108,10 @@ class E3M0(ScaledBlocks):
         bias = self.exponents // 2 - 1
         return min(max(nearest, LEAST_EXPONENT - bias), self.exponents - 2 - bias)
 
-    def _codes(self, exponent: int, device: torch.device) -> Tensor:
-        """[4 · exponents] uint8: the code of every index, where the scale is 2^exponent."""
-        count = 2 * self.exponents
-        half_the_smallest = 2 * (exponent - LARGEST_CODE + self.exponents // 2 - 1)
-        return _ladder(count, device)[:, count - half_the_smallest :][:, :count].flatten()
 
-
-@functools.cache
-def _ladder(count: int, device: torch.device) -> Tensor:
-    """[2, 2 · count] uint8: codes of positive and negative numbers, in half steps of the exponent.
-
-    From `count` on they are those of numbers from half the smallest magnitude on.
-    """
-    steps = torch.arange(2 * count, device=device) - count
-    codes = ((steps + 1) >> 1).clamp(1, LARGEST_CODE) * (steps >= 0)
-    return torch.stack([codes, codes + 8]).to(torch.uint8)
+def _wrapped(number: int) -> int:
+    """A whole number as 16 bits with a sign hold it."""
+    return (number + 2**15) % 2**16 - 2**15
 
 
 @functools.cache
