@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from cli_run import lines
+from netns import Forbidden, Net
+from worlds import Islands
 
 DILOCO = {"method": "diloco", "period": 3}
 
@@ -118,3 +124,52 @@ def test_a_lost_island_stops_the_others_and_all_go_on_as_if_nothing_had_been(
         assert began in ({1}, {2}), "what the dead one had written, and not more"
         assert {one[0]["weights"] for one in again} == {whole["weights"]}, (what, at)
         assert again[0][0]["stream"] == whole["stream"]
+
+
+def test_a_cut_link_ends_a_run_for_good_or_only_delays_it(tmp_path: Path) -> None:
+    """Namespaces and real links: gone for good, both sides stop and name the other; 5 s, nobody does."""
+    try:
+        net = Net(3)
+    except Forbidden as why:
+        pytest.skip(f"this machine makes no network namespaces: {why}")
+    far = Islands(3, 1, tmp_path / "logs", [net.inside(island) for island in range(3)])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    slow = [{"island": k, "round": -1, "what": "slow", "seconds": 0.2} for k in range(3)]
+    asked = {"folder": str(folder), "trouble": slow, "host": net.addresses[0], **DILOCO}
+
+    def rounds() -> int:
+        events = lines(folder / "island-0" / "events.jsonl")
+        return sum(event["event"] == "round_committed" for event in events)
+
+    def cut(after: int, seconds: float) -> None:
+        until_s = time.monotonic() + 90
+        while rounds() < after and time.monotonic() < until_s:
+            time.sleep(0.02)
+        net.cut(2)
+        if seconds:
+            time.sleep(seconds)
+            net.mend(2)
+
+    try:
+        gone = threading.Thread(target=cut, args=(4, 0.0))
+        gone.start()
+        told = far.call("island_case:train", rounds=40, **asked)
+        gone.join()
+        assert [island[0]["islands"] for island in told[:2]] == [[2], [2]]
+        assert told[2][0]["islands"] in ([0], [1], [0, 1])
+        assert all(island[0]["after_s"] < 45 for island in told)
+        net.mend(2)
+        before = rounds()
+        back = threading.Thread(target=cut, args=(before + 2, 5.0))
+        back.start()
+        again = far.call("island_case:train", rounds=before + 6, **asked)
+        back.join()
+        assert all(all(island[0]["committed"]) for island in again)
+        assert len({island[0]["weights"] for island in again}) == 1
+        longest = max(e["exchange_s"] for e in lines(folder / "island-0" / "events.jsonl")
+                      if e["event"] == "round_committed")  # fmt: skip
+        assert longest > 3, "the cut was in an exchange"
+    finally:
+        far.close()
+        net.close()

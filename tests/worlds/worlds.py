@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ class Failed(AssertionError):
 class Members:
     """`size` processes in one process group, each running `member.py`."""
 
-    def __init__(self, size: int, log_folder: Path) -> None:
+    def __init__(self, size: int, log_folder: Path, inside: Sequence[str] = ()) -> None:
+        """inside   words before the command of every process, say into a network namespace"""
         self.size = size
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
@@ -45,7 +47,7 @@ class Members:
             }
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(HERE / "member.py")],
+                    [*inside, sys.executable, str(HERE / "member.py")],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self.log_paths[rank].open("w"),
@@ -110,17 +112,25 @@ class Members:
 class Islands:
     """Several worlds of `size` processes each, which know nothing of each other but an address."""
 
-    def __init__(self, count: int, size: int, log_folder: Path) -> None:
-        self.size, self.folder = size, log_folder
+    def __init__(
+        self, count: int, size: int, log_folder: Path, inside: Sequence[Sequence[str]] = ()
+    ) -> None:
+        self.size, self.folder, self.inside = size, log_folder, inside
         self.worlds = [self._start(index) for index in range(count)]
 
     def _start(self, index: int) -> Members:
         folder = self.folder / f"island-{index}"
         folder.mkdir(parents=True, exist_ok=True)
-        return Members(self.size, folder)
+        return Members(self.size, folder, self.inside[index] if self.inside else ())
 
     def call(
-        self, function: str, *, deadline_s: float = CALL_S, ends: int = -1, **arguments: Any
+        self,
+        function: str,
+        *,
+        deadline_s: float = CALL_S,
+        ends: int = -1,
+        host: str = "127.0.0.1",
+        **arguments: Any,
     ) -> list[Any]:
         """Run `module:function(world, index=…, count=…, at=…, **arguments)` on all; answers of each
         island's ranks, by island. Island `ends` is not waited for but killed after the others."""
@@ -129,7 +139,7 @@ class Islands:
                 self.worlds[index] = self._start(index)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            at = f"127.0.0.1:{free.getsockname()[1]}"
+            at = f"{host}:{free.getsockname()[1]}"
         count = len(self.worlds)
         for index, world in enumerate(self.worlds):
             world.ask(function, index=index, count=count, at=at, **arguments)
