@@ -46,15 +46,18 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     rounds = Rounds(run, joined, loader)
     validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
     began_s, first_step = time.perf_counter(), run.step_count
-    policy = joined.policy
+    policy, every = joined.policy, config.train.validate_every
     last = -(-total_steps // policy.period)
     if policy.regions > 1:  # the last merge is one of all islands
         last = -(-last // policy.far_period) * policy.far_period
     try:
         while joined.common.round < last:
+            done = joined.common.round * policy.period
             merge = rounds.one()
             if merge.stop and rounds.saves(merge):
                 return _stop(run, joined)
+            if every and policy.index == 0 and (done + policy.period) // every > done // every:
+                validate()
     except IslandLost as lost:
         _lost(run, joined, lost)
         raise

@@ -1,0 +1,57 @@
+"""The real `shoal train` with islands: killed, started again by itself, gone on with one more."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
+
+DEADLINE_S = 120
+ISLANDS = ("islands.method=diloco", "islands.count=2", "islands.period=4", "launch.processes=1")
+
+
+def events(run: Path, island: int, name: str) -> list[dict]:
+    return [e for e in lines(run / f"island-{island}" / "events.jsonl") if e["event"] == name]
+
+
+def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
+    """BatchNorm's running statistics included: all islands end with the same bits."""
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, "train.steps=40")
+    run = command.run
+    command.wait_for(lambda: len(events(run, 1, "round_committed")) >= 2, DEADLINE_S)
+    os.kill(events(run, 1, "worker_started")[-1]["pid"], signal.SIGKILL)
+    code, output = command.finish(DEADLINE_S)
+    assert code == 0, output
+    assert "2 islands met at 127.0.0.1:" in output
+    assert "neither encrypted nor authenticated" in output
+    assert " used (foreseen " in output, "the summary's row on islands"
+    assert [e["attempt"] for e in command.events("restarting")] == [1]
+    rounds = [e["round"] for e in events(run, 0, "round_committed")]
+    assert rounds[-1] == 9
+    assert len(events(run, 0, "island_lost")) == 1
+    assert events(run, 0, "island_lost")[0]["islands"] == [1]
+    assert same_merged(run, 2)
+    more = CommandLine(
+        tmp_path, "--resume", str(run), "islands.count=3", "train.steps=48", "checkpoint.every=4"
+    )
+    code, output = more.finish(DEADLINE_S)
+    assert code == 0, output
+    assert "3 islands met at" in output
+    assert "round 11: 3 islands merged" in output
+    assert same_merged(run, 3)
+
+
+def same_merged(run: Path, count: int) -> bool:
+    """Whether model, merged weights and outer state are the same bits on all islands.
+
+    Inner optimizers, and BatchNorm's count of its own batches, are each island's own.
+    """
+    found = [final_hashes(run / f"island-{island}") for island in range(count)]
+    shared = [
+        {n: h for n, h in one.items() if n.startswith(("model.", "outer.")) and "tracked" not in n}
+        for one in found
+    ]
+    assert any(name.startswith("outer.") for name in shared[0])
+    return all(one == shared[0] for one in shared)
