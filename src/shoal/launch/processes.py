@@ -64,6 +64,7 @@ def worker_environment(
         "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "PYTHONUNBUFFERED": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
     }
     place = {

@@ -48,14 +48,17 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
     """How the module is split: as an earlier start found out and checked, or found out now.
 
     run      does one forward pass on a sample; not run where the split was kept
-    trunk    the module's, if it is known already
+    trunk    the module's, where a pipeline cuts it
     Gives    None without tensor parallelism
     Errors   PlanError where nothing can be split, or something cannot and the plan is strict
     """
     degree, policy = program.tensor.size, program.plan.tensor
     if degree == 1:
         return None
-    settings = [degree, astuple(policy), program.plan.precision]
+    if trunk is not None and trunk.leaf:
+        # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
+        trunk = replace(trunk, leaf=False)
+    settings = [degree, astuple(policy), program.plan.precision, program.pipe.size > 1]
     kept = KeptSplit(program.module, run, program.world, settings)
     split = kept.read()
     if split is not None:
