@@ -26,9 +26,7 @@ DRY_RUN = typer.Option(
 )
 
 
-def train(
-    arguments: list[str] = ARGUMENTS, resume: Path = RESUME, dry_run: bool = DRY_RUN
-) -> None:
+def train(arguments: list[str] = ARGUMENTS, resume: Path = RESUME, dry_run: bool = DRY_RUN) -> None:
     """Train a model. Without arguments: a small Llama on the Python standard library's source text.
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
