@@ -38,6 +38,7 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/proof/any_module.py
 	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/worlds/pipe_makespan.py
+	$(BIN)/python -m pytest -m proof
 
 test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment
 	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda -p no:cacheprovider --override-ini addopts= -q

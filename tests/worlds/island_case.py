@@ -127,6 +127,7 @@ class Trouble:
     """Makes one island misbehave in a round.
 
     nan, flip, huge   its message is not finite, points the other way, is 1000 × as long
+    poison            after an inner step its own weights are not finite
     slow              every inner step sleeps so many `seconds`
     die, stop         SIGKILL or SIGSTOP of the process itself, `at`: steps, reduce (after the first
                       half), commit (before its vote), voted (after it)
@@ -157,7 +158,11 @@ class Trouble:
         self.end("steps")
         if asked := self.due("slow"):
             time.sleep(asked["seconds"])
-        return self.step(batch)
+        result = self.step(batch)
+        if self.due("poison"):
+            with torch.no_grad():
+                next(iter(self.loop.run.program.parameters.values())).fill_(math.nan)
+        return result
 
     def altered(self, *given: Any) -> dict[str, torch.Tensor]:
         asked = self.due("nan", "flip", "huge")

@@ -125,6 +125,7 @@ def slowly(event):
 """
 
 
+@pytest.mark.proof
 def test_a_grid_is_killed_and_stopped_and_goes_on_in_two_parts(tmp_path: Path) -> None:
     """The real command, proven before it starts: killed, restarted, stopped, gone on as tp 2."""
     text = "".join(f"def plus_{k}(x):\n    return x + {k}\n" for k in range(120))

@@ -105,6 +105,7 @@ def test_live_folder_refuses_a_second_owner(tmp_path: Path) -> None:
     assert first.finish()[0] == 0
 
 
+@pytest.mark.proof
 def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
     """Four processes, then one: the curve goes on to rounding (design §6), samples as planned."""
     arguments = (*TOY_ARGUMENTS, "precision.compute=fp64", "checkpoint.every=6", RANKS)

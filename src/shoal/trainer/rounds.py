@@ -11,6 +11,7 @@ steps; every round is an event.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -84,6 +85,8 @@ class Rounds:
             )
         self.loader = loader
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
+        # Weights that broke are healed when the round ends and they are refused, not by a stop.
+        run.skips.limit = sys.maxsize
         self._pull()
 
     def one(self) -> Merge:

@@ -94,7 +94,7 @@ class Run:
         self.saving = Saving(program.world, recorder.events.emit, recorder.notice)
         stepped = {name: one.parameter for name, one in program.local.items()}
         self.average = WeightAverage(settings.average, stepped) if settings.average else None
-        self._skips = Skips(settings.skip_limit)
+        self.skips = Skips(settings.skip_limit)
         self._movement = MovementCheck()
         self._state_checked = False
         self._held = _parameters_held(optimizer)
@@ -228,9 +228,9 @@ class Run:
             return result
         if done.skipped:
             emit = self.recorder.events.emit
-            self._skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
+            self.skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
         else:
-            self._skips.moved()
+            self.skips.moved()
         return result
 
     def evaluate(
@@ -276,7 +276,7 @@ class Run:
         Gives    False if there is none
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         """
-        self._tally, self._skips.in_a_row = None, 0
+        self._tally, self.skips.in_a_row = None, 0
         chosen = self._folder(folder)
         self.saving.settle()  # what is still being written must not be taken for a leftover
         found = restore_run(self, chosen, step)
