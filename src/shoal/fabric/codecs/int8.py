@@ -13,6 +13,8 @@ Limits: the last of float32's numbers, from 3.4028234e38 on, decode to infinity
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,12 +36,22 @@ class Int8(ScaledBlocks):
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
         """See `ScaledBlocks.pack`."""
         units = room[0][: numbers.numel()].view_as(numbers)
-        largest = torch.maximum(numbers.amax(1, keepdim=True), numbers.amin(1, keepdim=True).neg_())
-        largest.clamp_(min=LARGEST_CODE * torch.finfo(self.dtype).tiny)
-        # A tensor, not a number: by a number some devices divide with a rounded reciprocal.
-        codes_of_largest = torch.full_like(largest, LARGEST_CODE)
-        torch.div(largest, codes_of_largest, out=scale)
-        torch.mul(numbers, codes_of_largest.div_(largest), out=units).round_()
+        least = LARGEST_CODE * torch.finfo(self.dtype).tiny
+        if len(numbers) == 1 and numbers.device.type == "cpu":
+            # One block: Python's numbers cost less than tensors of one element. The quotient of two
+            # float32 in double precision, rounded once more, is their quotient in float32.
+            low, high = (end.item() for end in torch.aminmax(numbers))
+            finite = math.isfinite(low) and math.isfinite(high)
+            largest = max(high, -low, least) if finite else math.nan
+            scale.fill_(largest / LARGEST_CODE)
+            torch.mul(numbers, LARGEST_CODE / largest, out=units).round_()
+        else:
+            ends = torch.maximum(numbers.amax(1, keepdim=True), -numbers.amin(1, keepdim=True))
+            ends.clamp_(min=least)
+            # A tensor, not a number: by a number some devices divide with a rounded reciprocal.
+            most = torch.full_like(ends, LARGEST_CODE)
+            torch.div(ends, most, out=scale)
+            torch.mul(numbers, most.div_(ends), out=units).round_()
         codes.view(torch.int8).copy_(units.view(-1))
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
