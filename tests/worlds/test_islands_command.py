@@ -6,7 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
+from shoal.base.errors import ConfigError
+from shoal.cli.checkpoint import _checkpoints as checkpoints_of
 
 DEADLINE_S = 120
 ISLANDS = ("islands.method=diloco", "islands.count=2", "islands.period=4", "launch.processes=1")
@@ -39,6 +43,8 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     code, output = more.finish(DEADLINE_S)
     assert code == 0, output
     assert "3 islands met at" in output
+    with pytest.raises(ConfigError, match="nearest: .*island-0"):
+        checkpoints_of(run)
     assert "round 11: 3 islands merged" in output
     assert same_merged(run, 3)
 

@@ -79,6 +79,8 @@ def _checkpoints(path: Path) -> list[Path]:
         found = [f.path for f in find(root)] if root.is_dir() else []
         if found:
             return found
-    raise ConfigError(
-        f"{path}: no complete checkpoint there; a run folder keeps them in checkpoints/"
-    )
+    from shoal.cli.islands import islands_of
+
+    islands = islands_of(path)
+    near = f"nearest: {islands[0]}" if islands else "a run folder keeps them in checkpoints/"
+    raise ConfigError(f"{path}: no complete checkpoint there; {near}")
