@@ -57,7 +57,7 @@ OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
         61,
     ),
     "our vit": ("vit", {"dim": 32, "layers": 4, "heads": 4, "patch": 4}, None),
-    "our resnet": ("resnet", {"channels": 4, "stages": 2}, None),
+    "our resnet": ("resnet", {"channels": 4, "stages": 2, "blocks": 2}, None),
 }
 
 
