@@ -10,7 +10,7 @@ measured time; bytes are those of the islands' interfaces, headers included.
 
 torchft runs in an environment of its own, given by --torchft; without it its rows are left out:
 
-    python3 -m venv /tmp/torchft && /tmp/torchft/bin/pip install torch==2.13.0 torchft==0.2.0
+    python3 -m venv .venv-torchft && .venv-torchft/bin/pip install torch==2.13.0 torchft==0.2.0
 
 Rivals: DDP and PowerSGD (torch's hook, rank 1: fewest bytes) every step; torchft's DiLoCo whole,
 and with as many fragments and as long a delay as Shoal's streaming. The row `…_twin` is the same
