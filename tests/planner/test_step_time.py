@@ -15,6 +15,7 @@ from shoal.base.shape import Transformer
 from shoal.planner.calibrations import CPU, FITTED, GPU, calibration_of
 from shoal.planner.fit import fit_steps, nnls_normal
 from shoal.planner.published import published
+from shoal.planner.stage_cut import cut
 from shoal.planner.states import rank_elements
 from shoal.planner.step_sync import BUCKET_BYTES
 from shoal.planner.step_terms import step_terms
@@ -22,6 +23,7 @@ from shoal.planner.step_time import Table, effective, predict_time
 from shoal.planner.step_work import peak_flops_per_s
 from shoal.planner.traffic import Payload, step_traffic
 from shoal.planner.transformer import Kernels, model_facts
+from shoal.planner.travel import data_traffic
 
 SMALL = Transformer("small", 6, 256, 4, 4, 768, 2048)
 FACTS = model_facts(SMALL, 256, 4, Kernels(fused_norm=False))
@@ -65,6 +67,16 @@ def test_bytes_are_the_traffic_formulas(name: str, defer: bool) -> None:
     )
     expected = step_traffic(layout, payload, accumulate=3, defer_sync=defer).total_bytes
     assert sum(predict_time(case).bytes.values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_fsdp_gathers_bare_layers_once_with_the_root(defer: bool) -> None:
+    units = (FACTS.units[0], replace(FACTS.units[1], operations=2), *FACTS.units[2:])
+    case = replace(here(LAYOUTS["fsdp"], defer_sync=defer), model=replace(FACTS, units=units))
+    payload = Payload(FACTS.trainable * 4, FACTS.trainable * 4, 0, FACTS.trainable * 4)
+    whole = step_traffic(LAYOUTS["fsdp"], payload, accumulate=3, defer_sync=defer).total_bytes
+    assert sum(predict_time(case).bytes.values()) == pytest.approx(whole)
+    assert data_traffic(case, cut(case, 0)).total_bytes == pytest.approx(whole)
 
 
 def test_on_cores_everything_sent_is_waited_for() -> None:

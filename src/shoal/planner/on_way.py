@@ -18,18 +18,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.base.estimate import Case, UnitFacts
+from shoal.base.estimate import Case
 from shoal.base.schedules import canonical, copies
 from shoal.planner.buckets import BUCKET_BYTES
-from shoal.planner.stage_cut import Stage, is_block
+from shoal.planner.stage_cut import Stage, is_bare, is_block
 from shoal.planner.states import WIDTHS, Elements, shard_counts
 from shoal.planner.transients import head_elements, rank_sum
 
 BUCKETS_IN_FLIGHT = 2
 """Buckets that zero2 leaves on their way (`shoal.parallel.zero.IN_FLIGHT`)."""
-
-BARE_OPERATIONS = 3
-"""A unit of so few operations is one layer, with what is applied to its output."""
 
 
 class OnWay(NamedTuple):
@@ -108,11 +105,6 @@ def _in_a_row(total: float, passes: int, count: int) -> float:
         return 0.0
     rounds, left = divmod(min(count, buckets * passes), buckets)
     return rounds * total + min(left * BUCKET_BYTES, total)
-
-
-def is_bare(unit: UnitFacts) -> bool:
-    """Whether a unit is one layer: fsdp leaves it in the root, and it has one matrix."""
-    return 0 < unit.operations <= BARE_OPERATIONS
 
 
 def arriving_bytes(case: Case, stage: Stage) -> float:

@@ -33,6 +33,9 @@ from shoal.base.schedules import SPLIT_BACKWARD, canonical, copies, stages_per_r
 from shoal.planner.partition import partition
 from shoal.planner.schedules import make_schedule
 
+BARE_OPERATIONS = 3
+"""A unit of so few operations is one layer, with what is applied to its output."""
+
 
 class Stage(NamedTuple):
     """What one pipeline rank holds.
@@ -116,6 +119,11 @@ def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
 def is_block(unit: UnitFacts) -> bool:
     """A unit that a pipeline deals out and recompute treats as one."""
     return not unit.loss_bytes and unit.name not in ("embedding", "head")
+
+
+def is_bare(unit: UnitFacts) -> bool:
+    """Whether a unit is one layer: fsdp leaves it in the root, and it has one matrix."""
+    return 0 < unit.operations <= BARE_OPERATIONS
 
 
 def block_count(model: ModelFacts) -> int:

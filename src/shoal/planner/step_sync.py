@@ -155,7 +155,6 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     return Sync(
         gradients=rest,
         reductions=each_time,
-        last_share=last,
         gather=gathered,
         scatter=scattered,
         root=root,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from shoal.base.estimate import Case, UnitFacts
 from shoal.base.schedules import canonical, copies
 from shoal.planner.collectives import Cost, Group, all_reduce, group_of
+from shoal.planner.stage_cut import is_bare
 from shoal.planner.states import Elements, shard_counts
 from shoal.planner.step_habits import Habits, habits_of
 from shoal.planner.step_parts import (
@@ -103,7 +104,10 @@ def step_terms(case: Case) -> StepTerms:
     held = copies(canonical(case.schedule)) if case.layout.pp > 1 else 1
     full = _times(max(stages, key=lambda stage: stage.parameters), held)
     one = Elements(block.parameters - block.experts, block.experts)
-    sync = data_sync(case, habits, full.blocks, one, full.outside)
+    blocks, outside = full.blocks, full.outside
+    if case.layout.zero == 3 and is_bare(unit):  # bare layers stay in the root
+        blocks, one, outside = 0.0, Elements(0.0, 0.0), full.parameters
+    sync = data_sync(case, habits, blocks, one, outside)
     waits_s, beside_s = _update(case, full)
     total = sync.total(case.accumulate) + full.sent.times(case.accumulate)
     if held > 1:

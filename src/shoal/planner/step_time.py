@@ -188,11 +188,11 @@ def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
     sends, gathers = "gradients" + sync.suffix, "parameters" + sync.suffix
     waits.add(gathers, sync.update.seconds, 1, 0.0, fore if habits.hides_update else 0.0)
     waits.add("offload", terms.beside_s / m, m, 0.0, busy_s)
+    waits.add(gathers, sync.root.seconds, m, 1.0, 0.0)
     if not sync.blocks:
         waits.add(sends, sync.gradients.seconds, sync.reductions, sync.last_share, beside)
         return
     gather_s, scatter_s = sync.gather.seconds * sync.blocks, sync.scatter.seconds * sync.blocks
-    waits.add(gathers, sync.root.seconds, m, 1.0, 0.0)
     waits.add(gathers, gather_s, m, 1 / sync.blocks, fore)
     # beside the backward pass weights come first: the next block cannot start without them
     waits.add(gathers, gather_s, m, 0.0, beside)
