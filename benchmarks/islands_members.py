@@ -121,8 +121,12 @@ def data_parallel(job: Job, clock: Clock) -> None:
     began_s = [0.0]
     weights = list(matrices(job).values())
     layers = [Planned(w, k, len(weights), clock, began_s) for k, w in enumerate(weights)]
+    # PowerSGD's hook sums a second time when the first sum arrives. With several buckets that is in
+    # another order on every rank, and gloo pairs messages by their order: it waits for ever. So it
+    # gets one bucket, of few bytes once compressed.
+    buckets = {"bucket_cap_mb": 1000} if job.get("rank") else {}
     model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(*layers), gradient_as_bucket_view=True
+        nn.Sequential(*layers), gradient_as_bucket_view=True, **buckets
     )
     warm_up = 1
     if job.get("rank"):

@@ -29,6 +29,21 @@ def test_a_cut_within_a_long_exchange_is_survived() -> None:
     assert 60 + 13 < patience.deadline_s(50 * MB) < 300
 
 
+def test_who_is_known_to_do_something_else_gets_the_time() -> None:
+    """Validation on one island is in no past exchange; once waited for, it is."""
+    patience = taught(*[(0.1, MB)] * WINDOW)
+    usual = patience.deadline_s(MB, round_s=10.0)
+    assert usual == pytest.approx(GRACE_S + 10)
+    patience.others_pause()
+    assert patience.deadline_s(MB, round_s=10.0) == FIRST_S + 10
+    patience.learn(0.1, MB)
+    assert patience.deadline_s(MB, round_s=10.0) == usual
+    slow = taught(*[(300.0, MB)] * WINDOW)
+    usual = slow.deadline_s(MB)
+    slow.others_pause()
+    assert slow.deadline_s(MB) == max(usual, FIRST_S)
+
+
 def test_doubt_goes_with_experience() -> None:
     deadlines = [taught(*[(10.0, MB)] * n).deadline_s(MB) for n in range(1, WINDOW + 1)]
     assert deadlines == sorted(deadlines, reverse=True)

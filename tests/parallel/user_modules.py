@@ -248,6 +248,61 @@ class Recurrent(nn.Module):
         return self.leave(x)
 
 
+class GatedLayer(nn.Module):
+    """Looks at numbers, so that it is no graph, and may draw: itself, or in a part that is one."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        looks: bool,
+        dropout: float,
+        inside: float,
+        norm: float,
+        also: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.LayerNorm(width), nn.Dropout(norm))
+        self.mix = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(inside), nn.Linear(2 * width, width)
+        )
+        self.drop, self.looks, self.also = nn.Dropout(dropout), looks, also
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = self.drop(self.mix(self.norm(x)))
+        if self.looks and float(moved.detach().sum()) > 1e9:
+            moved = moved / 2
+        return x + (moved if self.also is None else self.also(moved))
+
+
+class Gated(nn.Module):
+    """A stack of them; in no table, since what it may draw decides where it may run.
+
+    dropout   of the layers' own code · inside, norm  of their traced parts
+    also      a function that their own code calls
+    """
+
+    def __init__(
+        self,
+        width: int = 8,
+        layers: int = 2,
+        *,
+        looks: bool = True,
+        dropout: float = 0.0,
+        inside: float = 0.0,
+        norm: float = 0.0,
+        also: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        told = {"looks": looks, "dropout": dropout, "inside": inside, "norm": norm, "also": also}
+        self.layers = nn.ModuleList(GatedLayer(width, **told) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def named(pattern: str, count: int = LAYERS) -> tuple[str, ...]:
     return tuple(pattern.format(k) for k in range(count))
 

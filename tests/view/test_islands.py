@@ -95,6 +95,14 @@ def test_without_a_prediction_the_measured_stand_alone() -> None:
     assert row == ("2 rounds, 1 discarded, 96.2% used (foreseen 97.7%), 800 B per token and island")
 
 
+def test_islands_that_stay_apart_say_how_far() -> None:
+    """The newest round's that told; an island may have been alone in the last one."""
+    told = [ended(0, spread=0.5), ended(1, spread=0.0123), ended(2)]
+    assert islands_row(told).endswith(" per token and island, weights 1.23% apart")
+    lines = [line.split() for line in islands_lines(told)]
+    assert ["weights", "apart,", "last", "merge", "1.23%"] in lines
+
+
 def test_runs_without_rounds_show_nothing() -> None:
     assert merged(RUN[:1]) is None
     assert islands_lines([]) == []

@@ -140,6 +140,7 @@ OURS = {
     "moe": mixture,
     "moe with capacity": functools.partial(mixture, capacity=1.0),
     "moe of one": functools.partial(mixture, top_k=1, tied=False),
+    "moe without dropout": functools.partial(mixture, dropout=0.0),
     "own": own,
     "own one-sided": functools.partial(own, favourite=2),
 }

@@ -19,12 +19,14 @@ from shoal.fabric import World
 from shoal.fabric.place import Place
 from shoal.fabric.plane import IslandLost
 from shoal.parallel.whole import gather_weights, held
-from shoal.trainer.joining import Joined, join
+from shoal.trainer.joining import Joined, join, movable
 from shoal.trainer.rounds import Rounds
 from shoal.trainer.run import Run
 
 LR = 0.05
 MICRO_BATCH = 2
+RUN = {"model", "layout", "optimizer", "batch"}
+"""What `opened` is told; the rest is a policy of islands."""
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=LR),
     "momentum": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
@@ -33,10 +35,18 @@ OPTIMIZERS = {
 
 
 def opened(
-    world: World, model: str, layout: Any, optimizer: str, batch: int, folder: str | None = None
-) -> Run:
-    """A run in float64, with a batch of `batch` samples."""
-    return shoal.parallelize(
+    world: World,
+    *,
+    model: str = "llama",
+    layout: Any = "single",
+    optimizer: str = "sgd",
+    batch: int = 8,
+    folder: str | None = None,
+) -> tuple[Run, Any]:
+    """A run in float64 with a batch of `batch` samples, and its data; one thread, for equal bits."""
+    torch.set_num_threads(1)
+    data = cases.dataset(model)
+    run = shoal.parallelize(
         cases.build(model),
         OPTIMIZERS[optimizer],
         cases.loss(model),
@@ -47,10 +57,9 @@ def opened(
         seed=3,
         folder=folder,
         world=world,
-        sample=lambda: torch.utils.data.default_collate(
-            [cases.dataset(model)[k] for k in range(2)]
-        ),
+        sample=lambda: torch.utils.data.default_collate([data[k] for k in range(2)]),
     )
+    return run, data
 
 
 def leave(run: Run, joined: Joined | None = None) -> None:
@@ -71,26 +80,21 @@ def train(
     at: str,
     *,
     rounds: int,
-    model: str = "llama",
-    layout: Any = "single",
-    optimizer: str = "sgd",
-    batch: int = 8,
     folder: str = "",
     trouble: list[dict[str, Any]] | None = None,
-    **policy: Any,
+    **asked: Any,
 ) -> dict[str, Any]:
     """Some rounds; what came out, with the merged weights in place.
 
     trouble   what goes wrong, see `Trouble`: {"island": 1, "round": 2, "what": "nan"}
+    asked     arguments of `opened`, and keys of `IslandsPolicy`
     """
-    torch.set_num_threads(1)
-    policy = {"pace": "equal", **policy}  # speeds differ from run to run
-    settled = IslandsPolicy(count=count, at=at, index=index, **policy).settled()
     own = str(Path(folder) / f"island-{index}") if folder else None
-    run = opened(world, model, layout, optimizer, batch, own)
-    joined = join(run, settled)
+    run, data = opened(world, folder=own, **{k: asked.pop(k) for k in RUN & set(asked)})
+    policy = {"pace": "equal", **asked}  # speeds differ from run to run
+    joined = join(run, IslandsPolicy(count=count, at=at, index=index, **policy).settled())
     began = joined.common.round
-    loop = Rounds(run, joined, run.loader(cases.dataset(model)))
+    loop = Rounds(run, joined, run.loader(data))
     Trouble(loop, [one for one in trouble or [] if one["island"] == index])
     try:
         merges = [loop.one() for _ in range(rounds - began)]
@@ -99,6 +103,8 @@ def train(
         leave(run, joined)
         told = {"line": str(lost), "islands": list(lost.islands), "after_s": lost.after_s}
         return {**told, "round": joined.common.round}
+    feedback = joined.merger.feedback
+    left = {} if feedback is None else feedback.tensors()
     own_weights = digest(gather_weights(run.program))
     loop.load_merged()
     weights = gather_weights(run.program)
@@ -115,6 +121,8 @@ def train(
         "own": own_weights,
         "weights": digest(weights),
         "norm": norm(weights),
+        "spread": [merge.spread for merge in merges],
+        "left": {tag: digest({tag: one}) for tag, one in left.items()},
     }
     if folder:
         run.saving.settle()
@@ -128,6 +136,7 @@ class Trouble:
 
     nan, flip, huge   its message is not finite, points the other way, is 1000 × as long
     poison            after an inner step its own weights are not finite
+    statistics        so are the running statistics, which no optimizer moves
     slow              every inner step sleeps so many `seconds`
     die, stop         SIGKILL or SIGSTOP of the process itself, `at`: steps, reduce (after the first
                       half), commit (before its vote), voted (after it)
@@ -159,9 +168,11 @@ class Trouble:
         if asked := self.due("slow"):
             time.sleep(asked["seconds"])
         result = self.step(batch)
-        if self.due("poison"):
-            with torch.no_grad():
-                next(iter(self.loop.run.program.parameters.values())).fill_(math.nan)
+        asked = self.due("poison", "statistics")
+        if asked:
+            weights, plain = movable(self.loop.run)
+            for tensor, _ in (weights if asked["what"] == "poison" else plain).values():
+                tensor.detach().fill_(math.nan)
         return result
 
     def altered(self, *given: Any) -> dict[str, torch.Tensor]:
@@ -203,16 +214,17 @@ def in_turn(
     count: int,
     rounds: int,
     period: int,
-    model: str = "llama",
-    optimizer: str = "sgd",
-    batch: int = 8,
     lr: float,
     momentum: float,
+    **asked: Any,
 ) -> dict[str, Any]:
-    """The same islands one after another in one process, with a torch optimizer outside."""
-    torch.set_num_threads(1)
-    runs = [opened(single(), model, "single", optimizer, batch) for _ in range(count)]
-    loaders = [run.loader(cases.dataset(model)) for run in runs]
+    """The same islands one after another in one process, with a torch optimizer outside.
+
+    asked   arguments of `opened`
+    """
+    found = [opened(single(), **asked) for _ in range(count)]
+    runs, loaders = [run for run, _ in found], [run.loader(data) for run, data in found]
+    batch = runs[0].plan.batch
     names = runs[0].program.names
     local = [{n: held(run.program)[n][0] for n in names} for run in runs]
     merged = {n: local[0][n].clone() for n in names}
@@ -241,19 +253,18 @@ def in_turn(
             merged[name] = weights[name].detach().clone()
             for island in range(count):
                 local[island][name].copy_(merged[name])
-    found = gather_weights(runs[0].program)
+    weights_now = gather_weights(runs[0].program)
     for run in runs:
         leave(run)
-    return {"weights": digest(found), "norm": norm(found)}
+    return {"weights": digest(weights_now), "norm": norm(weights_now)}
 
 
 def data_parallel(
     world: World, *, steps: int, batch: int, model: str, optimizer: str, folder: str
 ) -> str:
     """`steps` optimizer steps of one process over whole batches; saved for comparison."""
-    torch.set_num_threads(1)
-    run = opened(single(), model, "single", optimizer, batch)
-    for done, one in enumerate(run.loader(cases.dataset(model)), 1):
+    run, data = opened(single(), model=model, optimizer=optimizer, batch=batch)
+    for done, one in enumerate(run.loader(data), 1):
         run.step(one)
         if done == steps:
             break

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import socket
 import struct
 import subprocess
+import sys
 import time
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+FORBIDDEN = 77
+"""Exit code of a script on a machine that makes no namespaces; the reason is on its stderr."""
 CLONE_NEWNET = 0x40000000
 BURST_BYTES, QUEUE_MS = 256 * 1024, 200
 START_S, COMMAND_S = 5.0, 10.0
@@ -126,6 +131,34 @@ class Net:
             capture_output=True,
             timeout=COMMAND_S,
         )
+
+
+def skip(what: str, why: str) -> NoReturn:
+    """Skip a test, said aloud: `what` was not tested, because this machine makes no namespaces."""
+    import pytest  # scripts that run in namespaces have no use for it
+
+    reason = f"{what}: no network namespaces: {why}"
+    warnings.warn(reason, stacklevel=2)
+    pytest.skip(reason)
+
+
+def told_by(script: str, *arguments: str, what: str, deadline_s: float) -> Any:
+    """The JSON that a script beside this file prints; skips the test where namespaces are forbidden.
+
+    what   as `skip` says it: "links between islands NOT TESTED"
+    """
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if done.returncode == FORBIDDEN:
+        skip(what, done.stderr.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def counters(table: Path = Path("/proc/self/net/dev"), interface: str = "eth0") -> tuple[int, int]:

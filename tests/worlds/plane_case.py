@@ -34,7 +34,7 @@ from shoal.fabric import World, halves
 from shoal.fabric.codecs import find_codec
 from shoal.fabric.plane import Arrived, IslandLost, Plane, meet, open_plane
 
-FORBIDDEN, DEADLINE_S, PATIENT_S = 77, 20.0, 3.0
+DEADLINE_S, PATIENT_S = 20.0, 3.0
 SMALL_CHUNK = 8192
 
 
@@ -441,4 +441,4 @@ if __name__ == "__main__":
         print(json.dumps({"faults": faults, "links": links}[sys.argv[1]]()))
     except netns.Forbidden as refusal:
         sys.stderr.write(f"{refusal}\n")
-        sys.exit(FORBIDDEN)
+        sys.exit(netns.FORBIDDEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from shoal.parallel.tensor.check import check_class, checked
 from shoal.parallel.tensor.labels import Split
 from shoal.parallel.tensor.model_split import ModelSplit, plan_split
 from shoal.parallel.tensor.split_block import BlockSplit
+from shoal.trainer.parallelize import parallelize
 
 BATCH, SEQ, VOCABULARY = 2, 12, 67
 
@@ -112,19 +115,28 @@ def sequential() -> nn.Module:
     )
 
 
+def gated(**settings: Any) -> nn.Module:
+    """Layers that are no graph: split by their parts only."""
+    sys.path[:0] = [str(Path(__file__).parents[1] / "parallel")]
+    from user_modules import Gated
+
+    return Gated(12, **settings)
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "plain": Plain,
     "fused": Fused,
     "mlp": lambda: MLP(inputs=12, hidden=32, layers=3, classes=6),
     "sequential": sequential,
+    "gated": gated,
 }
 
 
 def sample(name: str, seed: int = 1) -> tuple[Tensor, Tensor]:
     """(inputs, targets), some of them not counted."""
     generator = torch.Generator().manual_seed(seed)
-    if name in ("mlp", "sequential"):
+    if name in ("mlp", "sequential", "gated"):
         inputs = torch.randn(8, 12, generator=generator, dtype=torch.float64)
         return inputs, torch.randint(0, 6, (8,), generator=generator)
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQ), generator=generator)
@@ -376,6 +388,32 @@ GRAPH_BUGS: dict[str, Callable[[fx.GraphModule], None]] = {
     "missing forward sum": left_out("reduce", 1),
     "kv part": wrong_part,
 }
+
+
+def starts(world: World, folder: str, dropouts: list[float]) -> list[str]:
+    """What becomes of starts of a model of gated layers, one after another, with one cache."""
+    told = []
+    inputs, targets = sample("gated")
+    for dropout in dropouts:
+        try:
+            with mock.patch.dict(os.environ, {"SHOAL_CACHE": folder}):
+                run = parallelize(
+                    lambda dropout=dropout: gated(dropout=dropout),
+                    lambda p: torch.optim.SGD(p, lr=0.1),
+                    layout={"tp": world.size},
+                    batch=len(inputs),
+                    micro_batch=4,
+                    precision="fp64",
+                    sample=(inputs, targets),
+                    world=world,
+                )
+        except PlanError as refusal:
+            told.append(str(refusal))
+            continue
+        told.append("runs" if run.step((inputs, targets)).loss else "no loss")
+        for undo in run.program.on_close:  # as `run.close`, but the world stays for others
+            undo()
+    return told
 
 
 def example(world: World, name: str, *, sequence: bool = False) -> dict[str, Any]:

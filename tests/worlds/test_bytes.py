@@ -8,22 +8,16 @@ ranks runs all layouts, one after the other.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from netns import told_by
 from shoal.base.layout import Layout
 from shoal.fabric.traffic import wire_bytes
 from shoal.planner.traffic import Payload, StepTraffic, step_traffic
 
-HERE = Path(__file__).parent
-FORBIDDEN = 77
 DEADLINE_S = 170
 LEAST_PAYLOAD_BYTES = 32 * 2**20
 TALLY_BYTES = 8 * 1024  # a step's own numbers, which are not gradients, are less than this
@@ -56,21 +50,13 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, An
         ranks, layout, accumulate, deferred = case
         arguments = {"layout": layout, "accumulate": accumulate, "defer_sync": deferred}
         requests.append([ranks, {**arguments, "folder": str(folder / names(case))}])
-    script = str(HERE / "in_namespace.py")
-    done = subprocess.run(
-        [sys.executable, script, "bytes_case:measure", json.dumps(requests)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
+    answers = told_by(
+        "in_namespace.py",
+        "bytes_case:measure",
+        json.dumps(requests),
+        what="bytes on the wire NOT MEASURED",
+        deadline_s=DEADLINE_S,
     )
-    if done.returncode == FORBIDDEN:
-        reason = f"bytes on the wire NOT MEASURED: no network namespace: {done.stderr.strip()}"
-        warnings.warn(reason, stacklevel=1)
-        pytest.skip(reason)
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout)
     return dict(zip(CASES, answers, strict=True))
 
 

@@ -25,7 +25,7 @@ ROWS = [
     (4, "own", "hsdp ep4"),
     (4, "moe of one", "fsdp4 ep4"),
     (4, "moe", "pp2 fsdp2 ep2"),
-    (4, "moe", "tp2 ep2"),
+    (4, "moe without dropout", "tp2 ep2"),
     (4, "hf mixtral", "fsdp4 ep2"),
 ]
 

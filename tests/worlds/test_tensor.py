@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (2, "llama", {}, {"sequence": True, "again": "selective"}),
     (2, "mlp", {}, {}),
     (2, "sequential", {}, {}),
+    (2, "gated", {}, {}),
+    (2, "gated", {"inside": 0.2}, {"seeds": (1, 2)}),
     (4, "llama", {"kv_heads": 2}, {"sequence": True}),
     (4, "llama", {"kv_heads": 1, "tied": False, "dropout": 0.2}, {}),
     (4, "fused", {}, {}),
@@ -64,6 +67,19 @@ def test_shared_heads_are_named(worlds) -> None:
     assert any(
         "blocks.0.attention.k.weight (and in 1 like it) stays whole" in n for n in told["notices"]
     )
+
+
+def test_a_layer_that_is_no_graph_may_not_drop_out(worlds, tmp_path: Path) -> None:
+    """Whether the split of the same model without dropout was kept by an earlier start or not."""
+    arguments = {"folder": str(tmp_path), "dropouts": [0.0, 0.0, 0.1, 0.1]}
+    line = (
+        "layout.tp = 2: layers.0 draws random numbers (dropout in layers.0.drop) and cannot be "
+        "traced (DataDependentOutputException: aten._local_scalar_dense.default), so they may "
+        "depend on the layout; nearest: no dropout there, or layout.tp=1"
+    )
+    for told in worlds(2).call("tensor_case:starts", **arguments):
+        assert told == ["runs", "runs", line, line]
+    assert len(list(tmp_path.glob("splits/*.json"))) == 1
 
 
 BUGS = {

@@ -30,6 +30,7 @@ from shoal.base.events import EventLog
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
 from shoal.checkpoint.catalog import find
+from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
 from shoal.config.load import Loaded, load
 from shoal.config.save import to_toml
@@ -67,10 +68,10 @@ def launch_all(loaded: Loaded, folder: Path, environ: Mapping[str, str], events:
     """
     config = loaded.config
     count, restarts = config.islands.count, config.launch.restarts
-    _share_out(folder, count)
     view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
     with StopSignals() as stop:
         for attempt in range(restarts + 1):
+            _share_out(folder, count)  # also where one died before it had written its first
             _write_folders(loaded, folder)
             codes = _run_once(folder, count, environ, view, stop)
             lost = [island for island, code in enumerate(codes) if code not in (0, 143, 130)]
@@ -110,16 +111,22 @@ def _write_folders(loaded: Loaded, folder: Path) -> None:
 
 
 def _share_out(folder: Path, count: int) -> None:
-    """An island that is new to a run that goes on takes the newest checkpoint of another."""
+    """An island that holds nothing, while others do, takes what the first of them holds.
+
+    All of it: which round all islands hold is known only when they meet.
+    """
     holders = islands_of(folder)
     if not holders:
         return
-    newest = max(holders, key=lambda path: find(path / "checkpoints")[0].step)
+    given = find(holders[0] / "checkpoints")
     for index in range(count):
-        path = island_folder(folder, index)
-        if not find(path / "checkpoints"):
-            source = find(newest / "checkpoints")[0].path
-            shutil.copytree(source, path / "checkpoints" / source.name)
+        own = island_folder(folder, index) / "checkpoints"
+        if find(own):
+            continue
+        for source in given:
+            copy = temporary(own / source.path.name)  # a name that no half of one ever has
+            shutil.copytree(source.path, copy)
+            copy.rename(own / source.path.name)
 
 
 def _run_once(

@@ -1,9 +1,12 @@
-"""Names of torch that changed, or that must be imported early; tested on 2.13."""
+"""Names of torch that are private, that changed, or that must be imported early; tested on 2.13."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 # 2.13 renamed `all_gather_into_tensor`; the old name still works there but warns at every use.
@@ -14,3 +17,53 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # group for ever; gloo's threads then outlive `destroy_process_group` and may abort the exit of
 # the interpreter ("terminate called without an active exception"; docs/lab-log.md).
 importlib.import_module("torch.distributed.nn.functional")
+
+
+def gloo_group(
+    store: dist.Store,
+    index: int,
+    count: int,
+    *,
+    address: str,
+    threads: int,
+    timeout: timedelta,
+) -> dist.ProcessGroupGloo:
+    """A gloo group beside the default one; every one of its `count` members calls it.
+
+    store     of this group alone · address  of this machine, where it listens and nowhere else
+    threads   its exchanges under way at a time · timeout  for connecting
+
+    Errors    RuntimeError where the members do not connect in time
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._threads = threads
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, index, count, options)
+
+
+def exchange_bytes(
+    group: dist.ProcessGroupGloo,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    *,
+    of: Sequence[int],
+    to: Sequence[int],
+    timeout: timedelta,
+) -> dist.Work:
+    """Begin an all-to-all of unequal parts: `to[i]` elements to member i, `of[i]` from it.
+
+    Errors    RuntimeError for a group that is broken
+    """
+    options = dist.AllToAllOptions()
+    options.timeout = timeout
+    work: dist.Work = group.alltoall_base(  # type: ignore[attr-defined]
+        received, sent, list(of), list(to), options
+    )
+    return work
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store over a connection that no other thread uses."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return clone

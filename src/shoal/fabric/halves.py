@@ -41,6 +41,18 @@ PRODUCT_BLOCK = 8192
 CHUNK_BYTES, MOST_BLOCKS = 131_072, 4
 """About so many bytes are coded and sent at a time, unless those are too many numbers."""
 
+SUM = "sum"
+"""Stands in tags of sums where an owner's number stands in those of messages."""
+
+
+def is_of_sum(tag: str) -> bool:
+    """Whether error feedback of this tag is of a sum that this island sent, not of its message.
+
+    >>> is_of_sum("0/sum/3"), is_of_sum("0/1/3")
+    (True, False)
+    """
+    return tag.split("/")[-2] == SUM
+
 
 def chunk_elements(codec: Codec) -> int:
     """Elements that are coded and sent at a time, whole blocks."""
@@ -156,7 +168,7 @@ class Arrived:
             part = torch.empty(last - first, dtype=self.codec.dtype)
             self._sum(chunk, weights, divisor, part)
             code = torch.empty(self._size(self.own, chunk), dtype=torch.uint8)
-            self._encode(f"{self.tag}/sum/{chunk}", part, code)
+            self._encode(f"{self.tag}/{SUM}/{chunk}", part, code)
             coming = [self._size(owner, chunk) for owner in islands]
             return self.links.exchange_all(code, deadline, coming)
 

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import BugError
+from shoal.fabric._torch import exchange_bytes, gloo_group
 from shoal.fabric.pulse import IslandLost, Pulse
 
 THREADS = 2
@@ -126,13 +127,9 @@ class Links:
         received = packed.new_empty(sum(of))
         self.sent_bytes += sum(to) - to[self.index]
         self.received_bytes += sum(of) - of[self.index]
-        options = dist.AllToAllOptions()
-        options.timeout = deadline.left
         group = self.groups[next(self._turns) % len(self.groups)]
         try:
-            work = group.alltoall_base(  # type: ignore[attr-defined]
-                received, packed, list(of), list(to), options
-            )
+            work = exchange_bytes(group, received, packed, of=of, to=to, timeout=deadline.left)
         except RuntimeError as failure:
             raise _Failed from failure
         return Flight(work, packed, received)
@@ -207,13 +204,14 @@ class Links:
         return IslandLost(message, islands, after_s)
 
     def _group(self, name: str, address: str, deadline: Deadline) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._threads = THREADS
-        options._timeout = deadline.left
         try:
-            return dist.ProcessGroupGloo(
-                dist.PrefixStore(name, self.store), self.index, self.count, options
+            return gloo_group(
+                dist.PrefixStore(name, self.store),
+                self.index,
+                self.count,
+                address=address,
+                threads=THREADS,
+                timeout=deadline.left,
             )
         except RuntimeError as failure:
             raise _Failed from failure

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
+from shoal.fabric._torch import own_connection
 
 BEAT_S, SILENT_S, LOOK_S = 0.5, 2.5, 0.02
 STORE_ISLAND = 0
@@ -59,7 +60,7 @@ class Pulse:
     """
 
     def __init__(self, store: dist.Store, index: int, count: int) -> None:
-        self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self.store = own_connection(store)
         self.index, self.count = index, count
         self.begun: dict[str, int] = {}
         self._given_up: tuple[tuple[int, ...], str] = ((), "")

@@ -19,14 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.fabric.codecs import Codec, Feedback, find_codec
-from shoal.fabric.plane import IslandLost, Plane
+from shoal.fabric.halves import is_of_sum
+from shoal.fabric.plane import Arrived, IslandLost, Plane
 from shoal.islands.admission import Admission, Verdict
 from shoal.islands.ballot import Ballot, Outcome, count, read_object
 from shoal.islands.method import Method
@@ -62,6 +63,7 @@ class Merge:
     ballots     of all islands of the run, in their order
     plain       means of what no optimizer moves (running statistics), by name
     seconds     from the message to the vote · sent_bytes  coded, by this rank
+    spread      how far apart the partners' weights are, where the method leaves them apart
     """
 
     round: int
@@ -76,6 +78,7 @@ class Merge:
     seconds: float
     sent_bytes: int
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    spread: float | None = None
 
     @property
     def stop(self) -> bool:
@@ -193,7 +196,7 @@ class _Work:
         size_bytes = self.piece.numel() * self.piece.itemsize
         self.deadline_s = merger.patience.deadline_s(size_bytes, merger.round_s)
         first = self._first_half(plane)
-        verdict = self._judge(plane, partners, first[0])
+        verdict, gram = self._judge(plane, partners, first)
         weights, divisor = merger.method.weigh(
             [verdict.tokens[island] for island in partners],
             [verdict.norms.get(island, 0.0) for island in partners],
@@ -218,6 +221,7 @@ class _Work:
             seconds=seconds,
             sent_bytes=merger.plane.sent_bytes - sent_before,
             plain=plain if outcome.committed else {},
+            spread=merger.method.spread(_among(gram, partners, verdict.admitted)),
         )
 
     def _settle(self, outcome: Outcome, verdict: Verdict, partners: Sequence[int]) -> None:
@@ -228,15 +232,18 @@ class _Work:
             return
         self.outer.commit()
         self.admission(partners).commit(verdict)
-        # What a refused message left out is as wrong as what it held.
-        if merger.feedback is not None and merger.plane.index in verdict.admitted:
-            merger.feedback.commit()
+        if merger.feedback is not None:
+            # What a refused message left out is as wrong as what it held; the sum that its island
+            # passed on is everybody's, and went out.
+            admitted = merger.plane.index in verdict.admitted
+            merger.feedback.commit(lambda tag: admitted or is_of_sum(tag))
 
-    def _first_half(self, plane: Plane) -> list[Any]:
+    def _first_half(self, plane: Plane) -> list[Arrived]:
         merger = self.merger
 
-        def begin() -> list[Any]:
-            tag = f"{self.fragment}"
+        def begin() -> list[Arrived]:
+            # Fewer islands cut other pieces, and what is left of one belongs to that one.
+            tag = f"{self.fragment}" if plane is merger.plane else f"{self.fragment}.near"
             found = [
                 plane.begin(
                     self.piece, merger.codec, feedback=merger.feedback, tag=tag,
@@ -255,11 +262,16 @@ class _Work:
 
         return self._together(begin)
 
-    def _judge(self, plane: Plane, partners: Sequence[int], arrived: Any) -> Verdict:
-        """The verdict on every partner, from statistics of all ranks and islands."""
+    def _judge(
+        self, plane: Plane, partners: Sequence[int], first: Sequence[Arrived]
+    ) -> tuple[Verdict, list[list[float]]]:
+        """The verdict on every partner, from statistics of all ranks and islands; their products.
+
+        first   the weights' first half, and the running statistics' if there are any
+        """
         mine = {
-            "finite": list(arrived.finite),
-            "gram": [list(row) for row in arrived.gram],
+            "finite": [all(each) for each in zip(*(one.finite for one in first), strict=True)],
+            "gram": first[0].gram,
             "tokens": self.say.tokens,
         }
         rows = self._together(
@@ -276,7 +288,8 @@ class _Work:
         )
         finite = [all(one["finite"][k] for one in lanes) for k in places]
         gram = _added([one["gram"] for one in lanes])
-        return self.admission(partners).judge(finite, gram, lanes[0]["tokens"], partners)
+        verdict = self.admission(partners).judge(finite, gram, lanes[0]["tokens"], partners)
+        return verdict, gram
 
     def admission(self, partners: Sequence[int]) -> Admission:
         """What remembers the norms of past rounds with these partners."""
@@ -287,7 +300,7 @@ class _Work:
         return merger.admission[2 * self.fragment + everyone]
 
     def _second_half(
-        self, first: list[Any], weights: list[float], divisor: float
+        self, first: list[Arrived], weights: list[float], divisor: float
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(means of the fragment's parameters, of plain tensors) of this rank's parts."""
         if not divisor:  # nobody is admitted: all know, and nothing is sent
@@ -354,6 +367,14 @@ class _Work:
         if silent:
             raise IslandLost(silent[0][0], tuple(silent[0][1]), silent[0][2])
         return value  # type: ignore[return-value]
+
+
+def _among(
+    gram: Sequence[Sequence[float]], partners: Sequence[int], admitted: Sequence[int]
+) -> list[list[float]]:
+    """The products of those whose change counted."""
+    places = [place for place, island in enumerate(partners) if island in admitted]
+    return [[gram[a][b] for b in places] for a in places]
 
 
 def _added(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

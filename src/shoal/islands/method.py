@@ -98,6 +98,14 @@ class Method:
             if name in outer.weights
         }
 
+    def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
+        """How far apart the partners' weights are, of their norm; None where they end up equal.
+
+        gram   inner products of the messages of those whose change counted
+        """
+        del gram
+        return None
+
     def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
         """Propose W', u' from the mean of the messages. Gives whether they are finite."""
         return outer.propose(mean)

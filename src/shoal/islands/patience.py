@@ -14,7 +14,8 @@ generous, and follows what exchanges have really taken, the waiting for slower i
 3 (1+4/n)  n exchanges seen: one says little (15 ×), twenty say much (3.6 ×)
 round_s  the island's own inner steps of this round: who gives up sooner than that loses more, the
          round and a restart, than waiting could have cost
-600 s    others may still load, compile or download when the first exchange begins
+600 s    others may still load, compile or download when the first exchange begins; the least, too,
+         when one of them is known to do something else first, as validating
 1800 s   a dead island is noticed within half an hour, whatever was learnt
 
 Clocks of different machines are never compared: seconds come from this process's `time.monotonic`.
@@ -40,10 +41,16 @@ class Patience:
 
     def __init__(self) -> None:
         self._past: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._paused = False
+
+    def others_pause(self) -> None:
+        """Before the next exchange another island does what no past exchange tells the time of."""
+        self._paused = True
 
     def learn(self, seconds: float, size_bytes: int) -> None:
         """An exchange of that many bytes came to its end; one that failed teaches nothing."""
         self._past.append((seconds, size_bytes))
+        self._paused = False
 
     def predict_s(self, size_bytes: int) -> float | None:
         """How long an exchange of so many bytes may take, by the slowest comparable one.
@@ -63,12 +70,13 @@ class Patience:
 
         round_s   what this island's inner steps since the last exchange took
         """
-        seen = self._comparable(size_bytes)
+        seen, unknown_s = self._comparable(size_bytes), FIRST_S + round_s
         if not seen:
-            return FIRST_S + round_s
+            return unknown_s
         slowest = max(seen)
         wait_s = max(round_s, FACTOR * (1 + DOUBT / len(seen)) * slowest)
-        return min(GRACE_S + wait_s, MOST_S + max(round_s, slowest))
+        learnt_s = min(GRACE_S + wait_s, MOST_S + max(round_s, slowest))
+        return max(learnt_s, unknown_s) if self._paused else learnt_s
 
     def _comparable(self, size_bytes: int) -> list[float]:
         return [

@@ -3,8 +3,8 @@
     meet at islands.at ── the same configuration? ── which rounds does each hold? ── the newest that
     all hold with equal hashes is restored, else all begin with the same weights
 
-What islands have in common (merged weights, the outer optimizer's state, who gets which samples
-next) lies in the checkpoints of every island, beside its own model and optimizer.
+What islands have in common (`common.py`) lies in the checkpoints of every island, beside its own
+model and optimizer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ import torch
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.islands import IslandsPolicy
-from shoal.base.shards import Shard
 from shoal.checkpoint.catalog import find, read_manifest
 from shoal.checkpoint.faults import Damaged
-from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.folders import temporary
 from shoal.fabric import World
 from shoal.fabric.codecs import Feedback, find_codec
 from shoal.fabric.meeting import meet
@@ -33,114 +33,25 @@ from shoal.fabric.plane import Plane, open_plane
 from shoal.fabric.twin import leave, twin
 from shoal.islands.admission import Admission, Refusals
 from shoal.islands.exchange import Merger
-from shoal.islands.history import from_bytes, resume_point, to_bytes
+from shoal.islands.history import Resume, from_bytes, resume_point, to_bytes
+from shoal.islands.leftovers import Leftovers
 from shoal.islands.method import Method
 from shoal.islands.methods import find_method
-from shoal.islands.outer import Outer
 from shoal.islands.patience import Patience
 from shoal.islands.shares import Shares
-from shoal.islands.stream import Span, Stream
+from shoal.islands.stream import Stream
 from shoal.parallel.program import Part
 from shoal.parallel.whole import held
 from shoal.planner.islands import IslandsFacts, islands_cost
+from shoal.trainer.common import Common
 from shoal.trainer.run import Run
 
-OUTER = "outer."
 LOOPBACK = "127.0.0.1"
 PROBE_BYTES = 1 << 18
 MEET_S = 300.0
 """How long the first island waits for the last one to be started."""
-
-
-@dataclass
-class Common:
-    """What all islands of a run share, as one process of one island has it; kept in checkpoints.
-
-    round       rounds committed so far · digest  of W and u after the last of them
-    stream      the samples that nobody was given yet · dealt  what each island gets next
-    failures    rounds in a row that were discarded · refusals  of each island, in a row
-    """
-
-    outer: Outer
-    admission: tuple[Admission, ...]
-    refusals: Refusals
-    shards: Mapping[str, Shard]
-    count: int
-    stream: Stream
-    dealt: list[tuple[Span, ...]] = field(default_factory=list)
-    round: int = 0
-    digest: str = ""
-    failures: int = 0
-
-    def parts(self) -> dict[str, Part]:
-        """Outer weights and state, which lie where the parameters lie."""
-        found: dict[str, Part] = {}
-        for name, tensor in self.outer.tensors().items():
-            owner, kept = self._owner(name), OUTER + name
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if tensor.numel() == self.outer.weights[owner].numel():
-                found[kept] = (tensor, replace(self.shards[owner], name=kept, dtype=dtype))
-            else:
-                found[kept] = (tensor, Shard.whole(kept, tuple(tensor.shape), dtype))
-        return found
-
-    def record(self) -> dict[str, Any]:
-        """What is no tensor."""
-        return {
-            "islands": {
-                "round": self.round,
-                "digest": self.digest,
-                "count": self.count,
-                "stream": self.stream.to_json(),
-                "dealt": [[[span.start, span.stop] for span in spans] for spans in self.dealt],
-                "admission": [one.state() for one in self.admission],
-                "failures": self.failures,
-                "refusals": self.refusals.state(),
-            }
-        }
-
-    def wanted(self, manifest: Manifest) -> list[Shard]:
-        """This rank's part of the outer tensors of a checkpoint."""
-        found = []
-        for full, stored in manifest.tensors.items():
-            if not full.startswith(OUTER):
-                continue
-            owner = self._owner(full.removeprefix(OUTER))
-            if not owner:
-                continue  # on another stage of a pipeline
-            if tuple(stored.shape) == self.shards[owner].global_shape:
-                found.append(replace(self.shards[owner], name=full, dtype=stored.dtype))
-            else:
-                found.append(Shard.whole(full, tuple(stored.shape), stored.dtype))
-        return [shard for shard in found if shard.slices]
-
-    def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
-        """Take back what `parts` and `record` gave."""
-        kept = record["islands"]
-        found = {n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)}
-        shapes = {name: weight.shape for name, weight in self.outer.weights.items()}
-        for name, tensor in found.items():
-            shape = shapes[self._owner(name)]
-            found[name] = tensor.view(shape) if tensor.numel() == shape.numel() else tensor
-        self.outer.load(found)
-        for one, state in zip(self.admission, kept["admission"], strict=True):
-            one.load(state)
-        self.round, self.digest = int(kept["round"]), str(kept["digest"])
-        self.stream = Stream.from_json(kept["stream"])
-        self.dealt = [tuple(Span(*span) for span in spans) for spans in kept["dealt"]]
-        self.failures = int(kept["failures"])
-        if int(kept["count"]) == self.count:
-            self.refusals.load(kept["refusals"])
-        else:  # others than were dealt to: deal anew
-            for spans in self.dealt:
-                self.stream = self.stream.give_back(spans)
-            self.dealt = []
-
-    def _owner(self, name: str) -> str:
-        """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""
-        while name and name not in self.shards:
-            name = name.rpartition(".")[0]
-        return name
+KEEP = 2
+"""Checkpoints without which islands might hold no round in common."""
 
 
 @dataclass
@@ -170,8 +81,14 @@ class Joined:
 def join(run: Run, policy: IslandsPolicy) -> Joined:
     """Meet the other islands and agree with them; every rank of every island calls it.
 
-    Errors   ConfigError where islands were started differently, ClusterError where one stays away
+    Errors   ConfigError where islands were started differently, or keep too few checkpoints;
+             ClusterError where one stays away
     """
+    if run.settings.keep < KEEP:
+        raise ConfigError(
+            f"checkpoint.keep = {run.settings.keep}: an island keeps its state before and after a "
+            f"commit, which may have happened for others only; nearest: checkpoint.keep={KEEP}"
+        )
     count, inner = policy.count, twin(run.world)
     weights, plain = movable(run)
     shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
@@ -179,6 +96,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
     dtype = torch.float64 if inner.all_true(wide) else torch.float32
     method = find_method(policy, seed=run.settings.seed)
     fragments = method.fragments(_bytes(weights, inner))
+    feedback = Feedback(method.keeps) if policy.codec in FEEDS_BACK else None
     common = Common(
         method.open({name: tensor for name, (tensor, _) in weights.items()}),
         tuple(Admission(policy.bound, policy.cosine) for _ in range(2 * len(fragments))),
@@ -186,6 +104,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
         {name: shard for name, (_, shard) in weights.items()},
         count,
         Stream(),
+        Leftovers(feedback, inner.rank, _pieces(run, policy)),
     )
     plane = _connect(policy, inner)
     merger = Merger(
@@ -195,18 +114,21 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
         method,
         common.outer,
         find_codec(policy.codec, dtype),
-        Feedback(method.keeps) if policy.codec in FEEDS_BACK else None,
+        feedback,
         common.admission,
         Patience(),
     )
     run.beside = common
     joined = Joined(policy, method, fragments, common, merger, plane, inner, *probe(plane))
-    _agree(run, joined)
+    agree(plane, _alike(run, policy))
     if run.world.is_first:
         run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
     _go_on(run, joined)
     return joined
 
+
+OWN = ("at", "index")
+"""What islands may be told differently: an address may have two names."""
 
 FEEDS_BACK = ("sign", "top2bit")
 """Codecs that leave so much out that it must be sent later."""
@@ -224,6 +146,19 @@ def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
         if name not in names and name not in frozen and tensor.is_floating_point()
     }
     return weights, plain
+
+
+def _pieces(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+    """What decides which pieces of the weights an island's codes see, and whose they are."""
+    return {
+        "islands.index": policy.index,
+        "islands.count": policy.count,
+        "islands.regions": policy.regions,
+        "islands.codec": policy.codec,
+        "islands.fragments": policy.fragments,
+        "layout": run.plan.layout.text(),
+        "launch.processes": run.world.size,
+    }
 
 
 def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
@@ -282,23 +217,11 @@ def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> di
     return islands_cost(joined.policy, facts).record()
 
 
-def _agree(run: Run, joined: Joined) -> None:
-    """Errors: ConfigError naming the first thing in which this island differs from island 0."""
-    policy, plan = joined.policy, run.plan
-    own = {
-        "islands.count": policy.count,
-        "islands.method": policy.method,
-        "islands.period": policy.period,
-        "islands.codec": policy.codec,
-        "islands.fragments": policy.fragments,
-        "islands.overlap": policy.overlap,
-        "islands.mixing": policy.mixing,
-        "islands.outer": policy.outer,
-        "islands.outer_lr": policy.outer_lr,
-        "islands.outer_momentum": policy.outer_momentum,
-        "islands.weighting": policy.weighting,
-        "islands.regions": policy.regions,
-        "islands.far_period": policy.far_period,
+def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+    """What islands of a run must have been told alike, by the keys of run.toml."""
+    plan = run.plan
+    return {
+        **{f"islands.{key}": value for key, value in asdict(policy).items() if key not in OWN},
         "layout": plan.layout.text(),
         "train.batch": plan.batch,
         "train.micro_batch": plan.micro_batch,
@@ -306,14 +229,21 @@ def _agree(run: Run, joined: Joined) -> None:
         "precision.compute": plan.precision,
         "model.parameters": plan.parameters,
     }
+
+
+def agree(plane: Plane, own: Mapping[str, Any]) -> None:
+    """Tell the other islands these values by key; all ranks of all islands call it.
+
+    Errors   ConfigError naming the first thing in which an island differs from island 0
+    """
     message = json.dumps(own).encode()
-    told = [json.loads(one) for one in joined.plane.gather(message, deadline_s=MEET_S)]
+    told = [json.loads(one) for one in plane.gather(message, deadline_s=MEET_S)]
     for island, other in enumerate(told):
         for key, value in told[0].items():
-            if other[key] != value:
+            if other.get(key) != value:
                 raise ConfigError(
-                    f"{key} = {other[key]} on island {island}, {value} on island 0: islands of a "
-                    f"run are alike; nearest: {key}={value} on all of them"
+                    f"{key} = {other.get(key)} on island {island}, {value} on island 0: islands of "
+                    f"a run are alike; nearest: {key}={value} on all of them"
                 )
 
 
@@ -327,15 +257,11 @@ def _go_on(run: Run, joined: Joined) -> None:
     point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
     if point is None:
         run.recorder.cut(0)
-    elif str(point.round) in here:
-        run.restore(step=here[str(point.round)][1])
     else:
-        donor = point.donors[policy.index]
-        raise CheckpointError(
-            f"island {policy.index}: holds no round of this run, island {donor} holds round "
-            f"{point.round}; nearest: copy the newest checkpoint of island {donor}'s run folder "
-            f"into {folder}/checkpoints, then resume"
-        )
+        check_donors(point)
+        run.restore(step=here[str(point.round)][1])
+        if common.dropped:
+            run.recorder.notice(f"island {policy.index}: {common.dropped}")
     digests = plane.gather(island_digest(joined).encode(), deadline_s=MEET_S)
     for island, other in enumerate(digests):
         if other != digests[0]:
@@ -343,6 +269,31 @@ def _go_on(run: Run, joined: Joined) -> None:
                 f"island {island}: its weights before round {common.round + 1} are not those of "
                 f"island 0; nearest: the same model, seed and versions on all islands"
             )
+    if point is not None and folder and run.world.is_first:
+        _forget(folder, run.step_count)
+
+
+def check_donors(point: Resume) -> None:
+    """Errors: CheckpointError, the same on all islands, naming one that holds nothing."""
+    for island, donor in enumerate(point.donors):
+        if donor != island:
+            raise CheckpointError(
+                f"island {island}: holds no round of this run, island {donor} holds round "
+                f"{point.round}; nearest: copy checkpoints/ of island {donor}'s run folder into "
+                f"that of island {island}, then resume"
+            )
+
+
+def _forget(folder: Path, step: int) -> None:
+    """Delete checkpoints of later steps: rounds that not all islands hold did not happen.
+
+    They would stand in the way of the same steps' new ones, which need not be the same.
+    """
+    for found in find(folder / "checkpoints"):
+        if found.step > step:
+            doomed = temporary(found.path)
+            found.path.rename(doomed)
+            shutil.rmtree(doomed)
 
 
 def rounds_held(folder: Path) -> dict[str, tuple[str, int]]:

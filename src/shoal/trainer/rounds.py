@@ -26,9 +26,10 @@ from shoal.fabric.plane import IslandLost
 from shoal.islands.ballot import count
 from shoal.islands.exchange import Merge, Say
 from shoal.islands.method import Moment
+from shoal.islands.report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
-from shoal.trainer.joining import Joined, movable
+from shoal.trainer.joining import Joined, agree, movable
 from shoal.trainer.run import Run
 from shoal.trainer.step import reducer_of
 from shoal.trainer.validate import validator
@@ -48,6 +49,8 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
     began_s, first_step = time.perf_counter(), run.step_count
     policy, every = joined.policy, config.train.validate_every
+    data = {"samples of data.source": rounds.loader.samples}
+    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every, **data})
     last = -(-total_steps // policy.period)
     if policy.regions > 1:  # the last merge is one of all islands
         last = -(-last // policy.far_period) * policy.far_period
@@ -57,8 +60,11 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
             merge = rounds.one()
             if merge.stop and rounds.saves(merge):
                 return _stop(run, joined)
-            if every and policy.index == 0 and (done + policy.period) // every > done // every:
+            validates = every and (done + policy.period) // every > done // every
+            if validates and policy.index == 0:
                 validate()
+            elif validates:
+                joined.merger.patience.others_pause()
     except IslandLost as lost:
         _lost(run, joined, lost)
         raise
@@ -116,9 +122,9 @@ class Rounds:
         return merge
 
     def saves(self, merge: Merge) -> bool:
-        """Whether a run can go on from after this merge: not where regions differ."""
+        """Whether a run can go on from after this merge, on all alike: not where regions differ."""
         everyone = len(merge.partners) == self.policy.count
-        return merge.committed and (everyone or self.policy.regions == 1)
+        return self._over(merge) and (everyone or self.policy.regions == 1)
 
     def load_merged(self) -> None:
         """The merged weights in the place of this island's own."""
@@ -178,24 +184,24 @@ class Rounds:
         """Samples, events, checkpoint; who was refused too often stops."""
         common, policy, merge = self.common, self.policy, merges[-1]
         self._give_back(merge)
-        common.digest = merge.digest
-        round_number, common.round = common.round, common.round + merge.committed
+        round_number, over = common.round, self._over(merge)
+        if over:
+            common.round, common.digest = common.round + 1, merge.digest
         common.failures = 0 if merge.committed else common.failures + 1
-        refused = {island for one in merges for island in one.verdict.refused}
-        stops = common.refusals.count(merge.partners, refused)
+        stops = common.refusals.count(merge.partners, refusals(merges))
         self._deal([ballot.steps_per_s for ballot in merge.ballots])
         if merge.committed and self.joined.method.resets_inner:
             self.run.optimizer.state.clear()
         round_s = time.perf_counter() - began_s
         sent = sum(self.joined.inner.gather_json(sum(one.sent_bytes for one in merges)))
         exchange_s = sum(one.seconds for one in merges)
-        self._tell(merge, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
+        self._tell(merges, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
         if self.run.recorder.folder is not None and self.saves(merge):
             self.run.save(wait=False)
         if policy.index in stops:
             raise TrainingError(
                 f"island {policy.index}: its change was refused {policy.refusals} rounds in a row "
-                f"(last: {merge.refused(policy.index)}); its data or its machine are at fault"
+                f"(last: {refusals(merges)[policy.index]}); its data or its machine are at fault"
             )
         if common.failures >= policy.refusals:
             raise TrainingError(
@@ -203,13 +209,20 @@ class Rounds:
                 f"{merge.why}; nearest: a lower optimizer.lr or islands.outer_lr"
             )
 
+    def _well(self, merge: Merge, island: int) -> bool:
+        """Whether the step of those that an island merged with happened."""
+        partners = self.joined.method.partners(merge.round, island, self.policy.count)
+        return count([merge.ballots[one] for one in partners], partners).committed
+
+    def _over(self, merge: Merge) -> bool:
+        """Whether the next round comes, for all islands alike: a step of some of them happened."""
+        return any(self._well(merge, island) for island in range(self.policy.count))
+
     def _give_back(self, merge: Merge) -> None:
         """Samples that no committed round used return to the stream."""
-        common, method = self.common, self.joined.method
+        common = self.common
         for island, spans in enumerate(common.dealt):
-            partners = method.partners(merge.round, island, self.policy.count)
-            well = count([merge.ballots[one] for one in partners], partners).committed
-            used = merge.ballots[island].used if well else 0
+            used = merge.ballots[island].used if self._well(merge, island) else 0
             common.stream = common.stream.give_back(unused(spans, used))
 
     def _deal(self, speeds: Sequence[float | None]) -> None:
@@ -222,33 +235,27 @@ class Rounds:
         common.dealt = list(dealt)
 
     def _tell(
-        self, merge: Merge, round_number: int, round_s: float, steps: int, **sums: float
+        self, merges: Sequence[Merge], round_number: int, round_s: float, steps: int, **sums: float
     ) -> None:
         if not self.run.world.is_first:
             return
-        emit = self.run.recorder.events.emit
-        refused = {str(island): why for island, why in merge.verdict.refused.items()}
+        emit, step = self.run.recorder.events.emit, self.run.step_count
         emit(
-            "round_committed" if merge.committed else "round_discarded",
-            step=self.run.step_count,
+            "round_committed" if merges[-1].committed else "round_discarded",
+            step=step,
             round=round_number,
             seconds=round_s,
             compute_s=self.compute_s,
             exposed_s=self.exposed_s,
             **sums,
             tokens=self.tokens,
-            tokens_all=sum(ballot.tokens for ballot in merge.ballots),
-            admitted=list(merge.verdict.admitted),
-            refused=refused,
-            divisor=merge.divisor,
-            digest=merge.digest,
             steps=steps,
-            why=merge.why,
+            **round_fields(merges),
         )
-        for island, why in refused.items():
-            emit("island_refused", step=self.run.step_count, island=int(island), why=why)
-        for line in merge.verdict.told:
-            emit("notice", step=self.run.step_count, text=line)
+        for island, why in refusals(merges).items():
+            emit("island_refused", step=step, island=island, why=why)
+        for line in lines(merges):
+            emit("notice", step=step, text=line)
 
     def _pull(self) -> None:
         """A method that pulls inner steps towards the merged weights does so before each update."""

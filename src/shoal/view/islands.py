@@ -7,6 +7,8 @@ Every round ends with an event on each island, `round_committed` or `round_disca
                    others · exchange_s  of its fragments, from the message to the vote, summed up
     sent_bytes     coded, by all processes of this island · tokens  that it learnt from
     refused        island → why its change did not count
+    spread         how far apart the weights are that merged, of their norm, just before; only of
+                   methods that leave them apart
 
 so that sums over rounds are sums over time. Predictions are named as in
 `planner.islands.IslandsCost`.
@@ -36,7 +38,7 @@ _SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_byt
 class Merged:
     """What a run's rounds add up to; of committed ones, but for `discarded`.
 
-    refused   island → how many of its changes did not count
+    refused   island → how many of its changes did not count · spread  the newest that was told
     steps … tokens   summed over rounds · peak_bytes_per_s  mean rate of the fastest exchange
     """
 
@@ -51,6 +53,7 @@ class Merged:
     sent_bytes: float
     tokens: float
     peak_bytes_per_s: float
+    spread: float | None = None
 
     def figures(self) -> dict[str, float]:
         """The measured counterparts of a prediction; those that are not known are left out."""
@@ -92,6 +95,7 @@ def merged(events: Iterable[Record]) -> Merged | None:
         discarded=len(ended) - len(rounds),
         refused=dict(sorted(refused.items())),
         peak_bytes_per_s=max(rates, default=0.0),
+        spread=next((_number(e, "spread") for e in reversed(rounds) if "spread" in e), None),
         **sums,
     )
 
@@ -116,6 +120,8 @@ def islands_row(events: Sequence[Record], predicted: Mapping[str, Any] | None = 
         parts.append(f"{figures['utilisation']:.1%} used{beside}")
     if "bytes_per_token" in figures:
         parts.append(f"{bytes_text(figures['bytes_per_token'])} per token and island")
+    if found.spread is not None:
+        parts.append(f"weights {found.spread:.2%} apart")
     return ", ".join(parts)
 
 
@@ -136,6 +142,8 @@ def islands_lines(
         _line("rounds discarded", "", f"{found.discarded}"),
         _line("changes refused", "", f"{sum(found.refused.values())}", _whose(found)),
     ]
+    if found.spread is not None:
+        lines.append(_line("weights apart, last merge", "", f"{found.spread:.2%}"))
     for name, label, text in _FIGURES:
         one, other = said.get(name), figures.get(name)
         if one is None and other is None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from threads import ThreadAxis, on_ranks
 from torch import Tensor, nn
+from user_modules import Gated
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.models.llama import Llama
@@ -85,6 +86,14 @@ def test_a_block_without_a_graph_is_split_by_its_parts_and_named() -> None:
     assert notice.startswith("layout.tp = 2: layers.0 (and 2 like it) is split by its parts only: ")
     with pytest.raises(PlanError, match=r"layout.tp = 2 with layout.strict: layers.0 \(and 2 like"):
         plan(Stack("looks"), inputs=X, strict=True)
+
+
+def test_parts_of_all_equal_blocks_are_split_though_some_blocks_are_echoed() -> None:
+    """Blocks that do not know their number: from the third on they need not compute."""
+    split = plan(Gated(layers=4), inputs=X)
+    assert [group.names for group in split.classes] == [tuple(f"layers.{k}.mix" for k in range(4))]
+    for k in range(4):
+        assert split.calls[f"layers.{k}.mix"].follows == (f"layers.{k}.norm",)
 
 
 def test_heads_that_do_not_divide_are_named() -> None:

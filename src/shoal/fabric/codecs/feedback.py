@@ -14,7 +14,7 @@ Limits: 2 × the bytes of a message are kept
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -101,10 +101,14 @@ class Feedback:
         for left in self._left.values():
             left.begin()
 
-    def commit(self) -> None:
-        """The round counted: what was kept is valid. Tags that sent nothing keep what they had."""
-        for left in self._left.values():
-            left.commit()
+    def commit(self, counts: Callable[[str], bool] | None = None) -> None:
+        """The round counted: what was kept is valid. Tags that sent nothing keep what they had.
+
+        counts   says of a tag whether what it sent counted; default: all did
+        """
+        for tag, left in self._left.items():
+            if counts is None or counts(tag):
+                left.commit()
 
     def tensors(self) -> dict[str, Tensor]:
         """What is left by tag, as of the last commit; not copies."""

@@ -123,6 +123,10 @@ class NoLoCo(Method):
             for name, change in changes.items()
         }
 
+    def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
+        """Of the pair, just before it merges; None for an island alone."""
+        return spread(gram) if len(gram) > 1 else None
+
     def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
         """Propose φ', δ' from the pair's mean message; see the module."""
         return outer.propose({name: outer.weights[name] + part for name, part in mean.items()})

@@ -7,16 +7,16 @@ autograd would keep for a backward pass is thrown away at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.echo import NoLog, as_cheaply, echoing
+from shoal.parallel.echo import as_cheaply, echoing
 from shoal.parallel.program import StandIn
 from shoal.parallel.trunk import Run, without_trace
 
@@ -42,20 +42,49 @@ class Call:
         return Call(args, kwargs, self.follows)
 
 
+@dataclass
+class CallLog:
+    """Calls of some layers, those inside of layers that are echoed included.
+
+    first   of each layer the first call, with all that its calls followed
+    order   (layer, call) of every call
+    """
+
+    first: dict[str, Call] = field(default_factory=dict)
+    order: list[tuple[str, Call]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """How many calls."""
+        return len(self.order)
+
+    def note(self, name: str, call: Call) -> None:
+        """A call begins."""
+        known = self.first.get(name)
+        joined = replace(known, follows=(*known.follows, *call.follows)) if known else call
+        self.first[name] = joined
+        self.order.append((name, call))
+
+    def again(self, said: slice, names: Mapping[str, str]) -> None:
+        """Calls inside of a layer, once more as calls inside of an equal one."""
+        for name, call in self.order[said]:
+            follows = tuple(names.get(before, "") for before in call.follows)
+            self.note(names.get(name, name), replace(call, follows=follows))
+
+
 def first_calls(module: nn.Module, names: Iterable[str], run: Run) -> dict[str, Call]:
     """The first call of each of some layers, in the order of the calls; absent if never called."""
 
     def look(cheaply: bool) -> dict[str, Call]:
-        calls: dict[str, Call] = {}
-        with echoing(module, NoLog()) if cheaply else nullcontext():
+        calls = CallLog()
+        with echoing(module, calls) if cheaply else nullcontext():
             noting(names, run, calls)(module)
-        return calls
+        return calls.first
 
     return as_cheaply(look)
 
 
-def noting(names: Iterable[str], run: Run, calls: dict[str, Call]) -> Run:
-    """`run`, which also notes the first call of each of some layers in `calls`."""
+def noting(names: Iterable[str], run: Run, calls: CallLog) -> Run:
+    """`run`, which also notes the calls of some layers."""
 
     def noted(module: nn.Module) -> Any:
         last = _Last()
@@ -97,7 +126,7 @@ class _Last:
 
 
 class _Listener(StandIn):
-    def __init__(self, name: str, block: nn.Module, calls: dict[str, Call], last: _Last) -> None:
+    def __init__(self, name: str, block: nn.Module, calls: CallLog, last: _Last) -> None:
         self.calls, self.last = calls, last
         super().__init__(name, block)
 
@@ -105,12 +134,11 @@ class _Listener(StandIn):
         """The layer's own forward; its first call is noted."""
         first = next((t for t in _tensors((inputs, named)) if t.is_floating_point()), None)
         follows = self.last.name if first is not None and first is self.last.output else ""
-        if self.name in self.calls:
-            known = self.calls[self.name]
-            self.calls[self.name] = replace(known, follows=(*known.follows, follows))
-        else:
+        known = self.calls.first.get(self.name)
+        if known is None:
             args, kwargs = pytree.tree_map_only(Tensor, _copied, (inputs, named))
-            self.calls[self.name] = Call(args, kwargs, (follows,))
+            known = Call(args, kwargs, ())
+        self.calls.note(self.name, replace(known, follows=(follows,)))
         outputs = self.forward(*inputs, **named)
         self.last.output, self.last.name = next(iter(_tensors(outputs)), None), self.name
         return outputs

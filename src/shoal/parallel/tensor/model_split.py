@@ -5,7 +5,9 @@
     everything else     whole on every rank, computed by every rank alike
 
 A block that cannot be split as one is split child by child, and stays whole where that fails too;
-whatever stays whole is named in the notices with the reason. Nothing here changes the model.
+whatever stays whole is named in the notices with the reason. What is no graph and draws random
+numbers is refused: how many it draws may hang on values, which layouts round differently. Nothing
+here changes the model.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest, one_of
 from shoal.parallel._torch import pytree
-from shoal.parallel.echo import NoLog, as_cheaply, echoing
-from shoal.parallel.tensor.capture import Call, bare, first_calls, noting
+from shoal.parallel.echo import as_cheaply, echoing
+from shoal.parallel.tensor.capture import Call, CallLog, bare, first_calls, noting
+from shoal.parallel.tensor.draws import find_draws
 from shoal.parallel.tensor.edges import exchanges_of, scattered_lookups
 from shoal.parallel.tensor.labels import WHOLE, Split, Whole
 from shoal.parallel.tensor.likeness import Likeness
@@ -51,8 +54,9 @@ def plan_split(
     strict      refuse instead of leaving something whole
     overrides   pattern of parameter names (as in a shell) → whole │ column │ row
     sequence    hand parts of the sequence from block to block
-    Errors      PlanError where nothing can be split, where `strict` refuses, and for a pattern that
-                matches no parameter; ConfigError for another wish
+    Errors      PlanError where nothing can be split, where `strict` refuses, where a layer draws
+                random numbers and is no graph, and for a pattern that matches no parameter;
+                ConfigError for another wish
     """
     planner = _Planner(module, run, degree, _wishes(module, overrides), sequence)
     return planner.plan(trunk or find_trunk(module, run), strict)
@@ -91,6 +95,8 @@ class _Planner:
         self.classes: list[BlockClass] = []
         self.likeness = Likeness(module)
         self.refused: list[str] = []  # one line each: what stays whole, and why
+        self.graphs: set[str] = set()  # layers that could be traced, whether split or not
+        self.untraced: dict[str, str] = {}  # layers that could not, and why
 
     def plan(self, trunk: Trunk, strict: bool) -> ModelSplit:
         blocks = self.blocks(trunk)
@@ -105,6 +111,8 @@ class _Planner:
                 f"nothing of {type(self.module).__name__} can be split over layout.tp = "
                 f"{self.degree}: {why}; nearest: layout.tp=1"
             )
+        if self.untraced:
+            self.refuse_draws()
         if strict and self.refused:
             raise PlanError(
                 f"layout.tp = {self.degree} with layout.strict: {self.refused[0]}; nearest: "
@@ -126,10 +134,11 @@ class _Planner:
         self, blocks: tuple[str, ...], names: list[str], cheaply: bool
     ) -> tuple[dict[str, Call], Tables]:
         """First calls of some layers, and the tables beside the blocks, in one forward pass."""
-        calls: dict[str, Call] = {}
-        with echoing(self.module, NoLog()) if cheaply else nullcontext():
+        calls = CallLog()
+        with echoing(self.module, calls) if cheaply else nullcontext():
             run = noting(names, self.run, calls)
-            return calls, find_tables(self.module, run, blocks, self.degree, self.wishes.get)
+            tables = find_tables(self.module, run, blocks, self.degree, self.wishes.get)
+        return calls.first, tables
 
     def blocks(self, trunk: Trunk) -> tuple[str, ...]:
         """Names of the layers to split, each as one: the trunk's, or what holds its leaves."""
@@ -214,7 +223,10 @@ class _Planner:
                 self.refused.append(f"{names[0]} takes whole sequences: {refusal}")
                 split = self.split(twin, call, None, wishes)
         except Exception as failure:  # whatever it is, a layer can always stay whole, by name
-            return (str(failure).splitlines() or [type(failure).__name__])[0]
+            why = (str(failure).splitlines() or [type(failure).__name__])[0]
+            self.untraced |= dict.fromkeys(names, why)
+            return why
+        self.graphs.update(names)
         self.check_wishes(names[0], split, wishes)
         if not split.parameters:
             return next(iter(split.reasons.values()), "no parameter of it can be cut")
@@ -233,6 +245,19 @@ class _Planner:
                 self.refused.append(f"{full}{more} stays whole: {why}")
         self.classes.append(BlockClass(tuple(names), split, twin, call))
         return ""
+
+    def refuse_draws(self) -> None:
+        """Errors: PlanError where a layer that is no graph draws by itself, in no traced part."""
+        for draw in find_draws(self.module, self.run):
+            if not self.graphs.isdisjoint(draw.around):
+                continue
+            name = next((n for n in reversed(draw.around) if n in self.untraced), None)
+            if name is not None:
+                raise PlanError(
+                    f"layout.tp = {self.degree}: {name or type(self.module).__name__} draws random "
+                    f"numbers ({draw.text(name)}) and cannot be traced ({self.untraced[name]}), so "
+                    f"they may depend on the layout; nearest: no dropout there, or layout.tp=1"
+                )
 
     def check_wishes(self, name: str, split: BlockSplit, wishes: Mapping[str, str]) -> None:
         """What the user wants split is split, or they are told why not."""

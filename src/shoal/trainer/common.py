@@ -1,0 +1,125 @@
+"""What all islands of a run have in common, as one process of one island holds and saves it.
+
+Merged weights, the outer optimizer's state, past norms and who gets which samples next are the same
+on all islands after every commit. They lie in the checkpoints of every island, beside its own model
+and optimizer; so does what its codes still owe the others, which is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shoal.base.shards import Shard
+from shoal.checkpoint.manifest import Manifest
+from shoal.islands.admission import Admission, Refusals
+from shoal.islands.leftovers import Leftovers
+from shoal.islands.outer import Outer
+from shoal.islands.stream import Span, Stream
+from shoal.parallel.program import Part
+
+OUTER = "outer."
+
+
+@dataclass
+class Common:
+    """What all islands of a run share, as one process of one island has it; kept in checkpoints.
+
+    round       rounds committed so far · digest  of W and u after the last of them
+    stream      the samples that nobody was given yet · dealt  what each island gets next
+    failures    rounds in a row that were discarded · refusals  of each island, in a row
+    left        what this island's codes owe the others: its own, but kept with the rest
+    dropped     a line where a checkpoint held some of that which fits no more
+    """
+
+    outer: Outer
+    admission: tuple[Admission, ...]
+    refusals: Refusals
+    shards: Mapping[str, Shard]
+    count: int
+    stream: Stream
+    left: Leftovers
+    dealt: list[tuple[Span, ...]] = field(default_factory=list)
+    round: int = 0
+    digest: str = ""
+    failures: int = 0
+    dropped: str = ""
+
+    def parts(self) -> dict[str, Part]:
+        """Outer weights and state, which lie where the parameters lie; what codes left out."""
+        found: dict[str, Part] = dict(self.left.parts())
+        for name, tensor in self.outer.tensors().items():
+            owner, kept = self._owner(name), OUTER + name
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tensor.numel() == self.outer.weights[owner].numel():
+                found[kept] = (tensor, replace(self.shards[owner], name=kept, dtype=dtype))
+            else:
+                found[kept] = (tensor, Shard.whole(kept, tuple(tensor.shape), dtype))
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {
+            "islands": {
+                "round": self.round,
+                "digest": self.digest,
+                "count": self.count,
+                "stream": self.stream.to_json(),
+                "dealt": [[[span.start, span.stop] for span in spans] for spans in self.dealt],
+                "admission": [one.state() for one in self.admission],
+                "failures": self.failures,
+                "refusals": self.refusals.state(),
+                "left": self.left.record(),
+            }
+        }
+
+    def wanted(self, manifest: Manifest) -> list[Shard]:
+        """This rank's part of the outer tensors of a checkpoint, and what its codes left out."""
+        kept = manifest.record["islands"].get("left")
+        found = [
+            Shard.whole(name, tuple(manifest.tensors[name].shape), manifest.tensors[name].dtype)
+            for name in self.left.owns(manifest.tensors, kept)
+        ]
+        for full, stored in manifest.tensors.items():
+            if not full.startswith(OUTER):
+                continue
+            owner = self._owner(full.removeprefix(OUTER))
+            if not owner:
+                continue  # on another stage of a pipeline
+            if tuple(stored.shape) == self.shards[owner].global_shape:
+                found.append(replace(self.shards[owner], name=full, dtype=stored.dtype))
+            else:
+                found.append(Shard.whole(full, tuple(stored.shape), stored.dtype))
+        return [shard for shard in found if shard.slices]
+
+    def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Take back what `parts` and `record` gave."""
+        kept = record["islands"]
+        found = {n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)}
+        shapes = {name: weight.shape for name, weight in self.outer.weights.items()}
+        for name, tensor in found.items():
+            shape = shapes[self._owner(name)]
+            found[name] = tensor.view(shape) if tensor.numel() == shape.numel() else tensor
+        self.outer.load(found)
+        self.dropped = self.left.load(tensors, kept.get("left"))
+        for one, state in zip(self.admission, kept["admission"], strict=True):
+            one.load(state)
+        self.round, self.digest = int(kept["round"]), str(kept["digest"])
+        self.stream = Stream.from_json(kept["stream"])
+        self.dealt = [tuple(Span(*span) for span in spans) for spans in kept["dealt"]]
+        self.failures = int(kept["failures"])
+        if int(kept["count"]) == self.count:
+            self.refusals.load(kept["refusals"])
+        else:  # others than were dealt to: deal anew
+            for spans in self.dealt:
+                self.stream = self.stream.give_back(spans)
+            self.dealt = []
+
+    def _owner(self, name: str) -> str:
+        """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""
+        while name and name not in self.shards:
+            name = name.rpartition(".")[0]
+        return name

@@ -1,0 +1,93 @@
+"""Islands that were started differently, or keep too little, are told so before they train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.islands import IslandsPolicy
+from shoal.checkpoint.catalog import find
+from shoal.checkpoint.manifest import FILE_NAME
+from shoal.cli.islands import _share_out
+from shoal.islands.history import Resume
+from shoal.trainer.joining import OWN, _alike, _forget, agree, check_donors, join
+
+ONE = IslandsPolicy("diloco", count=2).settled()
+
+
+class Others:
+    """A plane whose other islands say what is given."""
+
+    def __init__(self, *others: dict[str, Any]) -> None:
+        self.others = others
+
+    def gather(self, message: bytes, *, deadline_s: float) -> list[bytes]:
+        return [message, *(json.dumps(other).encode() for other in self.others)]
+
+
+def run_of(**settings: Any) -> Any:
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(text=lambda: "single"), batch=8, micro_batch=2, precision="fp32",
+        parameters=10,
+    )  # fmt: skip
+    return SimpleNamespace(plan=plan, settings=SimpleNamespace(seed=1, **settings))
+
+
+def test_every_key_of_islands_must_be_alike() -> None:
+    """Another pace would deal samples twice, another bound admit others, another server step apart."""
+    own = _alike(run_of(), ONE)
+    for key in vars(ONE):
+        assert (f"islands.{key}" in own) == (key not in OWN)
+    agree(Others(own), own)
+    with pytest.raises(ConfigError, match="islands.pace = equal on island 1, speed on island 0: .*"
+                       "nearest: islands.pace=speed on all of them"):  # fmt: skip
+        agree(Others({**own, "islands.pace": "equal"}), own)
+    with pytest.raises(ConfigError, match="train.seed = None on island 2, 1 on island 0"):
+        agree(Others(own, {k: v for k, v in own.items() if k != "train.seed"}), own)
+
+
+def test_one_checkpoint_is_too_few() -> None:
+    with pytest.raises(ConfigError, match="checkpoint.keep = 1: .*nearest: checkpoint.keep=2"):
+        join(run_of(keep=1), ONE)
+
+
+def test_an_island_that_holds_nothing_is_named_on_all() -> None:
+    check_donors(Resume(7, (0, 1, 2)))
+    with pytest.raises(CheckpointError, match="island 2: holds no round of this run, island 1 holds"
+                       " round 7; nearest: copy checkpoints/ of island 1's run folder"):  # fmt: skip
+        check_donors(Resume(7, (0, 1, 1)))
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    path = folder / "checkpoints" / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / FILE_NAME).write_text(str(path))
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in find(folder / "checkpoints")]
+
+
+def test_later_checkpoints_are_forgotten(tmp_path: Path) -> None:
+    for step in (50, 100, 150):
+        checkpoint(tmp_path, step)
+    _forget(tmp_path, 100)
+    assert steps(tmp_path) == [100, 50]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:
+    """The newest alone may be a round that the others never had."""
+    for step in (50, 100):
+        checkpoint(tmp_path / "island-0", step)
+    for step in (30, 50):
+        checkpoint(tmp_path / "island-1", step)
+    _share_out(tmp_path, 3)
+    assert steps(tmp_path / "island-2") == [100, 50]
+    assert steps(tmp_path / "island-1") == [50, 30]
+    assert len(list((tmp_path / "island-2" / "checkpoints").iterdir())) == 2
