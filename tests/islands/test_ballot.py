@@ -9,14 +9,15 @@ from dataclasses import asdict, replace
 import pytest
 
 from shoal.base.errors import ClusterError
-from shoal.islands.ballot import Ballot, Outcome, count, name_islands, read_object
+from shoal.islands.ballot import Ballot, Outcome, count, decide, name_islands, read_object
 
 ONE = Ballot(round=7, fragment=1, ok=True, digest="a" * 64, tokens=4096, steps_per_s=2.5, used=128)
 
 
 def test_a_ballot_arrives_as_it_was_sent() -> None:
     full = replace(ONE, ok=False, steps_per_s=None, stop=True, why="NaN in «blocks.0»")
-    for ballot in (ONE, full, replace(ONE, steps_per_s=0.1 + 0.2)):
+    writing = replace(ONE, saved=None)
+    for ballot in (ONE, full, writing, replace(ONE, steps_per_s=0.1 + 0.2)):
         assert Ballot.from_bytes(ballot.to_bytes(), 0) == ballot
 
 
@@ -54,6 +55,7 @@ def test_a_malformed_ballot_names_its_island(message: bytes, said: str) -> None:
         ("used", None),
         ("stop", "no"),
         ("why", 0),
+        ("saved", 1),
     ],
 )
 def test_a_wrong_field_is_named(name: str, value: object) -> None:
@@ -128,6 +130,16 @@ def test_who_wants_to_stop_and_partners_go_by_their_own_numbers() -> None:
     assert count([ONE, stopping, stopping]).stop == (1, 2)
     assert count([ONE, stopping], islands=[3, 5]) == Outcome(True, "", (5,))
     assert "island 5: voted no" in count([ONE, replace(ONE, ok=False)], islands=[3, 5]).why
+
+
+def test_who_could_not_save_stops_all() -> None:
+    """Not only those who merge with it: a round ahead, they would delete the last one it holds."""
+    no = replace(ONE, ok=False, digest="", saved=False, why="round 6 is not on its disk: full")
+    outcome = decide([ONE, ONE, no, ONE], (0, 1))
+    assert outcome == Outcome(False, "island 2: round 6 is not on its disk: full", ())
+    other = replace(ONE, digest="b" * 64)
+    assert decide([ONE, ONE, other, other], (0, 1)).committed
+    assert not decide([ONE, ONE, other, ONE], (2, 3)).committed
 
 
 def test_names() -> None:

@@ -10,7 +10,8 @@ import pytest
 from shoal.base.islands import METHODS, IslandsPolicy
 from shoal.islands.admission import Verdict
 from shoal.islands.ballot import Ballot
-from shoal.islands.exchange import Merge, _among
+from shoal.islands.exchange import _among
+from shoal.islands.merge import Merge
 from shoal.islands.methods import find_method
 from shoal.islands.report import lines, refusals, round_fields
 

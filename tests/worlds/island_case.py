@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -14,6 +15,7 @@ import torch
 
 import cases
 import shoal
+from shoal.base.errors import TrainingError
 from shoal.base.islands import IslandsPolicy
 from shoal.fabric import World
 from shoal.fabric.place import Place
@@ -98,6 +100,10 @@ def train(
     Trouble(loop, [one for one in trouble or [] if one["island"] == index])
     try:
         merges = [loop.one() for _ in range(rounds - began)]
+    except TrainingError as stop:
+        run.saving.settle()
+        leave(run, joined)
+        return {"line": str(stop), "round": joined.common.round}
     except IslandLost as lost:
         run.saving.settle()
         leave(run, joined)
@@ -111,6 +117,9 @@ def train(
     told = {
         "began": began,
         "committed": [merge.committed for merge in merges],
+        "why": [merge.why for merge in merges],
+        "exchange_s": [merge.seconds for merge in merges],
+        "learnt_s": [seconds for seconds, _ in joined.merger.patience._past],
         "refused": [{str(k): why for k, why in m.verdict.refused.items()} for m in merges],
         "digests": [merge.digest for merge in merges],
         "divisors": [merge.divisor for merge in merges],
@@ -140,6 +149,9 @@ class Trouble:
     slow              every inner step sleeps so many `seconds`
     die, stop         SIGKILL or SIGSTOP of the process itself, `at`: steps, reduce (after the first
                       half), commit (before its vote), voted (after it)
+    full              its disk is, for the first `saves` saves of what that many rounds agreed on
+    stall             so long its disk does not answer then, in `seconds`
+    hasty             it waits for others no longer than so many `seconds`
     """
 
     def __init__(self, loop: Rounds, asked: list[dict[str, Any]]) -> None:
@@ -153,6 +165,11 @@ class Trouble:
         merger.method.message = self.altered
         merger.method.step = self.before_vote
         merger.plane.gather = self.gathered
+        self.saver = run.saving.prepare()
+        self.write, self.deadline_s = self.saver._write, merger.patience.deadline_s
+        self.saver._write = self.written
+        merger.patience.deadline_s = self.hastily
+        merger.last_save.pause_s = 0.1
 
     def due(self, *what: str) -> dict[str, Any] | None:
         now = self.loop.common.round
@@ -174,6 +191,18 @@ class Trouble:
             for tensor, _ in (weights if asked["what"] == "poison" else plain).values():
                 tensor.detach().fill_(math.nan)
         return result
+
+    def written(self, save: Any) -> None:
+        if asked := self.due("stall"):
+            time.sleep(asked["seconds"])
+        if (asked := self.due("full")) and asked["saves"] > 0:
+            asked["saves"] -= 1
+            save.problem = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.write(save)
+
+    def hastily(self, *given: Any) -> float:
+        asked = self.due("hasty")
+        return asked["seconds"] if asked else self.deadline_s(*given)
 
     def altered(self, *given: Any) -> dict[str, torch.Tensor]:
         asked = self.due("nan", "flip", "huge")

@@ -13,7 +13,7 @@ import torch
 
 from cli_run import lines
 from netns import Forbidden, Net, skip
-from shoal.checkpoint.catalog import find
+from shoal.checkpoint.catalog import find, read_manifest
 from shoal.islands.methods.noloco import pairs
 from shoal.trainer.joining import rounds_held
 from worlds import Islands
@@ -185,6 +185,53 @@ def test_a_slow_island_takes_fewer_steps_and_counts_as_what_it_did(islands) -> N
     assert max(samples) >= 12
     assert samples[2] <= 0.6 * max(samples), "a quarter, but for a busy machine and short steps"
     assert {island[0]["weights"] for island in told} == {first["weights"]}
+
+
+SMALL = {"model": "towers", "batch": 2, "period": 4}
+FRAGMENTS = {"method": "streaming-diloco", "fragments": 2, "overlap": 1, **SMALL}
+
+
+def test_an_island_that_cannot_save_holds_the_others_back(islands, tmp_path: Path) -> None:
+    """Its disk is full after round 2, once: round 3 is discarded, round 2 saved, and all go on.
+
+    What islands have in common is the same in all checkpoints of a round, whenever they were written.
+    """
+    two = islands(2)
+    full = {"island": 1, "round": 2, "what": "full", "saves": 1}
+    asked = {"folder": str(tmp_path), "trouble": [full], "refusals": 2, **FRAGMENTS}
+    told = two.call("island_case:train", rounds=4, **asked)
+    for index, (island,) in enumerate(told):
+        assert island["committed"] == [True, True, False, True]
+        assert "island 1: round 2 is not on its disk: No space left on device" in island["why"][2]
+        events = lines(tmp_path / f"island-{index}" / "events.jsonl")
+        discarded = [event["why"] for event in events if event["event"] == "round_discarded"]
+        assert discarded == [island["why"][2]]
+        found = [read_manifest(one.path) for one in find(tmp_path / f"island-{index}/checkpoints")]
+        kept = [one.record["islands"] for one in found]
+        assert [(one["round"], one["failures"]) for one in kept] == [(3, 0), (2, 0)]
+    held = [rounds_held(tmp_path / f"island-{index}") for index in range(2)]
+    assert {r: d for r, (d, _) in held[0].items()} == {r: d for r, (d, _) in held[1].items()}
+    asked["trouble"] = [{**full, "round": 4, "saves": 9}]
+    stopped = two.call("island_case:train", rounds=9, **asked)
+    for (island,) in stopped:
+        assert island["round"] == 4
+        assert "2 rounds in a row were discarded, last because island 1: round 4" in island["line"]
+        assert "No space left on device; nearest: mend that, and resume" in island["line"]
+    again = two.call("island_case:train", rounds=4, **{**asked, "trouble": []})
+    assert [island[0]["began"] for island in again] == [3, 3], "the newest that both hold"
+
+
+def test_a_slow_disk_is_waited_for(islands, tmp_path: Path) -> None:
+    """A save of 1.2 s where nobody is waited for longer than 0.8 s: it says that it still writes."""
+    hasty = [{"island": k, "round": 1, "what": "hasty", "seconds": 0.8} for k in range(2)]
+    slow = {"island": 1, "round": 1, "what": "stall", "seconds": 1.2}
+    told = islands(2).call(
+        "island_case:train", rounds=2, folder=str(tmp_path), trouble=[*hasty, slow],
+        method="diloco", **SMALL,
+    )  # fmt: skip
+    assert [island[0].get("committed") for island in told] == [[True, True]] * 2, told
+    first = told[0][0]
+    assert first["exchange_s"][1] > first["learnt_s"][1] + 0.2, "a save is no silence"
 
 
 USUAL = [("die", "steps"), ("die", "voted"), ("stop", "reduce")]

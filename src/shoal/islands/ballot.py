@@ -10,6 +10,7 @@ the same ballots, so that all decide alike:
     steps_per_s its speed, which decides its share of the next round; None: not measured
     used        samples used of those that were dealt, in their order
     stop        it wants to end after this round
+    saved       the last committed round is on its disk; None: still being written, vote again
 
 Ballots are JSON: bytes of another machine are read, never run. An island that dies in the vote may
 leave some that committed and some that did not; `history.py` settles that at resume.
@@ -43,6 +44,7 @@ class Ballot:
     stop: bool = False
     why: str = ""
     """where `ok` is not: what went wrong, for people"""
+    saved: bool | None = True
 
     def to_bytes(self) -> bytes:
         """As it travels."""
@@ -101,6 +103,18 @@ def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Ou
     return Outcome(not apart, apart, stop)
 
 
+def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
+    """Whether the step of these partners happens, by the ballots of all islands of the run.
+
+    An island that could not save stops everybody's step, also of those who do not merge with it:
+    were they a round ahead and saved it, no round would be left that all hold.
+    """
+    unsaved = {island: one for island, one in enumerate(ballots) if not one.saved}
+    if unsaved:
+        return count(list(unsaved.values()), list(unsaved))
+    return count([ballots[island] for island in partners], partners)
+
+
 def read_object(message: bytes, whose: str) -> dict[str, Any]:
     """A JSON object out of bytes that another machine sent; NaN in it is let through.
 
@@ -128,6 +142,8 @@ def name_islands(islands: Iterable[int]) -> str:
 def _is_sound(name: str, value: object) -> bool:
     if name in {"ok", "stop"}:
         return isinstance(value, bool)
+    if name == "saved":
+        return value is None or isinstance(value, bool)
     if name in {"digest", "why"}:
         return isinstance(value, str)
     if value is None or isinstance(value, bool):

@@ -6,6 +6,7 @@
     second half   Σ n_i·m_i / Σ n_i of the admitted, the same bytes to all    Arrived.finish
     candidate     W', u' of the outer optimizer; finite? digest over all ranks of the island
     vote          all are well and have the same digest: commit; else W, u as before    plane.gather
+                  told again while an island still writes the round before
 
 Inner steps go on meanwhile. Inside an island every phase ends with a word among its ranks, so that
 all of them know when one has lost its peer: either every rank of an island commits, or none does.
@@ -18,7 +19,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -29,7 +31,9 @@ from shoal.fabric.codecs import Codec, Feedback, find_codec
 from shoal.fabric.halves import is_of_sum
 from shoal.fabric.plane import Arrived, IslandLost, Plane
 from shoal.islands.admission import Admission, Verdict
-from shoal.islands.ballot import Ballot, Outcome, count, read_object
+from shoal.islands.ballot import Ballot, Outcome, decide, read_object
+from shoal.islands.last_save import LastSave
+from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Method
 from shoal.islands.outer import Outer
 from shoal.islands.patience import Patience
@@ -38,64 +42,13 @@ from shoal.islands.shares import Shares
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class Say:
-    """What an island says of itself beside its message.
-
-    tokens       that its change was learnt from
-    used         samples of the round's data that it used
-    steps_per_s  of its inner steps, without waiting for others
-    stop         somebody asked it to stop after this round
-    """
-
-    tokens: int
-    used: int
-    steps_per_s: float
-    stop: bool = False
-
-
-@dataclass(frozen=True)
-class Merge:
-    """How the exchange of one fragment ended, the same on every rank of all islands.
-
-    committed   W and u have moved · why  if not
-    partners    islands that took part · verdict  whose changes counted
-    ballots     of all islands of the run, in their order
-    plain       means of what no optimizer moves (running statistics), by name
-    seconds     from the message to the vote · sent_bytes  coded, by this rank
-    spread      how far apart the partners' weights are, where the method leaves them apart
-    """
-
-    round: int
-    fragment: int
-    committed: bool
-    why: str
-    partners: tuple[int, ...]
-    verdict: Verdict
-    ballots: tuple[Ballot, ...]
-    divisor: float
-    digest: str
-    seconds: float
-    sent_bytes: int
-    plain: dict[str, torch.Tensor] = field(default_factory=dict)
-    spread: float | None = None
-
-    @property
-    def stop(self) -> bool:
-        """Whether an island asked all to stop."""
-        return any(ballot.stop for ballot in self.ballots)
-
-    def refused(self, island: int) -> str:
-        """Why an island's change did not count; empty if it did."""
-        return self.verdict.refused.get(island, "")
-
-
 class Merger:
     """Exchanges fragments of one rank with its like in the other islands, one at a time.
 
     inner     the island's ranks on a group of their own, for the thread · shares  who sends what
     admission of every fragment twice: among the islands of a region, and among all
     round_s   what this island's inner steps since the last exchange took
+    last_save of the round before: nobody votes while it is written, nor with yes if it failed
     """
 
     def __init__(
@@ -113,7 +66,7 @@ class Merger:
         self.plane, self.inner, self.shares = plane, inner, shares
         self.method, self.outer, self.codec, self.feedback = method, outer, codec, feedback
         self.admission, self.patience = admission, patience
-        self.round_s = 0.0
+        self.round_s, self.last_save = 0.0, LastSave()
         self._thread: threading.Thread | None = None
         self._merge: Merge | None = None
         self._failure: BaseException | None = None
@@ -184,6 +137,8 @@ class _Work:
     plain_like: dict[str, torch.Tensor]
     plain_piece: torch.Tensor
     say: Say
+    saves_s: float = 0.0
+    """waited for islands that still wrote: no deadline needs to follow that, they say so"""
 
     def run(self) -> Merge:
         merger = self.merger
@@ -207,7 +162,7 @@ class _Work:
         outcome, ballots, digest = self._vote(partners, finite, verdict)
         self._settle(outcome, verdict, partners)
         seconds = time.monotonic() - began_s
-        merger.patience.learn(seconds, size_bytes)
+        merger.patience.learn(seconds - self.saves_s, size_bytes)
         return Merge(
             round=self.round,
             fragment=self.fragment,
@@ -320,35 +275,47 @@ class _Work:
         self, partners: Sequence[int], finite: bool, verdict: Verdict
     ) -> tuple[Outcome, list[Ballot], str]:
         """Commit or not; ballots of all islands travel, those of the partners are counted."""
+        plane, digest = self.merger.plane, self.outer.digest()
+        began_s = time.monotonic()
+        while True:
+            own = self._ballot(finite, digest, verdict)
+            tell = partial(plane.gather, own.to_bytes(), deadline_s=self.deadline_s)
+            rows = self._together(tell)
+            ballots = [Ballot.from_bytes(row, island) for island, row in enumerate(rows)]
+            if all(ballot.saved is not None for ballot in ballots):
+                return decide(ballots, partners), ballots, own.digest
+            self.saves_s = time.monotonic() - began_s
+
+    def _ballot(self, finite: bool, digest: str, verdict: Verdict) -> Ballot:
+        """This island's word, the same on all of its ranks, of which the first speaks for it."""
         merger, say = self.merger, self.say
         mine = [say.tokens, say.used, say.steps_per_s, say.stop]
-        told = merger.inner.gather_json([finite, self.outer.digest(), mine])
+        told = merger.inner.gather_json([finite, digest, mine, merger.last_save.told()])
         say = Say(*told[0][2])
         if merger.plane.index not in verdict.admitted:
             say = replace(say, tokens=0, used=0)  # what was learnt there is lost
-        digest = hashlib.sha256("".join(one[1] for one in told).encode()).hexdigest()
-        well, why = all(one[0] for one in told), ""
-        if not verdict.admitted:
+        saved, why = told[0][3]
+        if any(one[3][0] is None for one in told):
+            saved = None
+        well = all(one[0] for one in told)
+        if not saved:
+            pass
+        elif not verdict.admitted:
             why = "nobody's change was admitted"
         elif not well:
             why = "the merged weights would not be finite"
-        own = Ballot(
+        return Ballot(
             round=self.round,
             fragment=self.fragment,
-            ok=well,
-            digest=digest,
+            ok=well and bool(saved),
+            digest=hashlib.sha256("".join(one[1] for one in told).encode()).hexdigest(),
             tokens=say.tokens,
             steps_per_s=say.steps_per_s,
             used=say.used,
             stop=say.stop,
             why=why,
+            saved=saved,
         )
-        rows = self._together(
-            lambda: merger.plane.gather(own.to_bytes(), deadline_s=self.deadline_s)
-        )
-        ballots = [Ballot.from_bytes(row, island) for island, row in enumerate(rows)]
-        outcome = count([ballots[island] for island in partners], partners)
-        return outcome, ballots, digest
 
     def _together(self, work: Callable[[], Value]) -> Value:
         """`work()` on every rank of the island; all raise IslandLost if one of them did."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.islands.exchange import Merge
+from shoal.islands.merge import Merge
 
 
 def refusals(merges: Sequence[Merge]) -> dict[int, str]:

@@ -7,6 +7,7 @@ and optimizer; so does what its codes still owe the others, which is its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ class Common:
     failures    rounds in a row that were discarded · refusals  of each island, in a row
     left        what this island's codes owe the others: its own, but kept with the rest
     dropped     a line where a checkpoint held some of that which fits no more
+    kept        the record as it was when the last round was over; see `keep`
     """
 
     outer: Outer
@@ -47,6 +49,7 @@ class Common:
     digest: str = ""
     failures: int = 0
     dropped: str = ""
+    kept: dict[str, Any] | None = None
 
     def parts(self) -> dict[str, Part]:
         """Outer weights and state, which lie where the parameters lie; what codes left out."""
@@ -60,9 +63,18 @@ class Common:
                 found[kept] = (tensor, Shard.whole(kept, tuple(tensor.shape), dtype))
         return found
 
+    def keep(self) -> None:
+        """A round is over: until the next one is, checkpoints hold what islands have now.
+
+        A save may come after rounds that were discarded. They moved no weights, but dealt samples
+        and counted failures; the others' checkpoints of the same round know nothing of that.
+        """
+        self.kept = None
+        self.kept = copy.deepcopy(self.record())
+
     def record(self) -> dict[str, Any]:
-        """What is no tensor."""
-        return {
+        """What is no tensor, as of the last round that was over."""
+        return self.kept or {
             "islands": {
                 "round": self.round,
                 "digest": self.digest,

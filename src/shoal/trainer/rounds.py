@@ -4,8 +4,9 @@
             one's commit ends the round: samples of the next one are dealt, a checkpoint is written
 
 An island that is refused, and all of them where a round is discarded, go on from the merged weights
-as they were; samples of such rounds are dealt again. What is written to metrics.jsonl are inner
-steps; every round is an event.
+as they were; samples of such rounds are dealt again. No island votes before what the last round
+agreed on is on its disk, so whenever one dies there is a round that all hold. What is written to
+metrics.jsonl are inner steps; every round is an event.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from shoal.config.sections import Config
 from shoal.data.loader import Loader
 from shoal.data.sources import Source
 from shoal.fabric.plane import IslandLost
-from shoal.islands.ballot import count
-from shoal.islands.exchange import Merge, Say
+from shoal.islands.ballot import decide
+from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Moment
 from shoal.islands.report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
@@ -93,6 +94,8 @@ class Rounds:
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
         # Weights that broke are healed when the round ends and they are refused, not by a stop.
         run.skips.limit = sys.maxsize
+        self._unsaved = ""
+        run.recorder.events.listeners.append(self._hear)
         self._pull()
 
     def one(self) -> Merge:
@@ -140,6 +143,8 @@ class Rounds:
         for moment in moments:
             if moment.send_after == number:
                 self._send(moment, last=moment is moments[-1])
+                if moment is moments[0]:
+                    self._settle()
             if moment.apply_after == number:
                 done.append(self._apply(moment))
         self.exposed_s += time.perf_counter() - began_s
@@ -149,10 +154,6 @@ class Rounds:
 
     def _send(self, moment: Moment, *, last: bool) -> None:
         joined = self.joined
-        if last:
-            # Whoever votes on a round has the one before it on disk: so whenever an island dies,
-            # there is a round that all hold.
-            self.run.saving.settle()
         weights, plain = movable(self.run)
         names = [name for name in joined.fragments[moment.fragment] if name in weights]
         local = {name: weights[name][0] for name in names}
@@ -162,6 +163,30 @@ class Rounds:
         averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
         joined.merger.round_s = self.compute_s
         joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
+
+    def _save(self) -> None:
+        """Begin to save what the islands have agreed on; nothing is voted before that has ended."""
+        self._unsaved = ""
+        self.joined.merger.last_save.begin()
+        self.run.save(wait=False)
+
+    def _settle(self) -> None:
+        """Wait for the save, while the exchange waits for its end and the others are told so.
+
+        In the first fragment of a round: had one moved W, the round before could not be saved.
+        """
+        last_save = self.joined.merger.last_save
+        try:
+            self.run.saving.settle()
+        except ShoalError as failure:
+            last_save.end(str(failure))
+            raise
+        last_save.end(self._unsaved)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """On the island's first rank, which speaks for it in votes."""
+        if event["event"] == "checkpoint_failed":
+            self._unsaved = f"round {self.common.round} is not on its disk: {event['reason']}"
 
     def _apply(self, moment: Moment) -> Merge:
         joined, index = self.joined, self.policy.index
@@ -196,23 +221,28 @@ class Rounds:
         sent = sum(self.joined.inner.gather_json(sum(one.sent_bytes for one in merges)))
         exchange_s = sum(one.seconds for one in merges)
         self._tell(merges, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
-        if self.run.recorder.folder is not None and self.saves(merge):
-            self.run.save(wait=False)
+        if over:
+            common.keep()
+        unsaved = not merge.ballots[policy.index].saved
+        if self.run.recorder.folder is not None and (unsaved or self.saves(merge)):
+            self._save()
         if policy.index in stops:
             raise TrainingError(
                 f"island {policy.index}: its change was refused {policy.refusals} rounds in a row "
                 f"(last: {refusals(merges)[policy.index]}); its data or its machine are at fault"
             )
         if common.failures >= policy.refusals:
+            saved = all(ballot.saved for ballot in merge.ballots)
+            cure = "a lower optimizer.lr or islands.outer_lr" if saved else "mend that, and resume"
             raise TrainingError(
                 f"islands: {common.failures} rounds in a row were discarded, last because "
-                f"{merge.why}; nearest: a lower optimizer.lr or islands.outer_lr"
+                f"{merge.why}; nearest: {cure}"
             )
 
     def _well(self, merge: Merge, island: int) -> bool:
         """Whether the step of those that an island merged with happened."""
         partners = self.joined.method.partners(merge.round, island, self.policy.count)
-        return count([merge.ballots[one] for one in partners], partners).committed
+        return decide(merge.ballots, partners).committed
 
     def _over(self, merge: Merge) -> bool:
         """Whether the next round comes, for all islands alike: a step of some of them happened."""
