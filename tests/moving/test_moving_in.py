@@ -178,6 +178,7 @@ def printed(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^epoch .*: loss ([\d.]+)$", out, re.MULTILINE)]
 
 
+@pytest.mark.proof
 def test_the_ddp_script_on_four_processes(tmp_path: Path) -> None:
     """It trains, prints on rank 0 the loss of all ranks, and ends where one process ends."""
     ended = torchrun(4, tmp_path, script("after", "ddp"))

@@ -70,13 +70,18 @@ def test_bytes_are_the_traffic_formulas(name: str, defer: bool) -> None:
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_fsdp_gathers_bare_layers_once_with_the_root(defer: bool) -> None:
-    units = (FACTS.units[0], replace(FACTS.units[1], operations=2), *FACTS.units[2:])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_fsdp_gathers_bare_layers_once_with_the_root(mixed: bool, defer: bool) -> None:
+    """Of six equal blocks, all or two are bare layers, before the others."""
+    embedding, block, *rest = FACTS.units
+    bare = replace(block, count=2 if mixed else 6, operations=2)
+    units = (embedding, bare, *([replace(block, count=4)] if mixed else []), *rest)
     case = replace(here(LAYOUTS["fsdp"], defer_sync=defer), model=replace(FACTS, units=units))
-    payload = Payload(FACTS.trainable * 4, FACTS.trainable * 4, 0, FACTS.trainable * 4)
-    whole = step_traffic(LAYOUTS["fsdp"], payload, accumulate=3, defer_sync=defer).total_bytes
-    assert sum(predict_time(case).bytes.values()) == pytest.approx(whole)
-    assert data_traffic(case, cut(case, 0)).total_bytes == pytest.approx(whole)
+    inside, whole = block.parameters * (4 if mixed else 0) * 4, FACTS.trainable * 4
+    payload = Payload(whole, whole, inside, whole - inside)
+    sent = step_traffic(LAYOUTS["fsdp"], payload, accumulate=3, defer_sync=defer).total_bytes
+    assert sum(predict_time(case).bytes.values()) == pytest.approx(sent)
+    assert data_traffic(case, cut(case, 0)).total_bytes == pytest.approx(sent)
 
 
 def test_on_cores_everything_sent_is_waited_for() -> None:

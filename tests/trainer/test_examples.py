@@ -54,6 +54,7 @@ def test_examples_are_short_and_say_how_to_start_them(path: Path) -> None:
     assert f"--nproc-per-node 2 examples/{path.name}" in header
 
 
+@pytest.mark.proof
 def test_own_loop_goes_on_where_it_stopped_on_other_processes(tmp_path: Path) -> None:
     first = run("own_loop.py", tmp_path, "mine")
     assert re.fullmatch(r"step 150: loss 0\.\d+, \d+ counted\n", first)
@@ -71,6 +72,7 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
     assert right > 95
 
 
+@pytest.mark.proof
 def test_the_gan_finds_the_ring(tmp_path: Path) -> None:
     radius = float(re.search(r"radius of what it makes: ([\d.]+)", run("gan.py", tmp_path))[1])
     assert 0.8 < radius < 1.2

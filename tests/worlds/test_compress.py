@@ -140,12 +140,14 @@ def counted() -> dict[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", KERNEL, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.proof
 def test_the_kernel_counts_the_same(counted: dict[Any, Any], case: tuple[int, str, str]) -> None:
     """Within 2 %, or 512 KiB where codes are so few that headers and a barrier show."""
     told, ranks = counted[case], case[0]
     assert told["kernel"] == pytest.approx(ranks * told["counted"], rel=0.02, abs=2**19)
 
 
+@pytest.mark.proof
 def test_codes_are_as_small_as_promised(counted: dict[Any, Any]) -> None:
     whole = counted[4, "none", "ddp"]["kernel"]
     assert counted[4, "int8", "ddp"]["kernel"] < 0.26 * whole

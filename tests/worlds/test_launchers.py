@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cli_run import TOY, lines
 
 ARGUMENTS = [
@@ -39,6 +41,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert len(set(started.values())) == 2
 
 
+@pytest.mark.proof
 def test_under_slurm_and_a_mistake_is_told_once(tmp_path: Path) -> None:
     def start(*arguments: str) -> list[tuple[int, str]]:
         processes = [
@@ -87,6 +90,7 @@ def first(event):
 '''
 
 
+@pytest.mark.proof
 def test_a_restart_by_torchrun_before_the_first_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(CRASHES_ONCE)
     (tmp_path / "run.toml").write_text('[run]\nname = "run"\n')

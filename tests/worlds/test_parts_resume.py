@@ -111,6 +111,7 @@ def test_stages_of_an_interleaved_pipeline_go_on(worlds, tmp_path: Path) -> None
     assert_unbroken(told["fused adamw"], STAGES, alone(tmp_path / "one", "fused", "adamw", 2))
 
 
+@pytest.mark.proof
 def test_columns_cut_within_segments_go_on(worlds, tmp_path: Path) -> None:
     """q, k and v in the columns of one weight, cut once more over data ranks; a tied head."""
     told = run_legs(worlds, tmp_path / "legs", [("columns", "adamw")], SHARDS)

@@ -83,6 +83,7 @@ def test_the_scale_grows_and_a_fixed_one_stays() -> None:
     assert fixed.value == 128.0
 
 
+@pytest.mark.proof
 def test_fp16_from_the_command_line(tmp_path) -> None:
     arguments = [a for a in TOY_ARGUMENTS if not a.startswith("precision.")]
     run = CommandLine(tmp_path, *arguments, "precision.compute=fp16", "launch.processes=2")

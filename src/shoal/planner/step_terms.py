@@ -15,6 +15,7 @@ The layout of stages follows Narayanan et al. 2021.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -104,10 +105,14 @@ def step_terms(case: Case) -> StepTerms:
     held = copies(canonical(case.schedule)) if case.layout.pp > 1 else 1
     full = _times(max(stages, key=lambda stage: stage.parameters), held)
     one = Elements(block.parameters - block.experts, block.experts)
-    blocks, outside = full.blocks, full.outside
-    if case.layout.zero == 3 and is_bare(unit):  # bare layers stay in the root
-        blocks, one, outside = 0.0, Elements(0.0, 0.0), full.parameters
-    sync = data_sync(case, habits, blocks, one, outside)
+    bare = _bare_share(case, inner)
+    sync = data_sync(
+        case,
+        habits,
+        full.blocks if bare < 1 else 0.0,
+        Elements(one.dense * (1 - bare), one.experts * (1 - bare)),
+        full.outside + bare * full.blocks * sum(one),
+    )
     waits_s, beside_s = _update(case, full)
     total = sync.total(case.accumulate) + full.sent.times(case.accumulate)
     if held > 1:
@@ -189,6 +194,14 @@ def _kinds(stages: int, blocks: int) -> list[_Kind]:
     left, inner = blocks - 2 * ends, stages - 2
     middle = _Kind(inner, left / inner, -(-left // inner), False, False)
     return [_Kind(1, ends, ends, True, False), middle, _Kind(1, ends, ends, False, True)]
+
+
+def _bare_share(case: Case, inner: Sequence[UnitFacts]) -> float:
+    """Of the weights that repeat, what is in bare layers: fsdp leaves those in the root."""
+    whole = sum(unit.parameters * unit.count for unit in inner)
+    if case.layout.zero < 3 or not whole:
+        return 0.0
+    return sum(unit.parameters * unit.count for unit in inner if is_bare(unit)) / whole
 
 
 def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> Stage:
