@@ -8,8 +8,8 @@ machine with nothing else to do: times are medians of steps.
     python benchmarks/planner/at_hand.py --steps 5  rough
 
 Writes benchmarks/planner/results/at-hand.json with every step time.
-Facts of the machine are measured afresh in a cache of their own: those of an earlier hour may have
-been measured beside other work.
+Facts of the machine are measured first, with `shoal plan --measure`, in a cache of their own: those
+of an earlier hour may have been measured beside other work.
 Gates: median error of step time ≤ 12 %, of memory ≤ 8 %, of bytes ≤ 2 %; `auto` within 5 %. Where
 `auto` seems further off, its layout and the fastest one run again in turn: the median of all runs
 counts, and how far runs of the same layout lie apart is the noise beside it.
@@ -57,6 +57,8 @@ def main() -> int:
     options = parser.parse_args()
     chosen = options.models.split(",") if options.models else list(MODELS)
     with tempfile.TemporaryDirectory() as cache:
+        for processes in ("1", "2"):
+            shoal(["plan", "--measure", "--json", f"launch.processes={processes}"], cache)
         found: dict[str, dict[str, Any]] = {}
         for name in chosen:
             found[name] = compare(MODELS[name], options.steps, cache, LAYOUTS, "1,2")
@@ -73,24 +75,26 @@ def compare(
     words: tuple[str, ...], steps: int, cache: str, layouts: str, processes: str
 ) -> dict[str, Any]:
     """One comparison's document."""
+    asked = ["--layouts", layouts, "--processes", processes, "--steps", str(steps)]
+    document: dict[str, Any] = json.loads(shoal(["compare", "--json", *asked, *words], cache))
+    return document
+
+
+def shoal(words: list[str], cache: str) -> str:
+    """What the command prints, in an empty folder."""
     python_path = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
-    environ = {**os.environ, "PYTHONPATH": python_path, "SHOAL_CACHE": cache}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [
-                *(sys.executable, "-m", "shoal", "compare", "--json", "--layouts", layouts),
-                *("--processes", processes, "--steps", str(steps), *words),
-            ],
+            [sys.executable, "-m", "shoal", *words],
             cwd=folder,
-            env=environ,
+            env={**os.environ, "PYTHONPATH": python_path, "SHOAL_CACHE": cache},
             capture_output=True,
             text=True,
             timeout=1200,
         )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: {done.stderr.strip()}")
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    return done.stdout
 
 
 def report(found: dict[str, dict[str, Any]]) -> int:

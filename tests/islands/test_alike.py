@@ -13,7 +13,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.islands import IslandsPolicy
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.manifest import FILE_NAME
-from shoal.cli.islands import _share_out
+from shoal.cli.islands import _set_aside, _share_out
 from shoal.islands.history import Resume
 from shoal.trainer.joining import OWN, _alike, _forget, agree, check_donors, join
 
@@ -91,3 +91,20 @@ def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:
     assert steps(tmp_path / "island-2") == [100, 50]
     assert steps(tmp_path / "island-1") == [50, 30]
     assert len(list((tmp_path / "island-2" / "checkpoints").iterdir())) == 2
+
+
+def test_three_islands_two_and_three_again(tmp_path: Path) -> None:
+    """What the third held when it stopped is kept, and does not stand in the way later."""
+    for island in range(3):
+        checkpoint(tmp_path / f"island-{island}", 50)
+    old = tmp_path / "island-2"
+    assert _set_aside(tmp_path, 3) == []
+    assert _set_aside(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2")]
+    assert not old.exists()
+    for island in range(2):
+        checkpoint(tmp_path / f"island-{island}", 100)
+    assert _set_aside(tmp_path, 3) == []
+    _share_out(tmp_path, 3)
+    assert steps(old) == [100, 50]
+    assert _set_aside(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2-2")]
+    assert steps(tmp_path / "set-aside-island-2") == [50]

@@ -25,7 +25,7 @@ from shoal.planner.measured import (
 from shoal.profile import machine
 from shoal.profile.disk import write_bytes_per_s
 from shoal.profile.links import fit_line
-from shoal.profile.machine import Sizes, measure_machine
+from shoal.profile.machine import Sizes, best_of, measure_machine
 
 LINE = {"latency_s": 2e-5, "bytes_per_s": 1e9, "error": 0.04}
 DOCUMENT = {
@@ -162,7 +162,7 @@ def test_a_file_of_no_version_is_measured_again(tmp_path, monkeypatch):
 
 def test_one_process_measures_and_remembers(tmp_path):
     world = World(Place(), torch.device("cpu"), None)
-    tiny = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2)
+    tiny = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 2)
     first = measure_machine(world, tmp_path, tiny)
     assert [flop for flop, _ in first["matrix"]["bf16"]] == [2 * 16**3, 2 * 32**3]
     assert [size for size, _ in first["stream"]] == [4096, 16384]
@@ -174,10 +174,35 @@ def test_one_process_measures_and_remembers(tmp_path):
     assert read_measured(tmp_path, 1).device.name == first["device"]
 
 
+def test_of_several_passes_the_best_of_each_number_counts():
+    def passed(slow_matrix, slow_links):
+        message = [(1e3, 1e-4 * slow_links), (1e6, 1e-3 * slow_links)]
+        kinds = {kind: {"points": message} for kind in ("all_reduce", "reduce_scatter")}
+        return {
+            "matrix": {"fp32": [[1e6, 1e10 / slow_matrix], [1e9, 4e10]][: 3 - slow_matrix]},
+            "stream": [[1e5, 2e10 / slow_links]],
+            "host_bytes_per_s": 7e9 / slow_matrix,
+            "disk_bytes_per_s": 4e8 / slow_links,
+            "operation_s": 3e-6 * slow_matrix,
+            "operation_backward_s": 6e-6 * slow_links,
+            "links": {"inside": {"ranks": 2, **kinds, "all_gather": {"points": message}}},
+        }
+
+    # Each pass has a slow half; the second one gave up the larger product.
+    best = best_of([passed(1, 2), passed(2, 1)])
+    alone = best_of([passed(1, 1)])
+    assert best == alone
+    assert best["matrix"]["fp32"] == [[1e6, 1e10], [1e9, 4e10]]
+    line = fit_line([(1e3, 1e-4), (1e6, 1e-3)], 2, "all_reduce")
+    assert best["links"]["inside"]["all_reduce"]["bytes_per_s"] == line["bytes_per_s"]
+
+
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     world = World(Place(), torch.device("cpu"), None)
-    told = measure_machine(world, tmp_path / "file", Sizes((16,), (4096,), (1024, 4096), 4096, 1))
+    told = measure_machine(
+        world, tmp_path / "file", Sizes((16,), (4096,), (1024, 4096), 4096, 1, 1)
+    )
     assert told["disk_bytes_per_s"] == 0
 
 

@@ -9,7 +9,7 @@ from shoal.fabric import World
 from shoal.profile.links import measure_links
 from shoal.profile.machine import Sizes, measure_machine
 
-TINY = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2)
+TINY = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 1)
 
 
 def measure(world: World, cache: str) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def launch_all(loaded: Loaded, folder: Path, environ: Mapping[str, str], events:
     config = loaded.config
     count, restarts = config.islands.count, config.launch.restarts
     view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
+    for old, new in _set_aside(folder, count):
+        typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
     with StopSignals() as stop:
         for attempt in range(restarts + 1):
             _share_out(folder, count)  # also where one died before it had written its first
@@ -108,6 +110,22 @@ def _write_folders(loaded: Loaded, folder: Path) -> None:
         path = island_folder(folder, index)
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "run.toml", to_toml(own))
+
+
+def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:
+    """Rename what islands hold that a run of fewer does not have; gives old and new names.
+
+    Left in place it would be an island of other rounds than the rest, should there be more again.
+    """
+    moved = []
+    for own in islands_of(folder):
+        if int(own.name.rpartition("-")[2]) >= count:
+            new, tries = own.with_name(f"set-aside-{own.name}"), 1
+            while new.exists():
+                tries += 1
+                new = own.with_name(f"set-aside-{own.name}-{tries}")
+            moved.append((own, own.rename(new)))
+    return moved
 
 
 def _share_out(folder: Path, count: int) -> None:

@@ -39,9 +39,20 @@ class PendingSum:
             part = self.received[0]
             return part if out is None else out.copy_(part)
         if out is None:
-            return torch.sum(self.received, 0)
-        # in the format that is kept, though what travelled may be narrower
-        return torch.sum(self.received, 0, dtype=out.dtype, out=out)
+            summed = torch.sum(self.received, 0)
+        else:  # in the format that is kept, though what travelled may be narrower
+            summed = torch.sum(self.received, 0, dtype=out.dtype, out=out)
+        let_go(self.received)
+        return summed
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """Give back the memory of a tensor that owns its storage, and that nobody reads any more.
+
+    A thread of gloo holds what it sent and received until it runs again, after `wait` has returned;
+    on busy cores that is several milliseconds, in which the next buffers come on top.
+    """
+    tensor.untyped_storage().resize_(0)
 
 
 def scatter_sum(

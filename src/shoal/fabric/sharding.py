@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
-from shoal.fabric.parts import scatter_sum
+from shoal.fabric.parts import let_go, scatter_sum
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
 
 
@@ -85,4 +85,5 @@ class ScatterGradients:
         with self.traffic.waiting():
             cuts = [part * rank for rank in range(ranks + 1)]
             scatter_sum(input_tensor, cuts, group.rank(), group).result(out=output_tensor)
+        let_go(input_tensor)  # our `allocate` made it, and torch only keeps it until it was sent
         return None
