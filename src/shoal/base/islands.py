@@ -33,6 +33,9 @@ WEIGHTINGS = ("tokens", "uniform")
 PACES = ("speed", "equal")
 SERVERS = ("adam", "yogi", "adagrad")
 
+KEEP = 2
+"""Checkpoints of an island without which islands might hold no round in common."""
+
 OPEN = -1.0
 """In the place of a number that the method decides; of counts it is 0, of texts ""."""
 
@@ -202,6 +205,15 @@ LEAST = {
     "regions": 1, "far_period": 1, "connections": 1, "bound": 1, "cosine": -1, "refusals": 1,
 }  # fmt: skip
 """The smallest value of a key."""
+
+
+def check_keep(keep: int) -> None:
+    """Errors: ConfigError where an island keeps too few checkpoints (`checkpoint.keep`)."""
+    if keep < KEEP:
+        raise ConfigError(
+            f"checkpoint.keep = {keep}: an island keeps its state before and after a commit, which "
+            f"may have happened for others only; nearest: checkpoint.keep={KEEP}"
+        )
 
 
 def is_address(text: str) -> bool:

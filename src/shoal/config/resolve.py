@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
+from shoal.base.islands import check_keep
 from shoal.config.load import Loaded
 from shoal.config.sections import ModelSection
 
@@ -82,6 +83,8 @@ def resolve_islands(loaded: Loaded) -> None:
     changed = {key: value for key, value in found.items() if value != getattr(asked, key)}
     if changed:
         loaded.replace("islands", f"of {settled.method}", **changed)
+    if settled.on:
+        check_keep(loaded.config.checkpoint.keep)
 
 
 def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:

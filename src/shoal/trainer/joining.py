@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.islands import IslandsPolicy
+from shoal.base.islands import IslandsPolicy, check_keep
 from shoal.checkpoint.catalog import find, read_manifest
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.folders import temporary
@@ -50,8 +50,6 @@ LOOPBACK = "127.0.0.1"
 PROBE_BYTES = 1 << 18
 MEET_S = 300.0
 """How long the first island waits for the last one to be started."""
-KEEP = 2
-"""Checkpoints without which islands might hold no round in common."""
 
 
 @dataclass
@@ -84,11 +82,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
     Errors   ConfigError where islands were started differently, or keep too few checkpoints;
              ClusterError where one stays away
     """
-    if run.settings.keep < KEEP:
-        raise ConfigError(
-            f"checkpoint.keep = {run.settings.keep}: an island keeps its state before and after a "
-            f"commit, which may have happened for others only; nearest: checkpoint.keep={KEEP}"
-        )
+    check_keep(run.settings.keep)
     count, inner = policy.count, twin(run.world)
     weights, plain = movable(run)
     shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
