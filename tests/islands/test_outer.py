@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import BugError, CheckpointError, ConfigError
 from shoal.base.islands import IslandsPolicy
-from shoal.islands.outer import UNFIT, Outer, outer_builder
+from shoal.islands.outer import UNFIT, Outer, all_finite, outer_builder
 
 ELEMENTWISE = [
     "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop",
@@ -290,3 +292,11 @@ def test_settings_reach_torchs_class() -> None:
 def test_wrong_settings_are_one_line(keys: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         outer_builder(settled(**keys))
+
+
+def test_a_sum_that_overflows_says_nothing() -> None:
+    large = torch.full((4,), 3e38)
+    assert not large.sum().isfinite()
+    assert all_finite(large)
+    assert all_finite(torch.empty(0))
+    assert not all_finite(torch.tensor([math.inf, -math.inf]))

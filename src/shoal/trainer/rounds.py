@@ -27,6 +27,7 @@ from shoal.fabric.plane import IslandLost
 from shoal.islands.ballot import decide
 from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Moment
+from shoal.islands.outer import all_finite
 from shoal.islands.report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
@@ -307,7 +308,7 @@ class Rounds:
         state = self.run.optimizer.state
         for parameter, kept in list(state.items()):
             tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)]
-            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+            if not all(all_finite(tensor) for tensor in tensors):
                 state.pop(parameter)
 
 
