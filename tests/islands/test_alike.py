@@ -93,6 +93,15 @@ def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:
     assert len(list((tmp_path / "island-2" / "checkpoints").iterdir())) == 2
 
 
+def test_islands_begin_where_a_run_without_them_ended(tmp_path: Path) -> None:
+    for step in (50, 100):
+        checkpoint(tmp_path, step)
+    _share_out(tmp_path, 2)
+    assert steps(tmp_path / "island-0") == steps(tmp_path / "island-1") == [100, 50]
+    _share_out(tmp_path / "new", 2)
+    assert not (tmp_path / "new").exists()
+
+
 def test_three_islands_two_and_three_again(tmp_path: Path) -> None:
     """What the third held when it stopped is kept, and does not stand in the way later."""
     for island in range(3):

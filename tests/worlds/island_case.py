@@ -289,15 +289,27 @@ def in_turn(
 
 
 def data_parallel(
-    world: World, *, steps: int, batch: int, model: str, optimizer: str, folder: str
+    world: World,
+    *,
+    steps: int,
+    batch: int,
+    model: str,
+    optimizer: str,
+    folder: str,
+    kept: str | None = None,
 ) -> str:
-    """`steps` optimizer steps of one process over whole batches; saved for comparison."""
-    run, data = opened(single(), model=model, optimizer=optimizer, batch=batch)
+    """`steps` optimizer steps of one process over whole batches; saved for comparison.
+
+    kept   a run folder for a checkpoint after the last step
+    """
+    run, data = opened(single(), model=model, optimizer=optimizer, batch=batch, folder=kept)
     for done, one in enumerate(run.loader(data), 1):
         run.step(one)
         if done == steps:
             break
     weights = gather_weights(run.program)
     torch.save(weights, Path(folder) / "weights-dp.pt")
+    if kept:
+        run.save()
     leave(run)
     return digest(weights)

@@ -43,6 +43,26 @@ def test_period_1_is_data_parallelism(worlds, islands, tmp_path: Path) -> None:
     assert apart <= 1e-12 * told[0][0]["norm"]
 
 
+def test_a_run_without_islands_goes_on_as_islands(worlds, islands, tmp_path: Path) -> None:
+    """Two steps of one process, a round of period 1 with inner SGD: as three steps."""
+    asked = {"optimizer": "sgd", "model": "llama", "folder": str(tmp_path)}
+    plain = tmp_path / "plain"
+    alone = {"batch": 16, **asked}
+    worlds(1).call("island_case:data_parallel", steps=2, kept=str(plain), **alone)
+    for index in range(2):
+        shutil.copytree(plain / "checkpoints", tmp_path / f"island-{index}" / "checkpoints")
+    told = islands(2).call("island_case:train", rounds=3, method="local-sgd", period=1, **asked)
+    assert [island[0]["began"] for island in told] == [2, 2]
+    said = [line.get("text", "") for line in lines(tmp_path / "island-0" / "events.jsonl")]
+    assert any("goes on from step 2 of a run without islands" in line for line in said)
+    worlds(1).call("island_case:data_parallel", steps=3, **alone)
+    ours, theirs = (torch.load(tmp_path / f"weights-{w}.pt") for w in ("0", "dp"))
+    apart = torch.sqrt(sum(((ours[n] - theirs[n]) ** 2).sum() for n in theirs))
+    assert apart <= 1e-12 * told[0][0]["norm"]
+    held = rounds_held(tmp_path / "island-0", 1)
+    assert list(held) == ["3", "2"]
+
+
 LAYOUTS = [
     "fsdp",
     "pp",
@@ -165,7 +185,7 @@ def test_a_round_that_was_taken_back_leaves_nothing(islands, tmp_path: Path) -> 
     shutil.rmtree(newest)
     told = two.call("island_case:train", rounds=2, period=1, outer_lr=0.5, **asked)
     assert [island[0]["began"] for island in told] == [1, 1]
-    held = [rounds_held(tmp_path / f"island-{index}") for index in range(2)]
+    held = [rounds_held(tmp_path / f"island-{index}", 1) for index in range(2)]
     assert held[0] == held[1]
     assert held[0]["2"][0] == told[0][0]["digests"][-1]
 
@@ -209,7 +229,7 @@ def test_an_island_that_cannot_save_holds_the_others_back(islands, tmp_path: Pat
         found = [read_manifest(one.path) for one in find(tmp_path / f"island-{index}/checkpoints")]
         kept = [one.record["islands"] for one in found]
         assert [(one["round"], one["failures"]) for one in kept] == [(3, 0), (2, 0)]
-    held = [rounds_held(tmp_path / f"island-{index}") for index in range(2)]
+    held = [rounds_held(tmp_path / f"island-{index}", 1) for index in range(2)]
     assert {r: d for r, (d, _) in held[0].items()} == {r: d for r, (d, _) in held[1].items()}
     asked["trouble"] = [{**full, "round": 4, "saves": 9}]
     stopped = two.call("island_case:train", rounds=9, **asked)

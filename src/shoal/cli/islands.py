@@ -131,11 +131,10 @@ def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:
 def _share_out(folder: Path, count: int) -> None:
     """An island that holds nothing, while others do, takes what the first of them holds.
 
-    All of it: which round all islands hold is known only when they meet.
+    All of it: which round all islands hold is known only when they meet. Where no island holds
+    anything, the run may have begun without islands: what it saved is where all of them begin.
     """
-    holders = islands_of(folder)
-    if not holders:
-        return
+    holders = islands_of(folder) or [folder]
     given = find(holders[0] / "checkpoints")
     for index in range(count):
         own = island_folder(folder, index) / "checkpoints"

@@ -90,6 +90,8 @@ class Common:
 
     def wanted(self, manifest: Manifest) -> list[Shard]:
         """This rank's part of the outer tensors of a checkpoint, and what its codes left out."""
+        if "islands" not in manifest.record:
+            return []
         kept = manifest.record["islands"].get("left")
         found = [
             Shard.whole(name, tuple(manifest.tensors[name].shape), manifest.tensors[name].dtype)
@@ -108,7 +110,9 @@ class Common:
         return [shard for shard in found if shard.slices]
 
     def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
-        """Take back what `parts` and `record` gave."""
+        """Take back what `parts` and `record` gave; nothing where there were no islands yet."""
+        if "islands" not in record:
+            return
         kept = record["islands"]
         found = {n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)}
         shapes = {name: weight.shape for name, weight in self.outer.weights.items()}

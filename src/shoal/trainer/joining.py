@@ -245,7 +245,7 @@ def _go_on(run: Run, joined: Joined) -> None:
     """Restore the newest round that all islands hold; else check that all begin alike."""
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
-    here = joined.inner.broadcast_json(rounds_held(folder) if folder else {})
+    here = joined.inner.broadcast_json(rounds_held(folder, policy.period) if folder else {})
     message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
     told = plane.gather(message, deadline_s=MEET_S)
     point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
@@ -253,7 +253,10 @@ def _go_on(run: Run, joined: Joined) -> None:
         run.recorder.cut(0)
     else:
         check_donors(point)
-        run.restore(step=here[str(point.round)][1])
+        digest, step = here[str(point.round)]
+        run.restore(step=step)
+        if digest == _alone(step):
+            _take_over(run, joined, point.round)
         if common.dropped:
             run.recorder.notice(f"island {policy.index}: {common.dropped}")
     digests = plane.gather(island_digest(joined).encode(), deadline_s=MEET_S)
@@ -265,6 +268,20 @@ def _go_on(run: Run, joined: Joined) -> None:
             )
     if point is not None and folder and run.world.is_first:
         _forget(folder, run.step_count)
+
+
+def _take_over(run: Run, joined: Joined, round_number: int) -> None:
+    """A run without islands goes on as islands: its weights are W, its optimizer is each one's."""
+    common, state = joined.common, run.feed.state
+    weights, _ = movable(run)
+    begun = joined.method.open({name: tensor for name, (tensor, _) in weights.items()})
+    common.outer.load(begun.tensors())
+    common.round = round_number
+    common.stream = Stream(int(state[0].get("position", 0)) if state else 0)
+    run.recorder.notice(
+        f"goes on from step {run.step_count} of a run without islands; its steps count as "
+        f"{round_number} rounds"
+    )
 
 
 def check_donors(point: Resume) -> None:
@@ -290,17 +307,26 @@ def _forget(folder: Path, step: int) -> None:
             shutil.rmtree(doomed)
 
 
-def rounds_held(folder: Path) -> dict[str, tuple[str, int]]:
-    """Round → (digest, step) of every checkpoint of an island's run folder."""
+def rounds_held(folder: Path, period: int) -> dict[str, tuple[str, int]]:
+    """Round → (digest, step) of every checkpoint of an island's run folder.
+
+    period   inner steps of a round, in which what was saved before there were islands is counted
+    """
     held_rounds: dict[str, tuple[str, int]] = {}
     for found in find(folder / "checkpoints"):
         try:
             kept = read_manifest(found.path).record.get("islands")
         except Damaged:
             continue  # the restore says so, if it is wanted
-        if kept:
-            held_rounds.setdefault(str(kept["round"]), (str(kept["digest"]), found.step))
+        if kept is None:
+            kept = {"round": found.step // period, "digest": _alone(found.step)}
+        held_rounds.setdefault(str(kept["round"]), (str(kept["digest"]), found.step))
     return held_rounds
+
+
+def _alone(step: int) -> str:
+    """In the place of a digest, of what a run without islands saved."""
+    return f"step {step} of a run without islands"
 
 
 def island_digest(joined: Joined) -> str:
