@@ -34,11 +34,11 @@ TARGET = Path(__file__).resolve().parent / "results" / "islands-learning.json"
 SEQUENCE, PERIOD, SAMPLES, TOGETHER = 128, 30, 32, 0.25
 MODEL = (
     "model.dim=48", "model.layers=2", "model.heads=4", "model.kv_heads=4", "data.tokenizer=bpe:512",
-    f"data.sequence={SEQUENCE}", "optimizer.lr=16e-3", "optimizer.schedule=linear",
+    f"data.sequence={SEQUENCE}", "optimizer.lr=24e-3", "optimizer.schedule=linear",
     "train.micro_batch=8", "train.prove=off", "precision.compute=fp32",
 )  # fmt: skip
 ALONE = ("layout.strategy=single", "launch.processes=1", "checkpoint.keep=2", "checkpoint.every=0")
-OUTER = ("islands.outer_lr=0.7", "islands.outer_momentum=0.5")
+OUTER = ("islands.outer_lr=0.8", "islands.outer_momentum=0.6")
 EQUAL = (*ALONE, *OUTER, "islands.pace=equal", f"islands.period={PERIOD}")
 
 
@@ -53,7 +53,12 @@ class Row(NamedTuple):
 ROWS = {
     "data parallel": Row(1, ("layout.strategy=ddp", "launch.processes=2"), together=False),
     "diloco, 2 islands": Row(2, ("islands.method=diloco", *EQUAL)),
-    "streaming e3m0, 2 islands": Row(2, ("islands.method=streaming-diloco", *EQUAL)),
+    "streaming e3m0, 2 islands": Row(
+        2, ("islands.method=streaming-diloco", "islands.overlap=0", "islands.mixing=0", *EQUAL)
+    ),
+    "streaming e3m0, 2 islands, τ = 1, α = 0.5": Row(
+        2, ("islands.method=streaming-diloco", *EQUAL)
+    ),
     "diloco, 4 islands": Row(4, ("islands.method=diloco", *EQUAL)),
     "diloco, 2 islands, from the first step": Row(
         2, ("islands.method=diloco", *EQUAL), together=False

@@ -15,7 +15,8 @@ from shoal.checkpoint.catalog import find
 from shoal.checkpoint.manifest import FILE_NAME
 from shoal.cli.islands import _set_aside, _share_out
 from shoal.islands.history import Resume
-from shoal.trainer.joining import OWN, _alike, _forget, agree, check_donors, join
+from shoal.planner.codings import CODINGS
+from shoal.trainer.joining import FEEDS_BACK, OWN, _alike, _forget, agree, check_donors, join
 
 ONE = IslandsPolicy("diloco", count=2).settled()
 
@@ -117,3 +118,7 @@ def test_three_islands_two_and_three_again(tmp_path: Path) -> None:
     assert steps(old) == [100, 50]
     assert _set_aside(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2-2")]
     assert steps(tmp_path / "set-aside-island-2") == [50]
+
+
+def test_the_planner_knows_which_codecs_keep_what_they_leave_out() -> None:
+    assert {name for name, coding in CODINGS.items() if coding.feedback} == set(FEEDS_BACK)

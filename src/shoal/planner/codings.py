@@ -36,7 +36,7 @@ CODINGS = {
     "none": Coding(0.0, MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S),
     "bf16": Coding(2.0, MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S),
     "int8": Coding(1 + SCALE_BYTES, 3e9, 4.8e9),
-    "e3m0": Coding(0.5 + SCALE_BYTES, 1.5e9, 3.5e9),
+    "e3m0": Coding(0.5 + SCALE_BYTES, 1.5e9, 3.5e9, feedback=True),
     "top2bit": Coding(
         64 * 14 / 8 / 4096 + 2 * SCALE_BYTES, 0.35e9, 5e9, gathers=True, feedback=True
     ),
