@@ -112,7 +112,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.steps=-1", "train.steps = -1: at least 0 is wanted"),
         ("train.steps=5 train.epochs=1", "one of them decides the length"),
         ("launch.nodes=2", "torchrun"),
-        ("missing.toml", "missing.toml: no such file"),
+        ("missing.toml", "missing.toml: no such file; without one the defaults count"),
+        ("llama-3.1-8b", "llama-3.1-8b: no such file; a model is named by model.name=llama-3.1-8b"),
     ],
 )  # fmt: skip
 def test_one_line_and_two(argument: str, said: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from shoal.base.islands import IslandsPolicy
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.manifest import FILE_NAME
 from shoal.cli.islands import _set_aside, _share_out
+from shoal.cli.start import _check_goes_on, _in_folders
 from shoal.islands.history import Resume
 from shoal.planner.codings import CODINGS
 from shoal.trainer.joining import FEEDS_BACK, OWN, _alike, _forget, agree, check_donors, join
@@ -122,3 +123,21 @@ def test_three_islands_two_and_three_again(tmp_path: Path) -> None:
 
 def test_the_planner_knows_which_codecs_keep_what_they_leave_out() -> None:
     assert {name for name, coding in CODINGS.items() if coding.feedback} == set(FEEDS_BACK)
+
+
+def test_the_one_island_that_is_left_goes_on_in_its_folder(tmp_path: Path) -> None:
+    """Else it would begin anew, or where the run was before there were islands."""
+    one = IslandsPolicy("diloco", count=1)
+    assert not _in_folders(one, tmp_path)
+    checkpoint(tmp_path, 50)
+    assert not _in_folders(one, tmp_path)
+    _check_goes_on(one, tmp_path)
+    for island in range(2):
+        checkpoint(tmp_path / f"island-{island}", 100)
+    assert _in_folders(one, tmp_path)
+    _check_goes_on(one, tmp_path)
+    with pytest.raises(ConfigError, match="islands.method = none: .* holds 2 islands.*nearest"):
+        _check_goes_on(IslandsPolicy(), tmp_path)
+    far = IslandsPolicy("diloco", count=2, at="10.0.0.1:29400", index=1)
+    with pytest.raises(ConfigError, match="islands.at = 10.0.0.1:29400: .* holds 2 islands"):
+        _check_goes_on(far, tmp_path)

@@ -72,6 +72,7 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
     if path == folder / "run.toml":
         keep_origins(loaded, path)
     if resume is not None:
+        _check_goes_on(loaded.config.islands, resume)
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
                 loaded.replace("run", "resumed", **{key: value})
@@ -151,6 +152,24 @@ def _islands_here(islands: IslandsPolicy) -> int:
     return 1 if islands.at or not islands.on else islands.count
 
 
+def _in_folders(islands: IslandsPolicy, folder: Path) -> bool:
+    """Whether islands have folders of their own in the run's; also the only one that is left."""
+    alone = islands.on and not islands.at and bool(islands_of(folder))
+    return alone or _islands_here(islands) > 1
+
+
+def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
+    """Errors: ConfigError where a run of islands would begin anew, or where they began."""
+    held = islands_of(folder)
+    if held and not _in_folders(islands, folder):
+        key = f"at = {islands.at}" if islands.at else f"method = {islands.method}"
+        raise ConfigError(
+            f"islands.{key}: {folder} holds {len(held)} islands, whose rounds another kind of run "
+            f"does not go on from; nearest: the islands.method of its run.toml, islands.count=1 if "
+            f"one shall go on"
+        )
+
+
 def _check_paths(loaded: Loaded) -> None:
     config = loaded.config
     check_data(config.data)
@@ -171,7 +190,7 @@ def _check_resumable(folder: Path) -> None:
         close = nearest(str(folder), [str(r) for r in runs])
         hint = f"; nearest: {close}" if close else "; run folders hold a run.toml"
         raise ConfigError(f"--resume {folder}: no run there{hint}")
-    if _islands_here(load(folder / "run.toml").config.islands) > 1:
+    if _in_folders(load(folder / "run.toml").config.islands, folder):
         return check_resumable(folder)
     if not find(folder / "checkpoints"):
         raise ConfigError(
@@ -191,7 +210,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
         events = write_folder(prepared)
-        if _islands_here(config.islands) > 1:
+        if _in_folders(config.islands, folder):
             code = launch_all(prepared.loaded, folder, environ, events)
             typer.echo(next_command(folder, code))
             return code

@@ -125,7 +125,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; without one the defaults count") from None
+        word = path.suffix != ".toml" and len(path.parts) == 1  # as in `shoal plan llama`
+        hint = (
+            f"a model is named by model.name={path}" if word else "without one the defaults count"
+        )
+        raise ConfigError(f"{path}: no such file; {hint}") from None
     except IsADirectoryError:
         hint = f"; to go on with a run: shoal train --resume {path}"
         raise ConfigError(f"{path}: is a folder, a run.toml is wanted{hint}") from None
