@@ -151,6 +151,17 @@ def test_noise_never_gives_less_than_nothing():
     assert falling["bytes_per_s"] == pytest.approx(1e6 / 1e-4)
 
 
+def test_facts_are_those_of_as_many_threads_as_the_user_asked_for(tmp_path, monkeypatch):
+    """Measured by ranks of one thread, a plan in the same shell must find them."""
+    monkeypatch.setattr("shoal.planner.measured.usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    asked = machine_path(tmp_path, 2, "cpu", 3)
+    assert machine_path(tmp_path, 2, "cpu") == asked
+    assert asked.name.endswith("-3-threads.json")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert machine_path(tmp_path, 2, "cpu") == machine_path(tmp_path, 2, "cpu", 4) != asked
+
+
 def test_a_file_of_no_version_is_measured_again(tmp_path, monkeypatch):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({k: v for k, v in DOCUMENT.items() if k != "version"}))

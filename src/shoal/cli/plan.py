@@ -59,7 +59,10 @@ def plan(
         return
     if measure:
         from shoal.cli.measure import measure_here
+        from shoal.planner.machines import parse_machines
 
+        if on:
+            parse_machines(on)  # a slip there is told before half a minute of measuring
         measure_here(arguments or [])
     record, best = _planned(arguments or [], on, top)
     if write is not None:

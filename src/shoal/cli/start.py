@@ -164,9 +164,8 @@ def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
     if held and not _in_folders(islands, folder):
         key = f"at = {islands.at}" if islands.at else f"method = {islands.method}"
         raise ConfigError(
-            f"islands.{key}: {folder} holds {len(held)} islands, whose rounds another kind of run "
-            f"does not go on from; nearest: the islands.method of its run.toml, islands.count=1 if "
-            f"one shall go on"
+            f"islands.{key}: {folder} was trained by islands, and only islands started from there "
+            f"go on with their rounds; nearest: shoal train --resume {folder} islands.count=1"
         )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from dataclasses import replace
@@ -52,8 +53,9 @@ def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Pa
     """Where the facts of this machine with `processes` ranks stand.
 
     kind     cpu or gpu: what the ranks compute on
-    threads  of a rank on a CPU; 0: its share of the cores, as runs have it
+    threads  of a rank on a CPU; 0: as a run has it, which obeys OMP_NUM_THREADS where that is set
     """
+    threads = threads or _asked_threads()
     try:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -63,6 +65,12 @@ def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Pa
     if kind == "cpu" and threads not in (0, max(1, cores // processes)):
         key += f"-{threads}-threads"
     return cache / "machines" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.json"
+
+
+def _asked_threads() -> int:
+    """Of each rank, by the user's environment; 0: nothing is said, so its share of the cores."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(said) if said.isdecimal() else 0
 
 
 def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0) -> Cluster | None:

@@ -114,14 +114,12 @@ def _rates(world: World, cache: Path, local: int, sizes: Sizes) -> dict[str, Any
 
 def best_of(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of every number the best of all passes; a size that one pass left out is the others'."""
-    rows = {
-        "stream": [passed["stream"] for passed in passes],
-        **{kind: [passed["matrix"][kind] for passed in passes] for kind in passes[0]["matrix"]},
-    }
-    best = {name: _fastest(found) for name, found in rows.items()}
     return {
-        "matrix": {kind: best[kind] for kind in passes[0]["matrix"]},
-        "stream": best["stream"],
+        "matrix": {
+            kind: _fastest([passed["matrix"][kind] for passed in passes])
+            for kind in passes[0]["matrix"]
+        },
+        "stream": _fastest([passed["stream"] for passed in passes]),
         "links": best_links([passed["links"] for passed in passes]),
         **{name: max(p[name] for p in passes) for name in ("host_bytes_per_s", "disk_bytes_per_s")},
         **{name: min(p[name] for p in passes) for name in ("operation_s", "operation_backward_s")},
