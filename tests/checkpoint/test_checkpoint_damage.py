@@ -289,6 +289,13 @@ def test_all_damaged_is_an_error_not_a_fresh_start(broken: Path) -> None:
     assert len(heard.named("checkpoint_damaged")) == 2
 
 
+def test_the_only_one_that_may_be_read_is_damaged(broken: Path) -> None:
+    """Islands go on from a round that all hold, so no older one is taken in silence."""
+    said = r"up.weight .* hash .*; nearest: move checkpoints/step-5 away, and go on from"
+    with pytest.raises(CheckpointError, match=said):
+        read.open_newest(broken, wanted_all, alone(), Heard(), 5)
+
+
 def test_the_damaged_one_makes_way_when_the_run_reaches_its_step_again(broken: Path) -> None:
     save_step(broken, 5, keep=1)
     assert verify(broken / "step-5") == []

@@ -17,7 +17,16 @@ from shoal.cli.islands import _set_aside, _share_out
 from shoal.cli.start import _check_goes_on, _in_folders
 from shoal.islands.history import Resume
 from shoal.planner.codings import CODINGS
-from shoal.trainer.joining import FEEDS_BACK, OWN, _alike, _forget, agree, check_donors, join
+from shoal.trainer.joining import (
+    FEEDS_BACK,
+    OWN,
+    _alike,
+    _forget,
+    agree,
+    check_donors,
+    join,
+    rounds_held,
+)
 
 ONE = IslandsPolicy("diloco", count=2).settled()
 
@@ -81,6 +90,18 @@ def test_later_checkpoints_are_forgotten(tmp_path: Path) -> None:
     _forget(tmp_path, 100)
     assert steps(tmp_path) == [100, 50]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_a_manifest_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """All islands will go on from a round before it."""
+    checkpoint(tmp_path, 50)
+    heard: list[tuple[str, str]] = []
+
+    def emit(event: str, *, file: str, **fields: Any) -> None:
+        heard.append((event, file))
+
+    assert rounds_held(tmp_path, 50, emit) == {}
+    assert heard == [("checkpoint_damaged", f"checkpoints/step-50/{FILE_NAME}")]
 
 
 def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from shoal.base.errors import CheckpointError, ShoalError, nearest
 from shoal.base.events import Emit
 from shoal.base.shards import Box, Shard
 from shoal.checkpoint import boxes, folders
-from shoal.checkpoint.catalog import Found, find, read_manifest, verify
+from shoal.checkpoint.catalog import Found, find, read_manifest, step_folder, verify
 from shoal.checkpoint.exchange import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.manifest import Manifest, StoredSlice, StoredTensor
@@ -132,6 +132,11 @@ def _open_newest(
         problems.append(f"{fields['file']}: {tensor}{fields['reason']}")
         if world.is_first:
             emit("checkpoint_damaged", rank=rank, folder=str(path), **fields)
+    if problems and only is not None:
+        raise CheckpointError(
+            f"{problems[0]}; nearest: move {shown(step_folder(root, only))} away, and go on from "
+            f"the checkpoint before it"
+        )
     if problems:
         raise CheckpointError(
             f"{shown(root)}: none of its {len(problems)} checkpoints can be read ({problems[0]}); "

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.events import Emit
 from shoal.base.islands import IslandsPolicy, check_keep
 from shoal.checkpoint.catalog import find, read_manifest
 from shoal.checkpoint.faults import Damaged
@@ -245,7 +246,10 @@ def _go_on(run: Run, joined: Joined) -> None:
     """Restore the newest round that all islands hold; else check that all begin alike."""
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
-    here = joined.inner.broadcast_json(rounds_held(folder, policy.period) if folder else {})
+    here: dict[str, Any] = {}
+    if folder is not None and run.world.is_first:
+        here = rounds_held(folder, policy.period, run.recorder.events.emit)
+    here = joined.inner.broadcast_json(here)
     message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
     told = plane.gather(message, deadline_s=MEET_S)
     point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
@@ -307,17 +311,20 @@ def _forget(folder: Path, step: int) -> None:
             shutil.rmtree(doomed)
 
 
-def rounds_held(folder: Path, period: int) -> dict[str, tuple[str, int]]:
+def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str, tuple[str, int]]:
     """Round → (digest, step) of every checkpoint of an island's run folder.
 
     period   inner steps of a round, in which what was saved before there were islands is counted
+    emit     is told of manifests that cannot be read
     """
     held_rounds: dict[str, tuple[str, int]] = {}
     for found in find(folder / "checkpoints"):
         try:
             kept = read_manifest(found.path).record.get("islands")
-        except Damaged:
-            continue  # the restore says so, if it is wanted
+        except Damaged as problem:
+            if emit is not None:
+                emit("checkpoint_damaged", rank=0, folder=str(found.path), **problem.fields())
+            continue
         if kept is None:
             kept = {"round": found.step // period, "digest": _alone(found.step)}
         held_rounds.setdefault(str(kept["round"]), (str(kept["digest"]), found.step))
