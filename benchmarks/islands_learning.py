@@ -5,9 +5,9 @@ tokens per parameter. Every row sees the same tokens in the same number of steps
 sum: data parallelism takes steps of 32 samples, 2 islands of 16 each, 4 islands of 8 each. As in
 DiLoCo's paper, where a run of 88,000 steps was one for its first 24,000, islands go on from a run
 that was one for a quarter of its steps; a row without that beginning stands beside them. Learning
-rates, schedule and outer settings were chosen on seed 7, the rows are of seeds 0 to 2.
+rates, schedule, betas and outer settings were chosen on seeds 7 to 9, the rows are of seeds 0 to 2.
 
-    python benchmarks/islands_learning.py            about 25 minutes on 2 cores
+    python benchmarks/islands_learning.py            about 20 minutes on 2 cores
     python benchmarks/islands_learning.py --seeds 1 --steps 240      does it work?
 
 Gates: DiLoCo with 2 islands within 2 % of data parallelism, streaming in 4 bits within 0.5 % of
@@ -35,7 +35,8 @@ SEQUENCE, PERIOD, SAMPLES, TOGETHER = 128, 30, 32, 0.25
 MODEL = (
     "model.dim=48", "model.layers=2", "model.heads=4", "model.kv_heads=4", "data.tokenizer=bpe:512",
     f"data.sequence={SEQUENCE}", "optimizer.lr=24e-3", "optimizer.schedule=linear",
-    "train.micro_batch=8", "train.prove=off", "precision.compute=fp32",
+    "optimizer.betas=[0.9,0.99]", "train.micro_batch=8", "train.prove=off",
+    "precision.compute=fp32",
 )  # fmt: skip
 ALONE = ("layout.strategy=single", "launch.processes=1", "checkpoint.keep=2", "checkpoint.every=0")
 OUTER = ("islands.outer_lr=0.8", "islands.outer_momentum=0.6")
@@ -53,12 +54,7 @@ class Row(NamedTuple):
 ROWS = {
     "data parallel": Row(1, ("layout.strategy=ddp", "launch.processes=2"), together=False),
     "diloco, 2 islands": Row(2, ("islands.method=diloco", *EQUAL)),
-    "streaming e3m0, 2 islands": Row(
-        2, ("islands.method=streaming-diloco", "islands.overlap=0", "islands.mixing=0", *EQUAL)
-    ),
-    "streaming e3m0, 2 islands, τ = 1, α = 0.5": Row(
-        2, ("islands.method=streaming-diloco", *EQUAL)
-    ),
+    "streaming e3m0, 2 islands": Row(2, ("islands.method=streaming-diloco", *EQUAL)),
     "diloco, 4 islands": Row(4, ("islands.method=diloco", *EQUAL)),
     "diloco, 2 islands, from the first step": Row(
         2, ("islands.method=diloco", *EQUAL), together=False
@@ -75,17 +71,18 @@ def main() -> int:
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     chosen = [list(ROWS)[int(n)] for n in options.rows.split(",")] if options.rows else list(ROWS)
-    record = {"rows": {}, "steps": options.steps}
+    record = {"rows": {}, "steps": options.steps, "arguments": [*MODEL, *EQUAL]}
     if options.out.exists():
         known = json.loads(options.out.read_text())
-        record = known if known["steps"] == options.steps else record
+        alike = all(known[key] == record[key] for key in ("steps", "arguments"))
+        record = known if alike else record
     for seed in seeds:
         with tempfile.TemporaryDirectory() as work:
             for row in chosen:
                 key = f"{row} | {seed}"
                 if key not in record["rows"]:
                     record["rows"][key] = train(row, seed, options.steps, Path(work))
-                    record.update(machine=machine(), arguments=[*MODEL, *EQUAL])
+                    record["machine"] = machine()
                     record["tokens"] = options.steps * SAMPLES * SEQUENCE
                     record["together_steps"] = together_steps(options.steps)
                     options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -81,6 +81,23 @@ def test_adopting_keeps_the_share_that_mixing_says() -> None:
         assert kept.tolist() == [wanted] * 3, "in place"
 
 
+def test_adopting_keeps_what_was_learnt_since_it_left() -> None:
+    """Sent as 5, 7 by now, merged to 1: 1 and the 2 on top; with a quarter of the own kept, 4."""
+    for mixing, refused, wanted in ((0.0, False, 3.0), (0.25, False, 4.0), (0.0, True, 1.0)):
+        method = method_of("diloco", mixing=mixing)
+        outer = method.open({"w": torch.ones(3)})
+        local = {"w": torch.full((3,), 5.0, dtype=torch.bfloat16)}
+        sent = method.sent(outer, ("w", "on another rank"), local)
+        assert sent["w"].dtype == torch.float32
+        local["w"].fill_(7.0)
+        method.adopt(outer, ("w", "on another rank"), local, refused=refused, sent=sent)
+        assert local["w"].tolist() == [wanted] * 3
+    wide = {"w": torch.full((3,), 5.0)}
+    sent = method.sent(outer, ("w",), wide)
+    wide["w"].fill_(7.0)
+    assert sent["w"].tolist() == [5.0] * 3, "a copy, also where no dtype changes"
+
+
 def test_a_message_is_wide_and_only_of_what_is_here() -> None:
     method = method_of("diloco")
     outer = method.open({"w": torch.ones(3, dtype=torch.bfloat16), "none": torch.zeros(0, 2)})

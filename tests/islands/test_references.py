@@ -214,9 +214,9 @@ def test_fedprox_adds_the_pull_to_the_gradient() -> None:
 
 
 def test_streaming_with_overlap_and_mixing() -> None:
-    """Two blocks, H = 4, τ = 1, α = 0.5, quadratic losses; the reference walks step by step."""
+    """Two blocks, H = 4, τ = 1, α = 0.25, quadratic losses; the reference walks step by step."""
     first = {"blocks.0.w": numbers(0, 3), "blocks.1.w": numbers(1, 3)}
-    method = method_of("streaming-diloco", 2, period=4, fragments=2, overlap=1)
+    method = method_of("streaming-diloco", 2, period=4, fragments=2, overlap=1, mixing=0.25)
     fleet = Fleet(method, first, 2)
     fragments = method.fragments({name: 24 for name in first})
     targets = [{name: numbers(10 + k, 3) for name in first} for k in range(2)]
@@ -241,15 +241,17 @@ def test_streaming_with_overlap_and_mixing() -> None:
                     waiting[moment.fragment] = tuple(
                         method.message(fleet.outers[0], names, local) for local in fleet.local
                     )
+                    left = [method.sent(fleet.outers[0], names, local) for local in fleet.local]
                 if moment.apply_after == t:
                     one, two = waiting.pop(moment.fragment)
-                    for outer, local in zip(fleet.outers, fleet.local, strict=True):
+                    for outer, local, own in zip(fleet.outers, fleet.local, left, strict=True):
                         method.step(outer, {name: (one[name] + two[name]) / 2 for name in one})
                         outer.commit()
-                        method.adopt(outer, tuple(one), local, refused=False)
+                        method.adopt(outer, tuple(one), local, refused=False, sent=own)
             if t in {1, 3}:  # fragment 0 leaves after 1, fragment 1 after 3
                 name = f"blocks.{t // 2}.w"
-                sent = [(W[name][k] - w[0][name][k], W[name][k] - w[1][name][k]) for k in range(3)]
+                then = [list(w[island][name]) for island in range(2)]
+                sent = [(W[name][k] - then[0][k], W[name][k] - then[1][k]) for k in range(3)]
             if t in {2, 4}:
                 name = f"blocks.{t // 2 - 1}.w"
                 for k in range(3):
@@ -257,7 +259,7 @@ def test_streaming_with_overlap_and_mixing() -> None:
                     u[name][k] = 0.9 * u[name][k] + d
                     W[name][k] -= 0.7 * (d + 0.9 * u[name][k])
                     for island in range(2):
-                        w[island][name][k] = 0.5 * w[island][name][k] + 0.5 * W[name][k]
+                        w[island][name][k] += 0.75 * (W[name][k] - then[island][k])
         for island in range(2):
             for name in first:
                 close(fleet.local[island][name], w[island][name])

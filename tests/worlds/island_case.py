@@ -111,7 +111,8 @@ def train(
         return {**told, "round": joined.common.round}
     feedback = joined.merger.feedback
     left = {} if feedback is None else feedback.tensors()
-    own_weights = digest(gather_weights(run.program))
+    own, stream = gather_weights(run.program), joined.common.stream.to_json()
+    own = {name: weight.clone() for name, weight in own.items()}
     loop.load_merged()
     weights = gather_weights(run.program)
     told = {
@@ -125,9 +126,9 @@ def train(
         "divisors": [merge.divisor for merge in merges],
         "tokens": [[ballot.tokens for ballot in merge.ballots] for merge in merges],
         "sent_bytes": [merge.sent_bytes for merge in merges],
-        "stream": joined.common.stream.to_json(),
+        "stream": stream,
         "dealt": [[[s.start, s.stop] for s in spans] for spans in joined.common.dealt],
-        "own": own_weights,
+        "own": digest(own),
         "weights": digest(weights),
         "norm": norm(weights),
         "spread": [merge.spread for merge in merges],
@@ -135,7 +136,8 @@ def train(
     }
     if folder:
         run.saving.settle()
-        torch.save(weights, Path(folder) / f"weights-{index}.pt") if world.is_first else None
+        for name, found in (("weights", weights), ("own", own)) if world.is_first else ():
+            torch.save(found, Path(folder) / f"{name}-{index}.pt")
     leave(run, joined)
     return told
 

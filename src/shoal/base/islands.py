@@ -6,7 +6,7 @@ which `settled` fills in:
     method                period  outer         lr   momentum  codec    fragments  overlap  mixing
     local-sgd             50      sgd           1    0         none     1          0        0
     diloco                50      sgd nesterov  0.7  0.9       none     1          0        0
-    streaming-diloco      50      sgd nesterov  0.7  0.9       e3m0     4          1        0.5
+    streaming-diloco      50      sgd nesterov  0.7  0.9       e3m0     4          1        0
     fedavg, fedprox       50      sgd           1    0         none     1          0        0
     fedopt                50      server        0.1  (0.9)     none     1          0        0
     branch-train-merge    500     sgd           1    0         none     1          0        0
@@ -229,7 +229,7 @@ def is_address(text: str) -> bool:
 def _own(
     period: int, lr: float, momentum: float, codec: str = "none", *, streams: bool = False
 ) -> IslandsPolicy:
-    fragments, overlap, mixing = (4, 1, 0.5) if streams else (1, 0, 0.0)
+    fragments, overlap = (4, 1) if streams else (1, 0)
     return IslandsPolicy(
         period=period,
         outer_lr=lr,
@@ -237,7 +237,7 @@ def _own(
         codec=codec,
         fragments=fragments,
         overlap=overlap,
-        mixing=mixing,
+        mixing=0.0,
     )
 
 

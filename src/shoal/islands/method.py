@@ -3,7 +3,8 @@
     message   m_i = W − w_i                     of a fragment, after its last inner step
     merge     D = Σ n_i·m_i / Σ n_i             n_i: tokens that m_i was learnt from, or 1
     step      W, u ← outer optimizer(W, u, D)   the same bits on every island that took part
-    adopt     w_i ← α·w_i + (1 − α)·W           α = `islands.mixing`, what is kept of the own
+    adopt     w_i ← w_i + (1 − α)·(W − w_i as it was sent)
+              α = `islands.mixing`, what is kept of the own; all that was learnt since is kept
 
 So says the base class here, which is DiLoCo with any torch optimizer outside; a method is a file in
 `methods/` that changes what differs. Weights by tokens make islands of unequal speed fair: the 60
@@ -112,20 +113,38 @@ class Method:
 
     @torch.no_grad()
     def adopt(
-        self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor], *, refused: bool
+        self,
+        outer: Outer,
+        names: Sequence[str],
+        local: Mapping[str, Tensor],
+        *,
+        refused: bool,
+        sent: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Write the merged weights of a fragment into the island's own, in place.
 
         refused   the own message did not count, so nothing of it is kept
+        sent      what `sent` gave; None where the island did not train on meanwhile
         """
         kept = 0.0 if refused else self.policy.mixing
         for name in names:
             if name not in outer.weights:
                 continue
             own, merged = local[name], outer.weights[name]
-            if kept:
+            if sent is not None and not refused:
+                merged = _like(own, merged) + (1 - kept) * (merged - sent[name])
+            elif kept:
                 merged = kept * _like(own, merged) + (1 - kept) * merged
             own.copy_(merged)
+
+    def sent(
+        self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A copy of this rank's part of a fragment as it leaves: where W lies, in W's dtype."""
+        weights = outer.weights
+        return {
+            name: _like(local[name], weights[name]).clone() for name in names if name in weights
+        }
 
     def before_update(self, outer: Outer, local: Mapping[str, nn.Parameter]) -> None:
         """Called before every inner update, when `.grad` is the mean gradient of the step."""

@@ -8,7 +8,7 @@ and optimizer; so does what its codes still owe the others, which is its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ class Common:
 
     round       rounds committed so far · digest  of W and u after the last of them
     stream      the samples that nobody was given yet · dealt  what each island gets next
+    underway    what each has trained on since it sent its last message; the next one will bring it
+    since       tokens behind each fragment's next message: its own, but kept with the rest
     failures    rounds in a row that were discarded · refusals  of each island, in a row
     left        what this island's codes owe the others: its own, but kept with the rest
     dropped     a line where a checkpoint held some of that which fits no more
@@ -45,6 +47,8 @@ class Common:
     stream: Stream
     left: Leftovers
     dealt: list[tuple[Span, ...]] = field(default_factory=list)
+    underway: list[tuple[Span, ...]] = field(default_factory=list)
+    since: list[int] = field(default_factory=list)
     round: int = 0
     digest: str = ""
     failures: int = 0
@@ -80,7 +84,9 @@ class Common:
                 "digest": self.digest,
                 "count": self.count,
                 "stream": self.stream.to_json(),
-                "dealt": [[[span.start, span.stop] for span in spans] for spans in self.dealt],
+                "dealt": _pairs(self.dealt),
+                "underway": _pairs(self.underway),
+                "since": list(self.since),
                 "admission": [one.state() for one in self.admission],
                 "failures": self.failures,
                 "refusals": self.refusals.state(),
@@ -125,17 +131,27 @@ class Common:
             one.load(state)
         self.round, self.digest = int(kept["round"]), str(kept["digest"])
         self.stream = Stream.from_json(kept["stream"])
-        self.dealt = [tuple(Span(*span) for span in spans) for spans in kept["dealt"]]
+        self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept["underway"])
+        self.since = [int(tokens) for tokens in kept["since"]]
         self.failures = int(kept["failures"])
         if int(kept["count"]) == self.count:
             self.refusals.load(kept["refusals"])
         else:  # others than were dealt to: deal anew
-            for spans in self.dealt:
+            for spans in (*self.dealt, *self.underway[self.count :]):
                 self.stream = self.stream.give_back(spans)
-            self.dealt = []
+            self.dealt, self.underway = [], self.underway[: self.count]
 
     def _owner(self, name: str) -> str:
         """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""
         while name and name not in self.shards:
             name = name.rpartition(".")[0]
         return name
+
+
+def _pairs(spans_of: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
+    """By island, as a checkpoint keeps it."""
+    return [[[span.start, span.stop] for span in spans] for spans in spans_of]
+
+
+def _spans(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[Span, ...]]:
+    return [tuple(Span(*pair) for pair in pairs) for pairs in kept]

@@ -47,15 +47,15 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     Errors        ClusterError when an island is lost, TrainingError when changes are refused
     """
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    rounds = Rounds(run, joined, loader)
-    validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
-    began_s, first_step = time.perf_counter(), run.step_count
     policy, every = joined.policy, config.train.validate_every
-    data = {"samples of data.source": rounds.loader.samples}
-    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every, **data})
     last = -(-total_steps // policy.period)
     if policy.regions > 1:  # the last merge is one of all islands
         last = -(-last // policy.far_period) * policy.far_period
+    rounds = Rounds(run, joined, loader, last)
+    validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
+    began_s, first_step = time.perf_counter(), run.step_count
+    data = {"samples of data.source": rounds.loader.samples}
+    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every, **data})
     try:
         while joined.common.round < last:
             done = joined.common.round * policy.period
@@ -70,7 +70,6 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     except IslandLost as lost:
         _lost(run, joined, lost)
         raise
-    rounds.load_merged()
     run.save()
     values = validate() if joined.policy.index == 0 else None
     wall_s = time.perf_counter() - began_s
@@ -81,10 +80,13 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
 
 
 class Rounds:
-    """One island's rounds."""
+    """One island's rounds.
 
-    def __init__(self, run: Run, joined: Joined, loader: Any) -> None:
-        self.run, self.joined, self.common = run, joined, joined.common
+    last   after which round the run ends, with the merged weights in the place of its own; 0: never
+    """
+
+    def __init__(self, run: Run, joined: Joined, loader: Any, last: int = 0) -> None:
+        self.run, self.joined, self.common, self.last = run, joined, joined.common, last
         self.policy = joined.policy
         if not isinstance(loader, Loader):
             raise ConfigError(
@@ -96,6 +98,8 @@ class Rounds:
         # Weights that broke are healed when the round ends and they are refused, not by a stop.
         run.skips.limit = sys.maxsize
         self._unsaved = ""
+        self._sent: dict[str, torch.Tensor] | None = None
+        self.common.since = self.common.since or [0] * len(joined.fragments)
         run.recorder.events.listeners.append(self._hear)
         self._pull()
 
@@ -116,6 +120,7 @@ class Rounds:
             run.lr_step = common.round * policy.period + (number - 1) * policy.period // len(steps)
             result = run.step(batch)
             self.tokens += round(result.targets)
+            common.since = [tokens + round(result.targets) for tokens in common.since]
             self.used += batch.next_position - batch.position
             self.compute_s += time.perf_counter() - since_s
             self.steps_per_s = number / self.compute_s
@@ -131,11 +136,14 @@ class Rounds:
         return self._over(merge) and (everyone or self.policy.regions == 1)
 
     def load_merged(self) -> None:
-        """The merged weights in the place of this island's own."""
+        """The merged weights in the place of this island's own; what it learnt since is dropped."""
         weights, _ = movable(self.run)
         local = {name: tensor for name, (tensor, _) in weights.items()}
-        outer = self.common.outer.at(max(0, self.common.round - 1))
+        common, outer = self.common, self.common.outer.at(max(0, self.common.round - 1))
         self.joined.method.adopt(outer, list(local), local, refused=True)
+        for spans in common.underway:
+            common.stream = common.stream.give_back(spans)
+        common.underway, common.since = [], [0] * len(common.since)
         reducer_of(self.run.program).publish()
 
     def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
@@ -160,7 +168,10 @@ class Rounds:
         local = {name: weights[name][0] for name in names}
         outer = joined.common.outer.at(joined.common.round)
         message = joined.method.message(outer, names, local)
-        say = Say(self.tokens, self.used, self.steps_per_s, self.run.stopping)
+        trains_on = moment.apply_after > moment.send_after
+        self._sent = joined.method.sent(outer, names, local) if trains_on else None
+        tokens, joined.common.since[moment.fragment] = joined.common.since[moment.fragment], 0
+        say = Say(tokens, self.used, self.steps_per_s, self.run.stopping)
         averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
         joined.merger.round_s = self.compute_s
         joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
@@ -198,11 +209,13 @@ class Rounds:
         local = {name: weights[name][0] for name in names}
         overwrite = bool(refused) or not merge.committed
         outer = joined.common.outer.at(merge.round)
-        joined.method.adopt(outer, names, local, refused=overwrite)
+        joined.method.adopt(outer, names, local, refused=overwrite, sent=self._sent)
+        self._sent = None
         for name, mean in merge.plain.items():
             plain[name][0].copy_(mean)
         reducer_of(self.run.program).publish()
         if overwrite:
+            joined.common.since[moment.fragment] = 0
             self._reset_broken()
         return merge
 
@@ -222,6 +235,8 @@ class Rounds:
         sent = sum(self.joined.inner.gather_json(sum(one.sent_bytes for one in merges)))
         exchange_s = sum(one.seconds for one in merges)
         self._tell(merges, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
+        if over and common.round == self.last:
+            self.load_merged()
         if over:
             common.keep()
         unsaved = not merge.ballots[policy.index].saved
@@ -250,11 +265,18 @@ class Rounds:
         return any(self._well(merge, island) for island in range(self.policy.count))
 
     def _give_back(self, merge: Merge) -> None:
-        """Samples that no committed round used return to the stream."""
+        """Samples that no committed round used return to the stream.
+
+        Those of steps taken since the last fragment left are neither: they come with the next one.
+        """
         common = self.common
+        before = [*common.underway, *[()] * self.policy.count]
+        common.underway = []
         for island, spans in enumerate(common.dealt):
             used = merge.ballots[island].used if self._well(merge, island) else 0
-            common.stream = common.stream.give_back(unused(spans, used))
+            lost = () if used else (*spans, *before[island])
+            common.stream = common.stream.give_back(lost)
+            common.underway.append(unused(spans, used) if used else ())
 
     def _deal(self, speeds: Sequence[float | None]) -> None:
         common, samples = self.common, self.loader.samples
