@@ -3,15 +3,15 @@
 The fields are the keys of `[islands]` in run.toml. Numbers that are left open are the method's own,
 which `settled` fills in:
 
-    method                period  outer         lr   momentum  codec    fragments  overlap  mixing
-    local-sgd             50      sgd           1    0         none     1          0        0
-    diloco                50      sgd nesterov  0.7  0.9       none     1          0        0
-    streaming-diloco      50      sgd nesterov  0.7  0.9       e3m0     4          1        0
-    fedavg, fedprox       50      sgd           1    0         none     1          0        0
-    fedopt                50      server        0.1  (0.9)     none     1          0        0
-    branch-train-merge    500     sgd           1    0         none     1          0        0
-    sparse-loco           50      sgd           1    0         top2bit  1          0        0
-    noloco                50      its own       0.7  0.5       none     1          0        0
+    method                period  outer         lr   momentum  codec    fragments  overlap
+    local-sgd             50      sgd           1    0         none     1          0
+    diloco                50      sgd nesterov  0.7  0.9       none     1          0
+    streaming-diloco      50      sgd nesterov  0.7  0.9       e3m0     4          1
+    fedavg, fedprox       50      sgd           1    0         none     1          0
+    fedopt                50      server        0.1  (0.9)     none     1          0
+    branch-train-merge    500     sgd           1    0         none     1          0
+    sparse-loco           50      sgd           1    0         top2bit  1          0
+    noloco                50      its own       0.7  0.5       none     1          0
 
 Source: Douillard et al. 2023, 2025 (DiLoCo, streaming); McMahan et al. 2017; Li et al. 2020
 (FedProx); Reddi et al. 2021 (FedOpt); Li et al. 2022 (branch-train-merge); Sarfi et al. 2025
@@ -62,8 +62,8 @@ class IslandsPolicy:
     """streaming: parts of the model that travel one by one; 0: the method's own"""
     overlap: int = -1
     """inner steps that go on while a part travels; −1: the method's own"""
-    mixing: float = OPEN
-    """share of its own weights that an island keeps at a merge; −1: the method's own"""
+    mixing: float = 0.0
+    """share of its distance to the merged weights that an island keeps at a merge"""
     weighting: str = "tokens"
     """tokens, uniform: what an island's word weighs in a merge"""
     pace: str = "speed"
@@ -127,7 +127,6 @@ class IslandsPolicy:
                 own.outer_momentum if self.outer_momentum == OPEN else self.outer_momentum
             ),
             codec=self.codec or own.codec,
-            mixing=own.mixing if self.mixing == OPEN else self.mixing,
         )
         found._check()
         return found
@@ -237,7 +236,6 @@ def _own(
         codec=codec,
         fragments=fragments,
         overlap=overlap,
-        mixing=0.0,
     )
 
 

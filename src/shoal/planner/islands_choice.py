@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError
-from shoal.base.islands import OPEN, IslandsPolicy
+from shoal.base.islands import IslandsPolicy
 from shoal.planner.islands import IslandsCost, IslandsFacts, islands_cost
 
 RATES_BYTES_PER_S = tuple(mbit * 1e6 / 8 for mbit in (10, 50, 200, 1000))
@@ -133,9 +133,7 @@ def _changes(
     elif policy.codec in ("none", "bf16"):
         found.append(({"codec": "int8"}, replace(policy, codec="int8")))
     if policy.method == "diloco" and policy.period >= LEAST_STREAMED:
-        streaming = replace(
-            policy, method="streaming-diloco", codec="", fragments=0, overlap=-1, mixing=OPEN
-        )
+        streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
         keys = {"method": "streaming-diloco"}
         found += [(keys, streaming), *_overlaps(keys, streaming.settled())]
     if longer is not None:

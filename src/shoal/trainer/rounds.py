@@ -167,9 +167,9 @@ class Rounds:
         names = [name for name in joined.fragments[moment.fragment] if name in weights]
         local = {name: weights[name][0] for name in names}
         outer = joined.common.outer.at(joined.common.round)
-        message = joined.method.message(outer, names, local)
         trains_on = moment.apply_after > moment.send_after
         self._sent = joined.method.sent(outer, names, local) if trains_on else None
+        message = joined.method.message(outer, names, self._sent or local)
         tokens, joined.common.since[moment.fragment] = joined.common.since[moment.fragment], 0
         say = Say(tokens, self.used, self.steps_per_s, self.run.stopping)
         averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
