@@ -8,11 +8,13 @@ never used. A round goes like this, on every island alike:
     wanted        = stream.samples_of(steps, batch, n)   what just these steps take
     after, dealt  = stream.deal(wanted)                  open ranges first, island by island
     island i runs   steps_in(dealt[i], n, batch)         exactly H_i steps
-    commit          stream = after.give_back(what was dealt and not used)
+    commit          what was used after the last message left is underway: the next one brings it
+    refused         stream = after.give_back(what was dealt, and what was underway)
 
-What a refused island took goes back whole; a crash goes on from the last committed `stream`, saved
-as it is before the deal, so that any number of islands may go on from it. So over committed rounds
-each position is used once, and none is left out for good.
+Nothing is dealt again but what a refused or discarded round took, which goes back whole; a crash
+goes on from the last committed `stream`, saved as it is before the deal, so that any number of
+islands may go on from it. So over committed rounds each position is used once, and none is left out
+for good.
 
 A step is contiguous and never straddles an epoch, so a step at the end of an epoch or of an open
 range is short. It counts as one of the H_i: `samples_of` deals less instead, and no rest comes into
