@@ -26,6 +26,10 @@ from shoal.base.islands import DEFAULTS, METHODS, IslandsPolicy
         ),
         ({"method": "streaming-diloco", "period": 8, "overlap": 2}, "nearest: islands.overlap=1"),
         ({"method": "diloco", "mixing": 1.0}, "nearest: islands.mixing=0.5"),
+        (
+            {"method": "streaming-diloco", "count": 4, "regions": 2},
+            "streaming-diloco cuts it into 4; nearest: islands.fragments=1",
+        ),
         ({"method": "diloco", "count": 2, "index": 2}, "nearest: islands.index=1"),
         ({"method": "diloco", "count": 2, "at": "here"}, "HOST:PORT is wanted"),
         ({"method": "diloco", "count": 6, "regions": 4}, "nearest: islands.regions=3"),

@@ -92,6 +92,9 @@ def test_adopting_keeps_what_was_learnt_since_it_left() -> None:
         local["w"].fill_(7.0)
         method.adopt(outer, ("w", "on another rank"), local, refused=refused, sent=sent)
         assert local["w"].tolist() == [wanted] * 3
+    local["w"].fill_(torch.nan)
+    method.adopt(outer, ("w",), local, refused=False, sent=sent)
+    assert local["w"].tolist() == [1.0] * 3, "weights that broke on the way are healed"
     wide = {"w": torch.full((3,), 5.0)}
     sent = method.sent(outer, ("w",), wide)
     wide["w"].fill_(7.0)

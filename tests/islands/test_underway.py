@@ -6,7 +6,39 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.islands.stream import Span, Stream
+from shoal.trainer.common import Common
 from shoal.trainer.rounds import Rounds
+
+
+class Nothing:
+    """In the place of what has no part in this."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    record = state
+
+
+def test_a_save_after_a_discarded_round_says_that_the_weights_bring_nothing() -> None:
+    """The rest of it is of the round that all hold; these weights were overwritten since."""
+    nothing: Any = Nothing()
+    common = Common(nothing, (), nothing, {}, 2, Stream(24), nothing, index=1)
+    common.underway, common.since, common.round = [(Span(9, 12),), (Span(21, 24),)], [9, 3], 1
+    common.keep()
+    before = common.record()["islands"]
+    assert (before["index"], before["since"], before["underway"]) == (
+        1,
+        [9, 3],
+        [[[9, 12]], [[21, 24]]],
+    )
+    common.since, common.failures = [0, 0], 1
+    after = common.record()["islands"]
+    assert after == {**before, "since": [0, 0]}
+    common.lost([1])
+    assert common.stream == Stream(21)
+    assert common.underway == [(Span(9, 12),), ()]
+    common.lost(range(2))
+    assert common.stream == Stream(21, (Span(9, 12),))
 
 
 def closed(common: Any, *used: int) -> Any:

@@ -145,7 +145,8 @@ def train(
 class Trouble:
     """Makes one island misbehave in a round.
 
-    nan, flip, huge   its message is not finite, points the other way, is 1000 × as long
+    nan, flip, huge   its message is not finite, points the other way, is 1000 × as long; of one
+                      `fragment` only where that is said
     poison            after an inner step its own weights are not finite
     statistics        so are the running statistics, which no optimizer moves
     slow              every inner step sleeps so many `seconds`
@@ -208,6 +209,9 @@ class Trouble:
 
     def altered(self, *given: Any) -> dict[str, torch.Tensor]:
         asked = self.due("nan", "flip", "huge")
+        parts = self.loop.joined.fragments
+        if asked and "fragment" in asked and tuple(given[1]) != parts[asked["fragment"]]:
+            asked = None
         factor = {"nan": math.nan, "flip": -1.0, "huge": 1000.0}[asked["what"]] if asked else 1.0
         return {name: part * factor for name, part in self.message(*given).items()}
 

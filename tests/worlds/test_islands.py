@@ -98,6 +98,34 @@ def test_what_travels_is_resumed(islands, tmp_path: Path) -> None:
     assert whole[0][0]["tokens"][1][0] > whole[0][0]["tokens"][0][0], "those of the last step"
 
 
+def test_who_is_refused_last_keeps_nothing_of_the_round(islands) -> None:
+    """Its samples go back, those of fragments that were merged before too: else they count twice."""
+    trouble = [{"island": 1, "round": 1, "what": "nan", "fragment": 1}]
+    told = islands(2).call(
+        "island_case:train", rounds=2, trouble=trouble, optimizer="adamw", model="towers", **STREAMS
+    )
+    assert [island[0]["own"] == island[0]["weights"] for island in told] == [False, True]
+    assert told[0][0]["refused"][1].keys() == {"1"}
+
+
+def test_who_goes_on_from_anothers_checkpoint_brings_nothing(islands, tmp_path: Path) -> None:
+    """What the lost disk had trained on is dealt again, and nobody sends island 0's steps twice."""
+    asked = {"optimizer": "adamw", "model": "towers", "folder": str(tmp_path), **STREAMS}
+    two = islands(2)
+    before = two.call("island_case:train", rounds=2, **asked)
+    assert before[0][0]["stream"]["open"] == []
+    shutil.rmtree(tmp_path / "island-1" / "checkpoints")
+    shutil.copytree(tmp_path / "island-0" / "checkpoints", tmp_path / "island-1" / "checkpoints")
+    told = two.call("island_case:train", rounds=2, **asked)
+    assert [island[0]["own"] == island[0]["weights"] for island in told] == [False, True]
+    opened = told[0][0]["stream"]["open"]
+    assert [stop - start for start, stop in opened] == [4], "the step that island 1 had on the way"
+    assert told[0][0]["stream"] == told[1][0]["stream"]
+    other = {**asked, "fragments": 1}
+    again = two.call("island_case:train", rounds=3, **other)
+    assert [island[0]["committed"] for island in again] == [[True]] * 2, "as one part from now on"
+
+
 LAYOUTS = [
     "fsdp",
     "pp",

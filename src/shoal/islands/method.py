@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.base.islands import IslandsPolicy
 from shoal.islands.fragments import Moment, deal, moments
-from shoal.islands.outer import Build, Outer, outer_builder
+from shoal.islands.outer import Build, Outer, all_finite, outer_builder
 from shoal.islands.regions import TwoTiers, members
 
 
@@ -131,7 +131,7 @@ class Method:
             if name not in outer.weights:
                 continue
             own, merged = local[name], outer.weights[name]
-            if sent is not None and not refused:
+            if sent is not None and not refused and all_finite(own):
                 merged = _like(own, merged) + (1 - kept) * (merged - sent[name])
             elif kept:
                 merged = kept * _like(own, merged) + (1 - kept) * merged

@@ -33,6 +33,7 @@ class Common:
     stream      the samples that nobody was given yet · dealt  what each island gets next
     underway    what each has trained on since it sent its last message; the next one will bring it
     since       tokens behind each fragment's next message: its own, but kept with the rest
+    index       of this island · own  what was loaded is its own, so `since` says what it brings
     failures    rounds in a row that were discarded · refusals  of each island, in a row
     left        what this island's codes owe the others: its own, but kept with the rest
     dropped     a line where a checkpoint held some of that which fits no more
@@ -49,6 +50,8 @@ class Common:
     dealt: list[tuple[Span, ...]] = field(default_factory=list)
     underway: list[tuple[Span, ...]] = field(default_factory=list)
     since: list[int] = field(default_factory=list)
+    index: int = 0
+    own: bool = True
     round: int = 0
     digest: str = ""
     failures: int = 0
@@ -70,29 +73,31 @@ class Common:
     def keep(self) -> None:
         """A round is over: until the next one is, checkpoints hold what islands have now.
 
-        A save may come after rounds that were discarded. They moved no weights, but dealt samples
-        and counted failures; the others' checkpoints of the same round know nothing of that.
+        A save may come after rounds that were discarded. They moved no merged weights, but dealt
+        samples and counted failures; the others' checkpoints of the same round know nothing of
+        that. Only what the island's own weights bring is told as it is: nothing, by then.
         """
         self.kept = None
         self.kept = copy.deepcopy(self.record())
 
     def record(self) -> dict[str, Any]:
         """What is no tensor, as of the last round that was over."""
-        return self.kept or {
+        found: dict[str, Any] = self.kept or {
             "islands": {
+                "index": self.index,
                 "round": self.round,
                 "digest": self.digest,
                 "count": self.count,
                 "stream": self.stream.to_json(),
                 "dealt": _pairs(self.dealt),
                 "underway": _pairs(self.underway),
-                "since": list(self.since),
                 "admission": [one.state() for one in self.admission],
                 "failures": self.failures,
                 "refusals": self.refusals.state(),
                 "left": self.left.record(),
             }
         }
+        return {"islands": {**found["islands"], "since": list(self.since)}}
 
     def wanted(self, manifest: Manifest) -> list[Shard]:
         """This rank's part of the outer tensors of a checkpoint, and what its codes left out."""
@@ -127,12 +132,14 @@ class Common:
             found[name] = tensor.view(shape) if tensor.numel() == shape.numel() else tensor
         self.outer.load(found)
         self.dropped = self.left.load(tensors, kept.get("left"))
-        for one, state in zip(self.admission, kept["admission"], strict=True):
+        same = len(kept["admission"]) == len(self.admission)  # as many fragments as now
+        for one, state in zip(self.admission, kept["admission"], strict=True) if same else ():
             one.load(state)
         self.round, self.digest = int(kept["round"]), str(kept["digest"])
         self.stream = Stream.from_json(kept["stream"])
         self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept["underway"])
-        self.since = [int(tokens) for tokens in kept["since"]]
+        self.own = same and kept["index"] == self.index
+        self.since = [int(tokens) for tokens in kept["since"]] if self.own else []
         self.failures = int(kept["failures"])
         if int(kept["count"]) == self.count:
             self.refusals.load(kept["refusals"])
@@ -140,6 +147,13 @@ class Common:
             for spans in (*self.dealt, *self.underway[self.count :]):
                 self.stream = self.stream.give_back(spans)
             self.dealt, self.underway = [], self.underway[: self.count]
+
+    def lost(self, islands: Sequence[int]) -> None:
+        """What these trained on since their last message is in nobody's weights: deal it again."""
+        for island in islands:
+            if island < len(self.underway):
+                self.stream = self.stream.give_back(self.underway[island])
+                self.underway[island] = ()
 
     def _owner(self, name: str) -> str:
         """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""

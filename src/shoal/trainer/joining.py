@@ -46,6 +46,7 @@ from shoal.parallel.whole import held
 from shoal.planner.islands import IslandsFacts, islands_cost
 from shoal.trainer.common import Common
 from shoal.trainer.run import Run
+from shoal.trainer.step import reducer_of
 
 LOOPBACK = "127.0.0.1"
 PROBE_BYTES = 1 << 18
@@ -100,6 +101,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
         count,
         Stream(),
         Leftovers(feedback, inner.rank, _pieces(run, policy)),
+        index=policy.index,
     )
     plane = _connect(policy, inner)
     merger = Merger(
@@ -261,17 +263,30 @@ def _go_on(run: Run, joined: Joined) -> None:
         run.restore(step=step)
         if digest == _alone(step):
             _take_over(run, joined, point.round)
+        elif not common.own:
+            take_merged(run, joined, point.round - 1)
         if common.dropped:
             run.recorder.notice(f"island {policy.index}: {common.dropped}")
-    digests = plane.gather(island_digest(joined).encode(), deadline_s=MEET_S)
-    for island, other in enumerate(digests):
-        if other != digests[0]:
+    mine = [island_digest(joined), any(common.since)]
+    heard = [json.loads(one) for one in plane.gather(json.dumps(mine).encode(), deadline_s=MEET_S)]
+    common.lost([island for island, (_, brings) in enumerate(heard) if not brings])
+    for island, (other, _) in enumerate(heard):
+        if other != heard[0][0]:
             raise ConfigError(
                 f"island {island}: its weights before round {common.round + 1} are not those of "
                 f"island 0; nearest: the same model, seed and versions on all islands"
             )
     if point is not None and folder and run.world.is_first:
         _forget(folder, run.step_count)
+
+
+def take_merged(run: Run, joined: Joined, round_number: int) -> None:
+    """The weights merged in a round in the place of the island's own, of which nothing is kept."""
+    weights, _ = movable(run)
+    local = {name: tensor for name, (tensor, _) in weights.items()}
+    joined.method.adopt(joined.common.outer.at(round_number), list(local), local, refused=True)
+    reducer_of(run.program).publish()
+    joined.common.since = [0] * len(joined.fragments)
 
 
 def _take_over(run: Run, joined: Joined, round_number: int) -> None:

@@ -31,7 +31,7 @@ from shoal.islands.outer import all_finite
 from shoal.islands.report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
-from shoal.trainer.joining import Joined, agree, movable
+from shoal.trainer.joining import Joined, agree, movable, take_merged
 from shoal.trainer.run import Run
 from shoal.trainer.step import reducer_of
 from shoal.trainer.validate import validator
@@ -70,6 +70,8 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     except IslandLost as lost:
         _lost(run, joined, lost)
         raise
+    rounds.load_merged()  # where no round was left to do
+    joined.common.keep()
     run.save()
     values = validate() if joined.policy.index == 0 else None
     wall_s = time.perf_counter() - began_s
@@ -137,14 +139,8 @@ class Rounds:
 
     def load_merged(self) -> None:
         """The merged weights in the place of this island's own; what it learnt since is dropped."""
-        weights, _ = movable(self.run)
-        local = {name: tensor for name, (tensor, _) in weights.items()}
-        common, outer = self.common, self.common.outer.at(max(0, self.common.round - 1))
-        self.joined.method.adopt(outer, list(local), local, refused=True)
-        for spans in common.underway:
-            common.stream = common.stream.give_back(spans)
-        common.underway, common.since = [], [0] * len(common.since)
-        reducer_of(self.run.program).publish()
+        take_merged(self.run, self.joined, max(0, self.common.round - 1))
+        self.common.lost(range(self.policy.count))
 
     def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
         """Send and apply what is due after inner step `number`."""
@@ -155,7 +151,7 @@ class Rounds:
                 if moment is moments[0]:
                     self._settle()
             if moment.apply_after == number:
-                done.append(self._apply(moment))
+                done.append(self._apply(moment, last=moment is moments[-1]))
         self.exposed_s += time.perf_counter() - began_s
         if done:
             self.run.recorder.restart_clock()
@@ -200,7 +196,7 @@ class Rounds:
         if event["event"] == "checkpoint_failed":
             self._unsaved = f"round {self.common.round} is not on its disk: {event['reason']}"
 
-    def _apply(self, moment: Moment) -> Merge:
+    def _apply(self, moment: Moment, *, last: bool) -> Merge:
         joined, index = self.joined, self.policy.index
         merge = joined.merger.result()
         refused = merge.refused(index)
@@ -217,6 +213,8 @@ class Rounds:
         if overwrite:
             joined.common.since[moment.fragment] = 0
             self._reset_broken()
+        if overwrite and last:  # the round's samples go back, so nothing of it may stay
+            take_merged(self.run, joined, merge.round)
         return merge
 
     def _close_round(self, merges: Sequence[Merge], began_s: float, steps: int) -> None:
