@@ -154,9 +154,10 @@ def data_parallel(job: Job, clock: Clock) -> None:
 def shoal_islands(job: Job, clock: Clock) -> None:
     """A method of `[islands]` over the plane, one process per island."""
     from shoal.base.islands import IslandsPolicy
-    from shoal.fabric.codecs import find_codec
+    from shoal.fabric.codecs import Feedback, find_codec
     from shoal.fabric.plane import meet, open_plane
     from shoal.islands.methods import find_method
+    from shoal.trainer.joining import FEEDS_BACK
 
     policy = IslandsPolicy(count=job["count"], period=job["period"], **job["policy"]).settled()
     at = f"{job['addresses'][0]}:{job['port']}"
@@ -166,6 +167,7 @@ def shoal_islands(job: Job, clock: Clock) -> None:
         host=job["addresses"][0], deadline_s=60,
     )  # fmt: skip
     method, codec = find_method(policy), find_codec(policy.codec, torch.float32)
+    feedback = Feedback(method.keeps) if policy.codec in FEEDS_BACK else None
     local = {name: weight.data for name, weight in matrices(job).items()}
     outer = method.open(local)
     fragments = method.fragments({name: part.nbytes for name, part in local.items()})
@@ -173,7 +175,7 @@ def shoal_islands(job: Job, clock: Clock) -> None:
 
     def exchange(message: dict[str, torch.Tensor], tag: str) -> None:
         flat = torch.cat([part.reshape(-1) for part in message.values()])
-        arrived = plane.begin(flat, codec, feedback=None, tag=tag, deadline_s=DEADLINE_S)
+        arrived = plane.begin(flat, codec, feedback=feedback, tag=tag, deadline_s=DEADLINE_S)
         statistics = json.dumps([arrived.finite, arrived.gram]).encode()
         plane.gather(statistics, deadline_s=DEADLINE_S)
         weights, divisor = method.weigh([1.0] * job["count"], [], everyone)
@@ -194,11 +196,13 @@ def shoal_islands(job: Job, clock: Clock) -> None:
         for moment in method.moments(policy.period):
             steps(clock, moment.send_after - done, local)
             names = fragments[moment.fragment]
-            message = method.message(outer, names, local)
+            overlaps = moment.apply_after > moment.send_after
+            sent = method.sent(outer, names, local) if overlaps else None
+            message = method.message(outer, names, sent or local)
             thread.start(lambda m=message, tag=f"{moment.fragment}": exchange(m, tag))
             steps(clock, moment.apply_after - moment.send_after, local)
             thread.result()
-            method.adopt(outer, names, local, refused=False)
+            method.adopt(outer, names, local, refused=False, sent=sent)
             done = moment.apply_after
 
     one_round()

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worlds import Islands, Members
+from worlds import Islands, Members, close_all
 
 
 class Worlds:
@@ -31,8 +31,7 @@ class Worlds:
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     made = Worlds(tmp_path_factory.mktemp("worlds"))
     yield made
-    for world in made.by_size.values():
-        world.close()
+    close_all(list(made.by_size.values()))
 
 
 @pytest.fixture(scope="session")
@@ -46,5 +45,4 @@ def islands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int,
         return made[count, size]
 
     yield ask
-    for one in made.values():
-        one.close()
+    close_all([world for one in made.values() for world in one.worlds])

@@ -66,36 +66,22 @@ def test_a_run_without_islands_goes_on_as_islands(worlds, islands, tmp_path: Pat
 STREAMS = {"method": "streaming-diloco", "period": 4, "fragments": 2, "overlap": 1, "batch": 4}
 
 
-def test_an_island_that_streams_alone_trains_as_without_islands(
-    worlds, islands, tmp_path: Path
-) -> None:
-    """Nothing that is learnt while a fragment travels is lost, and no sample is taken twice."""
-    asked = {"optimizer": "momentum", "model": "llama", "folder": str(tmp_path)}
-    outer = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
-    told = islands(1).call("island_case:train", rounds=3, **STREAMS, **outer, **asked)
-    assert told[0][0]["stream"]["open"] == []
-    worlds(1).call("island_case:data_parallel", steps=12, batch=4, **asked)
-    ours, theirs = (torch.load(tmp_path / f"{w}.pt") for w in ("own-0", "weights-dp"))
-    apart = torch.sqrt(sum(((ours[n] - theirs[n]) ** 2).sum() for n in theirs))
-    assert apart <= 1e-12 * told[0][0]["norm"]
-
-
 def test_what_travels_is_resumed(islands, tmp_path: Path) -> None:
-    """4 rounds are 2 and 2 more, bit for bit; island 1 is refused in the third."""
-    trouble = [{"island": 1, "round": 2, "what": "nan"}]
+    """3 rounds are 1 and 2 more, bit for bit; island 1 is refused in the second."""
+    trouble = [{"island": 1, "round": 1, "what": "nan"}]
     asked = {"optimizer": "adamw", "model": "towers", **STREAMS}
     two = islands(2)
-    whole = two.call("island_case:train", rounds=4, trouble=trouble, **asked)
+    whole = two.call("island_case:train", rounds=3, trouble=trouble, **asked)
     asked["folder"] = str(tmp_path)
-    two.call("island_case:train", rounds=2, **asked)
-    again = two.call("island_case:train", rounds=4, trouble=trouble, **asked)
+    two.call("island_case:train", rounds=1, **asked)
+    again = two.call("island_case:train", rounds=3, trouble=trouble, **asked)
     for (resumed,), (straight,) in zip(again, whole, strict=True):
-        assert resumed["began"] == 2
+        assert resumed["began"] == 1
         for key in ("own", "weights", "stream", "dealt"):
             assert resumed[key] == straight[key], key
-        assert resumed["tokens"] == straight["tokens"][2:]
-    assert whole[0][0]["refused"][2].keys() == {"1"}
-    assert whole[0][0]["tokens"][1][0] > whole[0][0]["tokens"][0][0], "those of the last step"
+        assert resumed["tokens"] == straight["tokens"][1:]
+    assert whole[0][0]["refused"][1].keys() == {"1"}
+    assert whole[0][0]["tokens"][2][0] > whole[0][0]["tokens"][0][0], "those of the last step"
 
 
 def test_who_is_refused_last_keeps_nothing_of_the_round(islands) -> None:

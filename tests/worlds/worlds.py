@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -93,14 +94,16 @@ class Members:
             raise Failed("\n".join(errors))
         return [answers[rank]["ok"] for rank in range(self.size)]
 
-    def close(self) -> None:
-        """End every member: it leaves through barrier and destroy."""
+    def end(self) -> None:
+        """Tell every member to leave, through barrier and destroy; do not wait for it."""
         for process in self.processes:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # it is gone, or was told already
                 process.stdin.write('{"call": "end"}\n')
                 process.stdin.close()
-            except OSError:
-                continue
+
+    def close(self) -> None:
+        """End every member, and wait for it."""
+        self.end()
         for process in self.processes:
             try:
                 process.wait(20)
@@ -155,5 +158,12 @@ class Islands:
 
     def close(self) -> None:
         """End all of them."""
-        for world in self.worlds:
-            world.close()
+        close_all(self.worlds)
+
+
+def close_all(worlds: Sequence[Members]) -> None:
+    """End them together: a process that imported torch takes a second to leave."""
+    for world in worlds:
+        world.end()
+    for world in worlds:
+        world.close()

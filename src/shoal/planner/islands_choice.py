@@ -132,7 +132,8 @@ def _changes(
         found += _overlaps({}, policy)
     elif policy.codec in ("none", "bf16"):
         found.append(({"codec": "int8"}, replace(policy, codec="int8")))
-    if policy.method == "diloco" and policy.period >= LEAST_STREAMED:
+    whole = policy.regions > 1  # two tiers merge the whole model at once
+    if policy.method == "diloco" and policy.period >= LEAST_STREAMED and not whole:
         streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
         keys = {"method": "streaming-diloco"}
         found += [(keys, streaming), *_overlaps(keys, streaming.settled())]
