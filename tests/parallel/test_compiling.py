@@ -81,7 +81,7 @@ def plain() -> tuple[list[float], list[torch.Tensor]]:
     return steps("none")
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.proof)])
 def test_compiled_blocks_compute_the_same(plain, recompute) -> None:
     losses, weights = steps("blocks", recompute)
     assert losses == pytest.approx(plain[0], rel=1e-12)

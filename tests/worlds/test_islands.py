@@ -21,7 +21,7 @@ from worlds import Islands
 DILOCO = {"method": "diloco", "period": 3}
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.proof), 3])
 def test_islands_are_the_same_islands_one_after_another(worlds, islands, count: int) -> None:
     """Bit for bit: momentum, tokens as weights, unequal counts of targets, dropout."""
     asked = {"rounds": 2, "period": 2, "batch": 4, "optimizer": "adamw"}
@@ -114,8 +114,7 @@ def test_who_goes_on_from_anothers_checkpoint_brings_nothing(islands, tmp_path: 
 
 LAYOUTS = [
     "fsdp",
-    "pp",
-    *(pytest.param(n, marks=pytest.mark.proof) for n in ("ddp", "zero1", "tp")),
+    *(pytest.param(n, marks=pytest.mark.proof) for n in ("pp", "ddp", "zero1", "tp")),
     pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.proof, id="tp-pp"),
 ]
 
