@@ -41,6 +41,19 @@ def test_a_save_after_a_discarded_round_says_that_the_weights_bring_nothing() ->
     assert common.stream == Stream(21, (Span(9, 12),))
 
 
+def test_an_older_checkpoint_brings_nothing_but_the_merged_weights() -> None:
+    """It says neither whose it is nor what was on the way."""
+    outer: Any = SimpleNamespace(weights={}, load=lambda tensors: None)
+    quiet: Any = SimpleNamespace(load=lambda *kept: "", state=dict, record=dict)
+    common = Common(outer, (), quiet, {}, 2, Stream(), quiet, index=1)
+    old = Common(outer, (), quiet, {}, 2, Stream(24), quiet, index=1, since=[9, 3]).record()
+    for key in ("index", "underway", "since"):
+        del old["islands"][key]
+    common.load({}, old)
+    assert (common.own, common.since, common.underway) == (False, [], [])
+    assert common.stream == Stream(24)
+
+
 def closed(common: Any, *used: int) -> Any:
     """A round ends in which every island's last message had used so many of its samples."""
     rounds = SimpleNamespace(

@@ -137,8 +137,9 @@ class Common:
             one.load(state)
         self.round, self.digest = int(kept["round"]), str(kept["digest"])
         self.stream = Stream.from_json(kept["stream"])
-        self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept["underway"])
-        self.own = same and kept["index"] == self.index
+        # Older checkpoints do not say whose they are: then only the merged weights count.
+        self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept.get("underway", []))
+        self.own = same and kept.get("index") == self.index
         self.since = [int(tokens) for tokens in kept["since"]] if self.own else []
         self.failures = int(kept["failures"])
         if int(kept["count"]) == self.count:
