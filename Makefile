@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors unit proof test-cuda clean
+.PHONY: demo test lint types floors unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,12 +38,32 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/proof/equality.py
 	$(BIN)/python tests/proof/formats.py
 	$(BIN)/python tests/proof/any_module.py
+	$(BIN)/python tests/proof/compositions.py
+	$(BIN)/python tests/proof/families.py
 	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/worlds/pipe_makespan.py
+	$(BIN)/python benchmarks/deadlines.py
 	$(BIN)/python -m pytest -m proof
+	$(MAKE) test-versions
 
-test-cuda:  ## one GPU, no network: the machine's own torch and Python, without the environment
-	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda -p no:cacheprovider --override-ini addopts= -q
+wheel: $(STAMP)  ## what a user installs, in build/dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
+
+test-versions: wheel  ## oldest and newest torch and Python that are claimed; results: docs/proof/versions.json
+	$(BIN)/python tests/proof/versions.py
+
+cuda-kit: $(STAMP)  ## wheels for a GPU machine without network, into .cuda-kit/ (a few MiB)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir .cuda-kit .
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(KIT_PYTHON) \
+	  --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux_2_28_x86_64 --dest .cuda-kit msgspec
+
+# On the machine's own torch and Python, without the environment and without network.
+test-cuda:  ## one GPU, at most 9 minutes; result: build/cuda.json. SHOAL_TEST_DEVICE=cpu: small, on the CPU
+	$(PYTHON) tests/cuda/run.py
+
+test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpus.json, for docs/proof/
+	$(PYTHON) tests/cuda/run.py --on several
 
 clean:
-	rm -rf $(VENV) runs compare build src/*.egg-info
+	rm -rf $(VENV) runs compare build .cuda-kit src/*.egg-info

@@ -101,6 +101,7 @@ def train(name: str, out: Path) -> None:
     program = make(name, case, world)
     rows = case.micro_batch * case.accumulate
     shape = (rows, case.arguments["sequence"])
+    torch.manual_seed(100 + world.rank)  # each rank its own samples
     for _ in range(STEPS):
         tokens = torch.randint(case.arguments["vocabulary"], shape)
         program.step(tokens, tokens)

@@ -48,10 +48,10 @@ run = shoal.parallelize(
     lambda parameters: torch.optim.AdamW(parameters, lr=5e-3, fused=True),
     batch=64,  # over all ranks; without a loss of your own it is cross-entropy
 )
-for epoch in range(1, EPOCHS + 1):
+for epoch in run.epochs(EPOCHS):
     for batch in run.loader(train):
         result = run.step(batch)
     values = run.evaluate(held_out, {"accuracy": right})
     if run.world.is_first:
-        print(f"epoch {epoch}: loss {result.loss:.3f}, held out {values['accuracy']:.1%} right")
+        print(f"epoch {epoch + 1}: loss {result.loss:.3f}, held out {values['accuracy']:.1%} right")
 run.close()

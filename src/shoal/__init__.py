@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    if not _HOMES[name].startswith("shoal.base."):
+        importlib.import_module("shoal.base.systems").untried()  # before an import that cannot work
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

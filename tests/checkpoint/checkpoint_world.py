@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from checkpoint_cases import Heard, assert_same, cut, whole
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.shards import Shard
-from shoal.checkpoint import shardfile, write
+from shoal.checkpoint import shardfile, shares, write
 from shoal.checkpoint.catalog import find, read_manifest, verify
 from shoal.checkpoint.export import export
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import load, open_newest
+from shoal.checkpoint.storedfile import StoredReader
 from shoal.fabric import World, start_world
 
 SIZE = 4
@@ -158,6 +160,59 @@ def check_all_ranks_fall_back_together(world: World, root: Path) -> None:
         assert event["rank"] == 3
         assert event["tensor"] == "model.a [9:13, :]"
         assert event["file"] == "checkpoints/step-3/rank-3.safetensors"
+
+
+def check_what_all_want_is_read_once_and_handed_on(world: World, root: Path) -> None:
+    read: list[str] = []
+    plain, least = StoredReader.read, shares.LEAST_BYTES
+
+    def noted(self: StoredReader, name: str, *more: Any) -> None:
+        read.append(name)
+        plain(self, name, *more)
+
+    shares.LEAST_BYTES = 0
+    StoredReader.read = noted
+    try:
+        for degree, once in (
+            (1, set(tensors(2))),
+            (4, {n for n, t in tensors(2).items() if t.dim() != 2}),
+        ):
+            read.clear()
+            loaded = open_newest(root, wanted(degree, world.rank % degree, 1), world, Heard(), 2)
+            assert_same(loaded.tensors, expected(2, degree, world.rank % degree, 1))
+            everyone = [name for names in world.gather_json(read) for name in names]
+            pieces = read_manifest(root / "step-2").tensors
+            for name in once:
+                assert everyone.count(name) == len(pieces[name].slices), name
+            if degree == 1:
+                assert 0 < len(read) < len(everyone)
+    finally:
+        StoredReader.read, shares.LEAST_BYTES = plain, least
+
+
+def check_a_flipped_byte_in_a_share_is_named_and_all_fall_back(world: World, root: Path) -> None:
+    least, file, damaged = shares.LEAST_BYTES, Path(), b""
+    shares.LEAST_BYTES = 0
+    try:
+        if world.is_first:
+            (piece,) = read_manifest(root / "step-3").tensors["model.c"].slices
+            file = root / "step-3" / piece.file
+            damaged = file.read_bytes()
+            raw = bytearray(damaged)
+            raw[raw.index(tensors(3)["model.c"].numpy().tobytes()) + 5] ^= 4
+            file.write_bytes(raw)
+        world.barrier()
+        heard = Heard()
+        loaded = open_newest(root, wanted(1, 0, 0), world, heard)
+        assert loaded.step == 2
+        assert_same(loaded.tensors, expected(2, 1, 0, 0))
+        if world.is_first:
+            (event,) = heard.named("checkpoint_damaged")
+            assert event["tensor"] == "model.c [:]"
+            file.write_bytes(damaged)
+        world.barrier()
+    finally:
+        shares.LEAST_BYTES = least
 
 
 def check_same_step_again_verifies_on_all_ranks_and_renames(world: World, root: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from checkpoint_cases import Heard, alone, assert_same, save_step, state, wanted_all
 
 from shoal.base.errors import CheckpointError
+from shoal.base.shards import Box
 from shoal.checkpoint import read, storedfile
 from shoal.checkpoint.boxes import text
 from shoal.checkpoint.catalog import read_manifest, verify
@@ -81,7 +82,7 @@ def test_every_flipped_byte_of_a_shard_is_named(checkpoint: Path) -> None:
         file.write_bytes(original)
 
 
-def _box(manifest: read.Manifest, name: str) -> read.Box:
+def _box(manifest: read.Manifest, name: str) -> Box:
     return manifest.tensors[name].slices[0].box
 
 

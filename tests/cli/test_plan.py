@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import shoal
+
 COMMAND = [sys.executable, "-m", "shoal", "plan"]
 
 
@@ -31,7 +33,10 @@ def plan(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess
         text=True,
         timeout=60,
         cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "100", "HOME": str(folder or "/")},
+        env={
+            **{"PATH": "/usr/bin:/bin", "COLUMNS": "100", "HOME": str(folder or "/")},
+            "PYTHONPATH": str(Path(shoal.__file__).parents[1]),  # the source that is tested
+        },
     )
 
 
@@ -51,7 +56,8 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert record["version"] == 1
     assert record["machine"]["devices"] == 128
     best = record["layouts"][0]
-    assert best["verdict"] == "fits"
+    assert (best["verdict"], best["starts"], best["after"]) == ("no", False, "fits")
+    assert best["start_bytes"] > record["machine"]["memory_bytes"] > best["peak_bytes"]
     assert best["runs_here"]
     assert best["peak_low_bytes"] < best["peak_bytes"] < best["peak_high_bytes"]
 
@@ -64,6 +70,62 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
     assert "no, lacks" in done.stdout
     assert "make it fit" in done.stdout
     assert "layout.strategy=fsdp" in done.stdout
+
+
+def test_a_plan_that_cannot_start_says_what_would(tmp_path: Path) -> None:
+    done = plan(
+        "model.name=llama-3-405b", "--on", "2048x8xH100-80GB", "--top", "2", folder=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    text = " ".join(done.stdout.split())
+    assert text.count("no, while starting; then fits") == 2
+    assert "before that, while starting: 1.5 TiB, all weights at once" in text
+    assert "every rank first puts all 405.9B weights (1.5 TiB) on its device" in text
+    assert "parameters start here, or this one on devices of 1.5 TiB" in text
+    assert "make it fit" not in text  # no setting changes it
+    assert "step of 1:" in text
+
+
+LLAMA_30B = {
+    "model_type": "llama", "num_hidden_layers": 60, "hidden_size": 6656, "vocab_size": 32000,
+    "num_attention_heads": 52, "intermediate_size": 17920, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def test_a_name_beside_degrees_is_heard(tmp_path: Path) -> None:
+    words = ("model.name=llama-3-8b", "--on", "8xH100", "layout.tp=2", "layout.strategy=fsdp")
+    record = json.loads(plan(*words, "--json", folder=tmp_path).stdout)
+    assert {row["zero"] for row in record["layouts"]} == {3}
+    assert {row["degrees"]["tp"] for row in record["layouts"]} == {2}
+
+
+def test_a_cluster_has_the_batch_that_its_user_gave(tmp_path: Path) -> None:
+    """What is left open (the micro-batch) is searched; the sequence is the model's own."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_30B))
+    words = ("model.name=hf:config.json", "--on", "32x8xH100-80GB", "train.batch=512")
+    done = plan(*words, "--write", "run.toml", folder=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+    text = " ".join(done.stdout.split())
+    assert "sequence 4096, bf16; 512 samples per step" in text
+    assert "run.toml says stdlib, Python's own source text; nearest for 32.5B parameters" in text
+    written = (tmp_path / "run.toml").read_text()
+    assert "sequence = 4096" in written
+    assert "batch = 512" in written
+
+
+def test_a_run_on_several_machines_is_started_by_their_launcher(tmp_path: Path) -> None:
+    words = ("model.name=gpt-2", "--on", "2x8xH100-80GB", "--write", "run.toml")
+    text = " ".join(plan(*words, folder=tmp_path).stdout.split())
+    assert "next srun --nodes=2 --ntasks-per-node=8 shoal train run.toml" in text
+    assert "torchrun --nnodes=2 --nproc-per-node=8" in text
+
+
+def test_what_fits_replaces_what_did_not(tmp_path: Path) -> None:
+    words = ("model.name=llama-3-8b", "--on", "8xA100-40GB", "layout.strategy=ddp")
+    text = plan(*words, folder=tmp_path).stdout
+    next_line = " ".join(text[text.index("next ") :].split())
+    assert "layout.strategy=ddp" not in next_line
+    assert next_line.count("layout.strategy=") == 1
 
 
 def test_the_plan_becomes_a_run(tmp_path: Path) -> None:
@@ -136,6 +198,8 @@ def test_tables(tmp_path: Path) -> None:
         (("precision.compute=fp16",), "a CPU has no fast fp16"),
         (("--on", "8xH100 + 8xcpu", "model.name=llama-3-8b"), "cannot share one run"),
         (("model.dims=3",), "nearest: model.dim"),
+        (("model.nam=gpt",), "nearest: model.name"),
+        (("layout.tp=2", "layout.strategy=single"), "nearest: leave layout.strategy out"),
     ],
 )
 def test_wrong_input_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.config.sections import DataSection, ModelSection
 from shoal.data.fetch import Failure, load_error, sample_kind
+from shoal.data.loader import Loader
 from shoal.data.sources import open_source
-from shoal.trainer.job import build_model, import_object
+from shoal.trainer.job import build_model, call_builder, import_object
 
 FLOATS = [(torch.zeros(1, 8, 8), 3)] * 4
 IDS = [(torch.arange(8), torch.arange(8))] * 4
@@ -82,3 +84,78 @@ def test_a_builder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "my_broken.py" in caught.value.__notes__[0], "the traceback is for the log"
     (tmp_path / "my_again.py").write_text("from json import *\n")
     assert import_object("model.build", "my_again:loads"), "a name may come from elsewhere"
+
+
+BUILDERS = """
+import torch
+def build(dim=4, depth=1): return torch.nn.Linear(dim, depth)
+def needs(dim): return torch.nn.Linear(dim, 1)
+def anything(**more): return torch.nn.Linear(4, 1)
+def helper(): raise RuntimeError("broken on purpose")
+def raises(): return helper()
+"""
+
+
+@pytest.mark.parametrize(
+    ("builder", "arguments", "line"),
+    [
+        ("build", {"dimm": 3}, "model.dimm: my_builders:build() takes no argument dimm; "
+                               "nearest: model.dim=3"),
+        ("build", {"xyz": 3}, "model.xyz: my_builders:build() takes no argument xyz; "
+                                "it takes dim, depth"),
+        ("raises", {"width": 3}, "model.width: my_builders:raises() takes no argument width; "
+                                 "it takes none"),
+        ("needs", {}, "model.dim: my_builders:needs() needs it; nearest: model.dim=…"),
+        ("build", {"dim": "x"}, None),
+        ("raises", {}, "model.build = my_builders:raises: my_builders.py:6: RuntimeError: "
+                       "broken on purpose"),
+    ],
+)  # fmt: skip
+def test_a_builder_that_cannot_be_called_so_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    builder: str,
+    arguments: dict[str, Any],
+    line: str | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_builders.py").write_text(BUILDERS)
+    monkeypatch.delitem(sys.modules, "my_builders", raising=False)
+    assert call_builder("my_builders:anything", {"width": 3})
+    assert call_builder("my_builders:build", {"dim": 3})
+    with pytest.raises(ConfigError) as caught:
+        call_builder(f"my_builders:{builder}", arguments)
+    if line is None:
+        assert str(caught.value).startswith("model.build = my_builders:build: my_builders.py:3: ")
+    else:
+        assert str(caught.value) == line
+
+
+def test_validation_data_without_samples_are_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_empty.py").write_text("def data(): return [(1.0, 2)] * 4, []\n")
+    with pytest.raises(ConfigError, match="my_empty:data: its validation data has 0 samples"):
+        open_source(DataSection(source="my_empty:data"), 0)
+
+
+def test_a_raising_sample_is_named_by_the_users_own_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_raising.py").write_text(
+        "class Data:\n"
+        "    def __len__(self): return 40\n"
+        "    def __getitem__(self, i):\n"
+        "        if i == 13: raise ValueError('odd')\n"
+        "        return float(i), i\n"
+    )
+    source = open_source(DataSection(source="my_raising:Data", validation="0.1"), 0)
+    loader = Loader(source.train, batch=4, micro_batch=4, seed=0)
+    with pytest.raises(UserError, match="sample 13 "):
+        list(loader)
+    held = {source.validation[i][1] for i in range(len(source.validation))}
+    told = loader._fetcher.own_ids(0, 36)
+    assert held.isdisjoint(told)
+    assert held | set(told) == set(range(40)), "every number is one of the user's"

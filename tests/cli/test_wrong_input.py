@@ -35,13 +35,19 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.micro_bach=3", "train.micro_bach: no such key; nearest: train.micro_batch"),
         ("trian.batch=3", "trian.batch: no such section; nearest: train.batch"),
         ("train.lr=3", "train.lr: no such key; nearest: optimizer.lr"),
+        ("train.steps", "train.steps: has no value; nearest: train.steps=…"),
+        ("train.seed=99999999999999999999", "more than 2^63 − 1; nearest: train.seed=0"),
+        ("optimizer.lr=inf", "optimizer.lr = inf: no weight would stay finite; nearest: 0.001"),
+        ("run.name=../../evil", "run.name = ../../evil: leads out of run.folder = runs; nearest: "
+                                "run.name=evil, or another run.folder"),
+        ("run.name=/evil", "run.name = /evil: leads out of run.folder"),
         ("train.batch=abc", "train.batch = 'abc': a whole number is wanted, got text"),
         ("train.batch=2.5", "train.batch = 2.5: a whole number is wanted, got a number"),
         ("optimizer.betas=[1]", "optimizer.betas = [1]: a list of two numbers is wanted"),
         ("batch=3", "batch=3: overrides are written section.key=value; nearest: train.batch=3"),
         ("precision.compute=fp23", "precision.compute = fp23: not one of auto, fp64, fp32, bf16, fp16"),
         ("optimizer.schedule=cosin", "nearest: cosine"),
-        ("layout.strategy=dpp", "layout.strategy = dpp: not one of single, dp, ddp, zero1"),
+        ("layout.strategy=dpp", "layout.strategy = dpp: not one of auto, single, dp, ddp, zero1"),
         ("layout.strategy=dualpipe launch.processes=3",
          "so layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4"),
         ("layout.pp=2 layout.schedule=zbv memory.recompute=full launch.processes=2",
@@ -111,6 +117,23 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.source=nowhere:make", "nowhere"),
         ("train.steps=-1", "train.steps = -1: at least 0 is wanted"),
         ("train.steps=5 train.epochs=1", "one of them decides the length"),
+        ("optimizer.learnrate=3", "optimizer.learnrate: no such key; nearest: optimizer.lr"),
+        ("precision.compute=fp8", "not one of auto, fp64, fp32, bf16, fp16; nearest: bf16"),
+        ("train.batch=-4", "train.batch = -4: at least 0 is wanted; nearest: train.batch=16"),
+        ("train.batch=9223372036854775806", "no number that a run could have; nearest: "
+         "train.batch=16"),
+        ("train.batch=45 launch.processes=2", "train.batch = 45: does not divide over 2 "
+         "data-parallel ranks; nearest legal: train.batch=44"),
+        ("train.batch=12 launch.processes=3", "train.batch = 12: is 4 micro-batches of 3 where "
+         "nobody says train.micro_batch, which do not divide over 3 data-parallel ranks; nearest "
+         "legal: train.micro_batch=2"),
+        ("train.batch=1073741789 launch.processes=2", "nearest legal: train.batch=1073741788"),
+        ("launch.processes=3000", "launch.processes = 3000: this machine has"),
+        ("launch.processes=3", "3 data-parallel ranks do not divide the default of 16 samples per "
+         "step; nearest legal: train.batch=24 train.micro_batch=1"),
+        ("layout.zero=4", "layout.zero = 4: a stage is 0, 1, 2 or 3; nearest: layout.zero=3"),
+        ("layout.threads=2 layout.zero=1", "layout.zero = 1: layout.strategy = dp is stage 0"),
+        ("optimizer.name=" + "x" * 5000 + " optimizer.lr=" + "y" * 5000, "y… (5002 characters)"),
         ("launch.nodes=2", "torchrun"),
         ("missing.toml", "missing.toml: no such file; without one the defaults count"),
         ("llama-3.1-8b", "llama-3.1-8b: no such file; a model is named by model.name=llama-3.1-8b"),
@@ -226,14 +249,64 @@ def test_origins_survive_a_resume(tmp_path: Path) -> None:
 def test_the_systems_refusals_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "runs").write_text("a file where a folder is wanted")
-    monkeypatch.setattr(sys, "argv", ["shoal", "train", "model.name=mlp", "data.source=digits"])
+    name = f"run.name={'a' * 300}"
+    monkeypatch.setattr(
+        sys, "argv", ["shoal", "train", "model.name=mlp", "data.source=digits", name]
+    )
     with pytest.raises(SystemExit) as exit_:
         main.main()
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("shoal: runs")
-    assert line.endswith("Not a directory") or line.endswith("File exists")
+    assert line.startswith("shoal: runs/aaa")
+    assert line.endswith("File name too long")
+
+
+@pytest.mark.parametrize(("key", "where"), [("folder", "afile"), ("name", "runs/taken")])
+def test_a_file_where_the_run_folder_should_be_is_named_by_its_key(key: str, where: str) -> None:
+    Path("runs").mkdir()
+    Path(where).touch()
+    value = where.removeprefix("runs/")
+    code, text = shoal("train", "model.name=mlp", "data.source=digits", f"run.{key}={value}")
+    assert (code, text.split(": ", 1)[0]) == (2, f"run.{key} = {value}")
+    assert text.endswith(f"{where if key == 'name' else 'afile'} is a file, not a folder")
+
+
+def test_a_run_of_ones_own_script_is_not_resumed_from_the_command_line() -> None:
+    folder = Path("runs/mine/checkpoints/step-3")
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    code, text = shoal("train", "--resume", "runs/mine")
+    assert code == 2
+    assert text.endswith(
+        "made it with shoal.parallelize; start that again: its run.restore() goes on"
+    )
+
+
+def test_a_file_is_not_a_module() -> None:
+    Path("pkg").mkdir()
+    Path("pkg/mine.py").touch()
+    code, text = shoal("train", "model.build=./pkg/mine.py:build")
+    assert code == 2
+    assert text.endswith("is a file, a module is wanted; nearest: pkg.mine:build")
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("best.pt", "best.pt: a safetensors file is written, which torch.load does not open; "
+                    "nearest: best.safetensors, for safetensors.torch.load_file"),
+        ("pytorch_model.bin", "nearest: pytorch_model.safetensors"),
+        ("exported", "exported: is a folder; nearest: exported/model.safetensors"),
+    ],
+)  # fmt: skip
+def test_an_export_is_not_written_where_it_would_mislead(out: str, said: str) -> None:
+    Path("exported").mkdir()
+    folder = Path("runs/mine/checkpoints/step-3")
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    code, text = shoal("checkpoint", "export", "runs/mine", out)
+    assert code == 2
+    assert said in text
 
 
 def test_a_missing_folder_of_the_exported_file_is_one_line(
@@ -251,31 +324,6 @@ def test_a_missing_folder_of_the_exported_file_is_one_line(
         main.main()
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "shoal: missing/half: No such file or directory\n"
-
-
-@pytest.mark.parametrize(
-    ("status", "message", "shown"),
-    [
-        ("stopped", "stopped by Ctrl-C", ""),
-        ("stopped", "stopped by SIGTERM; killed rank 1, still busy after 60 s",
-         "shoal: stopped by SIGTERM; killed rank 1, still busy after 60 s\n"),
-        ("failed", "train.batch: too large", "shoal: train.batch: too large\n"),
-    ],
-)  # fmt: skip
-def test_trouble_in_a_stop_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    status: str,
-    message: str,
-    shown: str,
-) -> None:
-    from shoal.cli import start
-    from shoal.launch import Outcome
-
-    code = 2 if status == "failed" else 143
-    monkeypatch.setattr(start, "supervise", lambda *_, **__: Outcome(status, code, 1, message))
-    assert start.launch(start.prepare(["model.name=mlp", "data.source=digits"], None), {}) == code
-    assert capsys.readouterr().err == shown
 
 
 def test_aliases_are_answered_with_our_names() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_a_function_of_ones_own() -> None:
     assert (len(source.train), len(source.validation)) == (36, 4)
     assert source.description == "my_list:make: list, 40 samples; 4 held out"
     step = next(iter(open_loader(source.train, batch=4, micro_batch=2, seed=0)))
-    assert [v.shape for v in next(iter(step))] == [(2,), (2,)]
+    assert [v.shape for v in step.values[0]] == [(2,), (2,)]
 
 
 def test_a_function_giving_both_parts_and_a_collate() -> None:
@@ -157,3 +158,18 @@ def test_a_second_source_for_validation(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         open_source(DataSection(**{"source": "synthetic", **settings}), 0)
+
+
+def test_a_share_of_text_is_kept_to_the_sample(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"some words of file {number}, " * 200)
+    section = DataSection(source=f"text:{tmp_path}/*.txt", tokenizer="bpe:300", sequence=8)
+    small = open_source(replace(section, validation="0.0005"), 0)
+    total = len(small.train) + len(small.validation)
+    assert small.validation_samples == max(1, round(0.0005 * total)) < len(small.validation)
+    assert "1 file held out" in small.description
+    wide = open_source(replace(section, validation="0.5"), 0)
+    half = round(0.5 * (len(wide.train) + len(wide.validation)))
+    assert wide.validation_samples == (half if half < len(wide.validation) else None)
+    second = open_source(replace(section, validation=f"text:{tmp_path}/1*.txt"), 0)
+    assert second.validation_samples is None

@@ -71,7 +71,7 @@ def test_workers_read_the_same(folder: Path) -> None:
     train = open_source(section, 0).train
     steps = [
         [v.tolist() for step in Loader(train, batch=8, micro_batch=4, seed=0, workers=w)
-         for pair in step for v in pair]
+         for pair in step.values for v in pair]
         for w in (0, 2)
     ]  # fmt: skip
     assert steps[0] == steps[1]

@@ -110,7 +110,7 @@ if os.environ["RANK"] == "1":
 
 
 REPORT_PLACE = """
-import json, os, socket, sys
+import json, os, socket, sys, time
 from pathlib import Path
 attempt, rank = os.environ["SHOAL_ATTEMPT"], os.environ["RANK"]
 seen = {"cwd": os.getcwd(), "session": os.getsid(0) == os.getpid(), "env": dict(os.environ)}
@@ -120,13 +120,16 @@ if rank == "0":
     seen["listens"] = store.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 Path(os.environ["SHOAL_RUN_FOLDER"], f"seen-{attempt}-{rank}").write_text(json.dumps(seen))
 if attempt == "0":
+    other = Path(os.environ["SHOAL_RUN_FOLDER"], f"seen-0-{1 - int(rank)}")
+    while not other.exists():  # else its writer may be ended before it has written
+        time.sleep(0.01)
     sys.exit(1)
 """
 
 
 def test_workers_are_told_their_place_and_each_attempt_meets_elsewhere(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    outcome = supervise([sys.executable, "-c", REPORT_PLACE + "import time; time.sleep(0.3)"],
+    outcome = supervise([sys.executable, "-c", REPORT_PLACE + "time.sleep(0.3)"],
                         processes=2, folder=tmp_path, restarts=1, environ=environ,
                         emit=lambda *_, **__: None)  # fmt: skip
     assert outcome.status == "finished"

@@ -22,7 +22,7 @@ def report_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "logs" / "rank-3.error.json"
 
 
-def raising(error: Exception) -> int:
+def raising(error: BaseException) -> int:
     raise error
 
 
@@ -34,9 +34,9 @@ def test_success_writes_nothing(report_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [(ConfigError("x"), 2), (CheckpointError("x"), 2), (TrainingError("x"), 3),
-     (ClusterError("x"), 1), (ValueError("x"), 1)],
+     (ClusterError("x"), 1), (ValueError("x"), 1), (SystemExit(0), 1), (SystemExit(5), 1)],
 )  # fmt: skip
-def test_exit_codes(report_path: Path, error: Exception, code: int) -> None:
+def test_exit_codes(report_path: Path, error: BaseException, code: int) -> None:
     assert run_worker(lambda: raising(error)) == code
     written = json.loads(report_path.read_text())
     assert written["exit_code"] == code
@@ -55,7 +55,9 @@ def test_a_named_mistake_is_one_line_and_another_a_traceback(
     run_worker(lambda: raising(ValueError("odd")))
     report = read_report(report_path)
     assert report is not None
-    assert report.line == "ValueError: odd"
+    place, _, line = report.line.partition(": ")
+    assert (Path(place.partition(":")[0]).name, line) == ("test_worker.py", "ValueError: odd")
+    assert report.certain
     assert report.traceback.startswith("Traceback (most recent call last):")
     assert "launch/worker.py" not in report.traceback
     assert report.traceback in capsys.readouterr().err

@@ -93,15 +93,18 @@ def test_a_loader_that_gives_every_rank_everything_is_refused() -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
     plan = small_run(None).plan
 
-    def opened(data: object, ranks: int) -> object:
-        world = SimpleNamespace(size=ranks, rank=0)
-        return Feed(plan, world, seed=0).training(data, 0, None)
+    def opened(data: object, ranks: int, other: object = None) -> int:
+        """Batches of an epoch; `other` is what the second rank tells of its data."""
+        tells = lambda mine: [mine, other or mine]  # noqa: E731
+        world = SimpleNamespace(size=ranks, rank=0, gather_json=tells)
+        return len(list(Feed(plan, world, seed=0).training(data, 0, None)))
 
     for loader, kind in (
         (DataLoader(dataset, batch_size=2, shuffle=True), "RandomSampler"),
         (DataLoader(dataset, batch_size=2), "SequentialSampler"),
     ):
-        assert opened(loader, 1) is loader
+        assert opened(loader, 1) == 4
+        assert opened(loader, 2, other=[8, "the other", "half"]) == 4
         with pytest.raises(shoal.ConfigError) as failure:
             opened(loader, 2)
         assert str(failure.value) == (
@@ -115,8 +118,8 @@ def test_a_loader_that_gives_every_rank_everything_is_refused() -> None:
     dealt = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 2, 0))
     own = DataLoader(dataset, batch_sampler=OwnOrder(RandomSampler(dataset), 2, False))
     batches = [next(iter(dealt))]
-    for data in (dealt, own, batches, iter(batches)):
-        assert opened(data, 2) is data
+    for data, count in ((dealt, 2), (own, 4), (batches, 1), (iter(batches), 1)):
+        assert opened(data, 2) == count
 
 
 def test_steps_over_own_batches_and_a_line_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:

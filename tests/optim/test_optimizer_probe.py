@@ -44,6 +44,34 @@ def test_elementwise_rules_work_on_pieces(name: str) -> None:
     assert probe(SLICED[name](parameters())) == YES
 
 
+class EagerSums(torch.optim.Optimizer):
+    """Adagrad's rule, with state that is there before the first step, as in torch 2.11."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, 0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = self.state[p]["sum"].addcmul_(p.grad, p.grad)
+                    p.addcdiv_(p.grad, total.sqrt(), value=-group["lr"])
+
+
+def test_state_that_is_there_from_the_start_is_tried_too() -> None:
+    optimizer = EagerSums(parameters())
+    assert probe(optimizer) == YES
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert probe(optimizer) == YES
+
+
 WHOLE = {
     "adafactor": (torch.optim.Adafactor, "differs", "differs"),
     "lamb": (LAMB, "differs", "differs"),

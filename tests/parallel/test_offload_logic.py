@@ -1,6 +1,6 @@
 """Offload's logic on the CPU, whose streams do nothing: who is copied, when, and that bits survive.
 
-What only a GPU can show (overlap, memory, order of streams) is in tests/cuda/test_offload.py.
+What only a GPU can show (overlap, memory, order of streams) is in tests/cuda/host_memory.py.
 """
 
 from __future__ import annotations

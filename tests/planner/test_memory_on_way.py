@@ -97,7 +97,8 @@ def test_fsdp_on_gloo_block_by_block() -> None:
 
 
 def test_fsdp_leaves_bare_layers_in_the_root() -> None:
-    found = sharded_on_gloo(given := case("fsdp", (LAYER,)), cut(given, 0))
+    bare = replace(LAYER, rooted_parameters=LAYER.parameters)
+    found = sharded_on_gloo(given := case("fsdp", (bare,)), cut(given, 0))
     assert not found.blocks
     assert (found.loss, found.root) == (8 * MIB, 16 * MIB)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
+from shoal.planner.hf_config import assumed
 from shoal.planner.published import SHAPES, from_config, published
 from shoal.planner.transformer import model_facts
 
@@ -121,3 +122,51 @@ def test_a_missing_or_wrong_key_is_named() -> None:
         from_config({**broken, "hidden_sizes": 4096})
     with pytest.raises(ConfigError, match=r"vocab_size = '32k': needs a whole number"):
         from_config({**LLAMA, "vocab_size": "32k"})
+
+
+DECODER = {"model_type": "other", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99,
+           "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("attn_layer_period", "mixes layers of several kinds"),
+        ("state_size", "has no attention"),
+        ("is_encoder_decoder", "has an encoder beside its decoder"),
+    ],
+)
+def test_what_is_no_stack_of_equal_blocks_is_refused(key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_type other {said}.*nearest: model.build="):
+        from_config({**DECODER, key: 8})
+
+
+def test_what_is_taken_for_granted_is_told(tmp_path: Path) -> None:
+    for config, said in (
+        (DECODER, "model_type other is not known here: planned as a decoder of equal blocks"),
+        ({"text_config": DECODER}, "its text model alone is planned"),
+        ({**DECODER, "model_type": "llama"}, ""),
+    ):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        assert said in assumed(path)
+        assert bool(said) == bool(assumed(path))
+
+
+def test_families_under_other_keys() -> None:
+    """Published totals: OPT-6.7B, BLOOM-7.1B, Falcon-7B; Gemma ties its head without saying so."""
+    opt = {"model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "ffn_dim": 16384,
+           "num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048}  # fmt: skip
+    bloom = {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32,
+             "vocab_size": 250880}  # fmt: skip
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32,
+              "num_attention_heads": 71, "vocab_size": 65024}  # fmt: skip
+    for config, billions in ((opt, 6.66), (bloom, 7.07), (falcon, 6.92)):
+        facts = model_facts(from_config(config), 2048, 2)
+        assert facts.trainable / 1e9 == pytest.approx(billions, rel=0.01), config
+    assert from_config({**DECODER, "model_type": "gemma"}).tied
+
+
+def test_the_longest_sequence_of_a_config_is_known() -> None:
+    assert from_config({**DECODER, "max_position_embeddings": 4096}).context == 4096
+    assert published("llama-2-7b").context == 4096

@@ -52,6 +52,18 @@ def test_layouts_of_this_version_alone() -> None:
     assert {"ddp", "zero1", "zero2", "fsdp"} <= {c.case.layout.strategy for c in found}
 
 
+def test_degrees_of_two_kinds_are_proposed_as_given() -> None:
+    asked = Asked(batch=64, degrees=(("dp_replicate", 4), ("dp_shard", 2)))
+    found = search(LLAMA, NODE, asked)
+    assert {c.case.layout for c in found} == {Layout(dp_replicate=4, dp_shard=2, zero=3)}
+
+
+def test_accumulation_fixes_the_micro_batch_of_each_layout() -> None:
+    found = search(LLAMA, NODE, Asked(batch=64, accumulate=4))
+    assert {c.case.accumulate for c in found} == {4}
+    assert len({c.case.micro_batch for c in found}) > 2
+
+
 def test_a_fixed_layout_is_the_only_one() -> None:
     layout = planned_degrees({"tp": 4}, 8)
     found = search(LLAMA, NODE, Asked(batch=64, layout=layout, micro_batch=2))
@@ -60,7 +72,9 @@ def test_a_fixed_layout_is_the_only_one() -> None:
 
 
 def test_a_batch_that_nothing_divides_is_told() -> None:
-    with pytest.raises(PlanError, match=r"train\.batch = 13: nothing divides it .* train\.batch=8"):
+    with pytest.raises(
+        PlanError, match=r"train\.batch = 13: nothing divides it .* train\.batch=16"
+    ):
         search(LLAMA, NODE, Asked(batch=13, built=True))
 
 
@@ -97,16 +111,29 @@ def test_degrees_that_do_not_divide_are_told() -> None:
         planned_degrees({"tp": 3}, 8)
 
 
-def test_fixes_fit_and_the_cheapest_is_first() -> None:
+def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
     asked = Asked(batch=64, layout=Layout(dp_replicate=8), micro_batch=4, recompute="none")
     best = search(LLAMA, NODE, asked)[0]
     assert not best.fits
     made = fixes(best.case)
-    assert made
-    assert all(candidate.fits for _, candidate in made)
-    times = [candidate.time.step_s for _, candidate in made]
+    words = [candidate.verdict.word for _, candidate in made]
+    assert words == sorted(words)  # fits, tight
+    assert set(words) == {"fits", "tight"}
+    times = [candidate.time.step_s for _, candidate in made if candidate.verdict.word == "fits"]
     assert times == sorted(times)
     assert any("fsdp" in text for text, _ in made)
+
+
+def test_a_fix_is_what_a_user_can_type() -> None:
+    """Beside other axes a stage is degrees: a strategy is a whole layout."""
+    layout = Layout(dp_replicate=4, tp=2)
+    asked = Asked(batch=64, layout=layout, micro_batch=8, recompute="none")
+    best = search(LLAMA, NODE, asked)[0]
+    assert not best.fits
+    texts = [text for text, _ in fixes(best.case)]
+    assert any("layout.dp_shard=4 layout.zero=" in text for text in texts)
+    assert len(texts) == len(set(texts))
+    assert not any("strategy" in text for text in texts)
 
 
 def test_a_reason_names_what_differs(found: list[Candidate]) -> None:

@@ -74,7 +74,7 @@ def test_bytes_are_the_traffic_formulas(name: str, defer: bool) -> None:
 def test_fsdp_gathers_bare_layers_once_with_the_root(mixed: bool, defer: bool) -> None:
     """Of six equal blocks, all or two are bare layers, before the others."""
     embedding, block, *rest = FACTS.units
-    bare = replace(block, count=2 if mixed else 6, operations=2)
+    bare = replace(block, count=2 if mixed else 6, rooted_parameters=block.parameters)
     units = (embedding, bare, *([replace(block, count=4)] if mixed else []), *rest)
     case = replace(here(LAYOUTS["fsdp"], defer_sync=defer), model=replace(FACTS, units=units))
     inside, whole = block.parameters * (4 if mixed else 0) * 4, FACTS.trainable * 4

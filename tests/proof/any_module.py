@@ -20,6 +20,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ TARGET = ROOT / "docs" / "proof" / "any-module.json"
 PAGE = ROOT / "docs" / "proof" / "any-module.md"
 DEADLINE_S = 300.0
 AS_IS = ", casts as they are"
+SHARED = (2, 4)
+"""Degrees of tp of which the share of parameters that is split is told."""
 MOST_AS_IS = 1e-6
 """Largest difference of losses and gradients where a model casts to float32 on its way."""
 
@@ -46,12 +49,18 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep rows of earlier sources too")
     parser.add_argument("--layouts", default="", help="comma-separated; default: all")
     parser.add_argument("--models", default="", help="separated by ;, default: all")
+    parser.add_argument("--page", action="store_true", help="shares and page only, no new row")
     options = parser.parse_args()
     source = source_hash()
     rows = {} if options.fresh else done_already("" if options.keep else source)
+    if options.page:
+        kept = json.loads(TARGET.read_text())
+        publish({**kept, "counts": counts(kept["rows"]), "shares": split_shares()})
+        return 0
     wanted = chosen(options.layouts, options.models)
     with tempfile.TemporaryDirectory() as logs:
         fill(rows, wanted, Path(logs), source)
+    write(rows, source, split_shares())
     wrong = [
         key
         for key, row in rows.items()
@@ -96,7 +105,7 @@ def fill(rows: dict[str, Row], wanted: list[tuple[str, str]], logs: Path, source
                 world = None
             rows[key]["source"] = source
             print(f"{key}: {rows[key]['verdict']} {rows[key]['reason'][:150]}", flush=True)
-            write(rows, source)
+            write(rows, source, {})
     finally:
         if world is not None:
             world.close()
@@ -117,6 +126,8 @@ def one_row(world: Members, model: str, layout: str) -> tuple[Row, bool]:
         return {"verdict": "failed", "reason": str(failure)[-600:], "whole": []}, True
     trajectories = report["trajectories"]
     if trajectories and model.endswith(AS_IS):
+        # The battery lifted the casts itself where that was needed; here they are asked about.
+        trajectories[0]["largest"] = trajectories[0].get("as_is") or trajectories[0]["largest"]
         most = max(trajectories[0]["largest"][what] for what in ("loss", "gradient"))
         report["verdict"] = "within 1e-6" if most <= MOST_AS_IS else "differs"
         report["reason"], report["cause"] = f"largest difference {most:.1e}", None
@@ -139,7 +150,19 @@ def done_already(source: str) -> dict[str, Row]:
     return {k: row for k, row in kept["rows"].items() if source in ("", row["source"])}
 
 
-def write(rows: dict[str, Row], source: str) -> None:
+def split_shares() -> dict[str, list[float]]:
+    """Share of every model's parameters that tp2 and tp4 split: planned only, nothing is run."""
+    names = [name for name in every_model() if not name.endswith(AS_IS)]
+    return {name: [any_case.split_share(name, degree) for degree in SHARED] for name in names}
+
+
+def counts(rows: dict[str, Row]) -> str:
+    """How often every outcome came up."""
+    found = Counter(row["verdict"] for row in rows.values())
+    return ", ".join(f"{number} {what}" for what, number in found.most_common())
+
+
+def write(rows: dict[str, Row], source: str, shares: dict[str, list[float]]) -> None:
     """The record, and the page that people read."""
     import torch
 
@@ -158,8 +181,15 @@ def write(rows: dict[str, Row], source: str) -> None:
         "definition": "float64, SGD with momentum, 5 steps, the last one short: losses, norms, "
         "gradients and weights within 1e-12 of one process, transformers' casts to float32 lifted; "
         "as they are, losses and gradients within 1e-6",
+        "counts": counts(rows),
+        "shares": shares,
         "rows": rows,
     }
+    publish(result)
+
+
+def publish(result: dict[str, Any]) -> None:
+    """Both files in docs/proof."""
     TARGET.write_text(json.dumps(result, indent=1) + "\n")
     PAGE.write_text(page(result))
 
@@ -175,8 +205,12 @@ def page(result: dict[str, Any]) -> str:
         "of a gradient, as a share of the whole gradient's norm; `·` marks cells in which something "
         "that could be split stays whole (listed below).",
         "",
-        "| model | " + " | ".join(layouts) + " |",
-        "|---|" + "---|" * len(layouts),
+        f"{len(result['rows'])} rows: **{result['counts']}**. Sequences are 12 tokens (ours) or 6, "
+        "heads 4, key/value heads 2 where a model has fewer. The second column is the share of the "
+        "parameters that tp2 and tp4 split; what is left is whole on every rank.",
+        "",
+        "| model | split by tp2 · tp4 | " + " | ".join(layouts) + " |",
+        "|---|---|" + "---|" * len(layouts),
     ]
     kept: dict[str, set[str]] = {}
     for model in every_model():
@@ -186,7 +220,8 @@ def page(result: dict[str, Any]) -> str:
             cells.append(cell(row))
             for text in row["whole"] if row else []:
                 kept.setdefault(model, set()).add(text)
-        lines.append(f"| {model} | " + " | ".join(cells) + " |")
+        shared = " · ".join(f"{n:.0%}" for n in result["shares"].get(model, ()))
+        lines.append(f"| {model} | {shared} | " + " | ".join(cells) + " |")
     lines += ["", "## What stays whole, or is refused, and why", ""]
     for model, texts in kept.items():
         lines += [f"- **{model}**", *(f"  - {text}" for text in sorted(texts))]

@@ -163,7 +163,7 @@ def test_groups_with_their_own_settings_are_plain_torch() -> None:
         )
 
     model, twin = linear(), linear()
-    run = run_of(model, groups(model), batch=24, micro_batch=3)
+    run = run_of(model, groups(model), micro_batch=3)
     plain = groups(twin)
     for step in range(3):
         x, y = pair(seed=step)
@@ -285,7 +285,7 @@ def test_freezing_later_is_plain_torch() -> None:
 
 def test_clipping_is_torchs() -> None:
     model, twin = linear(), linear()
-    run = run_of(model, clip=0.05, precision="fp64", batch=24, micro_batch=3)
+    run = run_of(model, clip=0.05, precision="fp64", micro_batch=3)
     twin.double()
     plain = sgd(twin.parameters())
     for step in range(3):

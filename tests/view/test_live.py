@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import shoal.view.live
 from shoal.base.events import EventLog, append_line
 from shoal.view import LiveView
+from shoal.view.phases import read_doing
 
 STEP = {
     "grad_norm": 0.91, "lr": 1e-3, "tokens": 1000, "step_s": 0.1, "tokens_per_s": 10000.0,
@@ -99,6 +101,16 @@ def test_a_pipe_gets_key_values_now_and_then_and_the_last_step(
     assert stream.getvalue().splitlines() == lines
 
 
+def test_a_long_run_says_less_through_a_pipe(tmp_path: Path, clock: Clock) -> None:
+    view, stream = piped(tmp_path, total_steps=2000)
+    for step in range(1, 1001):
+        write_step(tmp_path, step)
+        view.tick()
+        clock.now_s += 2.5
+    told = [line for line in stream.getvalue().splitlines() if line.startswith("step=")]
+    assert 50 < len(told) < 120, "of 1000 steps in 42 minutes"
+
+
 def test_what_is_not_known_is_left_out(tmp_path: Path, clock: Clock) -> None:
     view, stream = piped(tmp_path, total_steps=None)
     line = {"step": 1, "loss": None, "mfu": None, "gpu_utilisation": 0.97}
@@ -166,9 +178,9 @@ def test_a_death_is_told_with_its_traceback_once(tmp_path: Path, clock: Clock) -
         "  Traceback (most recent call last):",
         "    File x",
         "  ValueError: boom",
-        "restart 1 of 3, from the last checkpoint",
+        "restart 1 of 3, from the beginning: nothing was saved yet",
         "rank 1 (pid 7): exit code 1: ValueError: boom",
-        "restart 2 of 3, from the last checkpoint",
+        "restart 2 of 3, from the beginning: nothing was saved yet",
     ]
 
 
@@ -267,3 +279,98 @@ def test_a_closed_pipe_ends_the_drawing_not_the_run(tmp_path: Path) -> None:
 def test_light_rooms_do_without_torch() -> None:
     code = "import sys, shoal.view, shoal.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def busy(folder: Path, *phases: tuple[str, int, int, float]) -> None:
+    """What a first worker would have told: (name, done, of, seconds ago)."""
+    now_s = time.time()
+    rows = [
+        {"name": name, "done": done, "of": of, "began_s": now_s - ago_s}
+        for name, done, of, ago_s in phases
+    ]
+    (folder / "phase.json").write_text(json.dumps({"time_s": now_s, "phases": rows}))
+
+
+def test_a_terminal_names_what_is_waited_for_at_start_during_training_and_at_the_end(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    events_of(tmp_path).emit("run_started")
+    stream = Terminal()
+    view = LiveView(tmp_path, total_steps=40, stream=stream, colour=False)
+
+    def last() -> str:
+        clock.now_s += 1
+        view.tick()
+        return shown(stream)[-1]
+
+    assert last() == "starting · 1 s"
+    busy(tmp_path, ("proof", 0, 0, 9.2), ("steps", 1, 2, 4.1))
+    assert last() == "starting: proof: steps 1/2 · 4 s · 4 s left"
+    write_step(tmp_path, 20)
+    busy(tmp_path, ("validation", 12, 40, 3.0))
+    assert last().endswith(" 50%  validation 12/40  3 s  7 s left")
+    events_of(tmp_path).emit("validated", loss=4.2)
+    events_of(tmp_path).emit("validated", loss=4.3)
+    busy(tmp_path)
+    assert last().endswith(" 50%  2 s left  comm 12.3 ms  data 0.4 ms")
+    assert "step 20/40  loss 5.1230  val 4.3000 (best 4.2000)" in shown(stream)[-2]
+    write_step(tmp_path, 40)
+    busy(tmp_path, ("validation", 120, 299, 1.0))
+    assert last() == "finishing: validation 120/299 · 1 s"
+    view.finish()
+    assert max(map(len, shown(stream))) <= 60
+
+
+def test_a_pipe_hears_of_waits_over_two_seconds_ever_less_often(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.view.phases.time, "monotonic", clock.monotonic)
+    view, stream = piped(tmp_path)
+    for second in range(32):
+        busy(tmp_path, ("validation", second, 40, second))
+        view.tick()
+        clock.now_s += 1
+    told = re.findall(r"phase=validation done=(\d+)/40 seconds=\1 left=\d+s\n", stream.getvalue())
+    assert told == ["2", "6", "14", "30"]
+    write_step(tmp_path, 1)  # something else was said, so silence begins anew
+    busy(tmp_path, ("save", 0, 0, 1.9))
+    view.tick()
+    assert stream.getvalue().splitlines()[-1].startswith("step=1/300 ")
+
+
+def test_what_a_worker_was_busy_with_that_is_gone_is_not_shown(tmp_path: Path) -> None:
+    busy(tmp_path, ("first step", 0, 0, 9.0))
+    time.sleep(0.01)
+    events_of(tmp_path).emit("run_started")
+    stream = Terminal()
+    view = LiveView(tmp_path, total_steps=40, stream=stream, colour=False)
+    view.tick()
+    busy(tmp_path, ("data", 0, 0, 1.0))
+    assert read_doing(tmp_path, view.since_s).names() == "data"
+    time.sleep(0.01)
+    events_of(tmp_path).emit("restarting", attempt=1, of=3)
+    view.tick()
+    assert "first step" not in stream.getvalue()
+    assert not read_doing(tmp_path, view.since_s).phases
+    for torn in ("", "[1]", '{"time_s": 9e9, "phases": [1, {"name": "x"}]}'):
+        (tmp_path / "phase.json").write_text(torn)
+        assert not read_doing(tmp_path).phases
+
+
+def test_a_narrower_terminal_keeps_nothing_of_lines_that_it_broke(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    view = LiveView(tmp_path, total_steps=300, stream=stream, colour=False)
+    write_step(tmp_path, 1)
+    view.tick()
+    for columns, rows in ((60, 2), (60, 0), (100, 0)):  # 88 and 100 columns were four rows
+        view.console.width = columns
+        before = len(stream.getvalue())
+        clock.now_s += 1
+        view.tick()
+        drawn = stream.getvalue()[before:]
+        assert drawn.count("\x1b[1A") == rows + 1, "the region itself is two rows"
+    view.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from shoal.view.events import SENTENCES, event_text
                               "seconds": 0.5}, "checkpoint saved: step-20 (1.0 MiB, 500.0 ms)"),
         ("checkpoint_saved", {"step": 3}, "checkpoint saved: step-3"),
         ("checkpoint_failed", {"step": 20, "reason": "no space left on device"},
-         "checkpoint at step 20 not saved: no space left on device; training goes on"),
+         "checkpoint at step 20 not saved: no space left on device"),
         ("checkpoint_damaged", {"file": "step-3/rank-0.safetensors", "tensor": "w [0:4]",
                                 "reason": "does not match its hash"},
          "checkpoint damaged: step-3/rank-0.safetensors w [0:4]: does not match its hash"),
@@ -45,9 +47,15 @@ from shoal.view.events import SENTENCES, event_text
         ("checkpoint_damaged", {"file": "f", "tensor": "", "reason": "cut short", "kept_as": "g"},
          "checkpoint damaged: f: cut short; kept as g"),
         ("stop_requested", {"signal": "SIGINT"},
-         "Ctrl-C: saving, then stopping (Ctrl-C again stops at once)"),
+         "Ctrl-C: saving, then stopping (Ctrl-C again stops at once, unsaved)"),
         ("stop_requested", {"signal": "SIGTERM", "rank": 2},
-         "SIGTERM at rank 2: saving, then stopping (Ctrl-C again stops at once)"),
+         "SIGTERM at rank 2: saving, then stopping (Ctrl-C again stops at once, unsaved)"),
+        ("stop_requested", {"signal": "SIGTERM", "step_s": 72.0},
+         "SIGTERM: saving after this step (they take 1 min 12 s), then stopping (Ctrl-C again stops "
+         "at once, unsaved)"),
+        ("stop_requested", {"signal": "SIGINT", "steps": False},
+         "Ctrl-C: stopping, before the first step"),
+        ("restarting", {"attempt": 1, "of": 3, "saved": 40}, "restart 1 of 3, from step-40"),
         ("validated", {"step": 20, "loss": 4.5, "targets": 12345, "unigram_entropy": 6.0},
          "validation at step 20: loss 4.5000, unigram entropy 6.0000 (1.5000 below it), "
          "12.3K targets"),
@@ -91,13 +99,13 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
     log.emit("worker_died", rank=1, pid=9, how="killed by SIGKILL", traceback="", fatal=False)
     log.emit("restarting", attempt=1, of=3)
     log.emit("step_skipped", step=2, rank=1)
-    log.emit("validated", step=4, loss=4.5, targets=9, unigram_entropy=6.0)
+    log.emit("validated", step=4, loss=4.5, targets=9, unigram_entropy=6.0, seconds=2.0)
     log.emit("run_finished", how="finished", steps=4)
     lines = summary(tmp_path).splitlines()
     assert lines[0] == "finished at step 4"
-    assert lines[1].startswith("  trained      4 steps, 4.0K tokens in ")
-    assert lines[1].endswith("; last loss 4.6000")
-    assert lines[2:] == [
+    assert lines[1] == "  trained      4 steps, 4.0K tokens in 9.3 s; last loss 4.6000"
+    assert re.fullmatch(r"  took         [\d.]+ ms: 9.3 s steps, 2.0 s validation", lines[2])
+    assert lines[3:] == [
         "  step         100.0 ms median, 10.0K tokens/s, MFU 25.0%",
         "  memory       3.0 MiB peak per rank (1.0 MiB, 3.0 MiB by rank)",
         "  sent         1.0 MiB per step and rank (all_reduce 1.0 MiB, all_gather 512 B)",
@@ -108,6 +116,29 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
         "  checkpoints  step-4, 5.0 MiB each",
     ]
     assert max(map(len, lines)) <= 80
+
+
+def test_a_cpus_rate_is_not_called_mfu_and_noise_is_left_out(tmp_path: Path) -> None:
+    fake_run(tmp_path, comm_bytes=0, comm_bytes_by_kind={}, samples=[0, 16])
+    plan = {"steps": 4, "device": "cpu", "unit": "samples"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    text = summary(tmp_path)
+    assert "4 steps, 64 samples in 9.3 s" in text
+    assert "median, 160 samples/s, 25.0% of machine's matmul rate\n" in text
+    assert "waited       per step 0.0 ms data (0.0%)" in text, "one process waits for nobody"
+    assert "tokens" not in text
+    assert "MFU" not in text
+    (tmp_path / "small").mkdir()
+    fake_run(tmp_path / "small", mfu=0.0004)
+    assert "MFU" not in summary(tmp_path / "small")
+
+
+def test_a_narrow_terminal_breaks_lines_at_words(tmp_path: Path) -> None:
+    fake_run(tmp_path).emit("worker_died", rank=1, pid=9, how="exit code 1", fatal=True,
+                            traceback="ValueError: " + "boom " * 40)  # fmt: skip
+    wide, narrow = summary(tmp_path), summary(tmp_path, 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert narrow.split() == wide.split(), "nothing is lost, no word is cut"
 
 
 def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
@@ -130,7 +161,7 @@ def test_summary_of_runs_that_did_not_finish(tmp_path: Path) -> None:
     assert "memory" not in summary(tmp_path)
     log.emit("stop_requested", signal="SIGINT")
     head = summary(tmp_path).splitlines()[0]
-    assert head == "stopped at step 4, by Ctrl-C; the end was not recorded"
+    assert head == "stopped at step 4, by Ctrl-C; nothing was saved"
     log.emit("run_finished", how="stopped on request; the last save failed")
     head = summary(tmp_path).splitlines()[0]
     assert head == "stopped on request at step 4, by Ctrl-C; the last save failed"

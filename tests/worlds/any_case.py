@@ -23,6 +23,11 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.fabric import World
+from shoal.parallel.light_build import light_build
+from shoal.parallel.tensor.labels import Whole
+from shoal.parallel.tensor.model_split import plan_split
+from shoal.profile.casts import CastsLifted
+from shoal.trainer.contract import call_model, split_batch
 from shoal.trainer.proof import Battery, Side, Trial
 from shoal.trainer.proof.battery import SGD
 from shoal.trainer.record import Recorder
@@ -127,22 +132,30 @@ def models() -> list[str]:
     return [*OURS, *examples()]
 
 
-class CastsLifted(torch.overrides.TorchFunctionMode):
-    """float64 stays float64 where a model asks for float32: norms, rotary tables, softmax."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        first = args[0] if args else None
-        wide = isinstance(first, torch.Tensor) and first.dtype == torch.float64
-        if wide and func is torch.Tensor.float:
-            return first
-        if wide and kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        if wide and func is torch.Tensor.to:
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        return func(*args, **kwargs)
+def split_share(model: str, degree: int) -> float:
+    """Share of a model's parameters that `layout.tp` splits; 0 where it is refused."""
+    if model in OURS:
+        build, data = _our_model(model)
+        few, call = torch.utils.data.default_collate([data[k] for k in range(3)]), "single"
+    else:
+        example = examples()[model]
+        build, data = example.build, Samples(example.inputs)
+        few, call = joined([data[k] for k in range(3)]), "single"
+        call = "kwargs" if isinstance(data.whole, dict) else call
+    torch.manual_seed(0)
+    module = build().double()
+    inputs = torch.utils._pytree.tree_map(
+        lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t,
+        split_batch(few)[0],
+    )
+    try:
+        with light_build():
+            split = plan_split(module, lambda m: call_model(m, inputs, call), degree)
+    except PlanError:
+        return 0.0
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    cut = [n for n, one in split.parameters.items() if not isinstance(one.label, Whole)]
+    return sum(sizes[n] for n in cut) / sum(sizes.values())
 
 
 def trial_of(model: str) -> Trial:
@@ -174,7 +187,8 @@ def trial_of(model: str) -> Trial:
     return train
 
 
-def _our_trial(model: str) -> Trial:
+def _our_model(model: str) -> tuple[Callable[[], nn.Module], Any]:
+    """(what builds one of ours, its data)."""
     import cases
     from shoal.models.catalog import build as catalog
 
@@ -185,6 +199,12 @@ def _our_trial(model: str) -> Trial:
     def build() -> nn.Module:
         torch.manual_seed(7)
         return catalog(name, arguments, vocabulary=vocabulary, sequence=sequence)
+
+    return build, data
+
+
+def _our_trial(model: str) -> Trial:
+    build, data = _our_model(model)
 
     def train(side: Side) -> Iterator[tuple[str, StepResult]]:
         run = side.parallelize(

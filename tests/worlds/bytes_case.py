@@ -88,6 +88,7 @@ def measure(
         folder=folder,
         world=world,
     )
+    torch.manual_seed(world.rank)  # each rank its own samples
     x = torch.randn(ROWS * accumulate, WIDTH)
     calls = count_sent(world)
     least_bytes, told_bytes = math.inf, 0

@@ -42,7 +42,11 @@ class Slow:
 def data():
     return Slow(), Slow(8, 0.0)
 
+def slow_to_validate():
+    return Slow(sleep_s=0.0), Slow(4000, 0.02)
+
 def lists():
+    torch.manual_seed(0)  # the samples are drawn: without a seed each rank has others
     return [Slow()[i] for i in range(20)], [Slow()[i] for i in range(9)]
 
 class Poisoned(Slow):

@@ -301,6 +301,7 @@ def measure(world: World, compress: str, layout: str) -> dict[str, Any]:
         compress=compress,
         world=world,
     )
+    torch.manual_seed(world.rank)  # each rank its own samples
     x = torch.randn(2, 1024)
     run.step((x, x))
     calls = count_sent(world)

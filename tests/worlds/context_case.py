@@ -187,9 +187,10 @@ def _llama(sequence: int, **arguments: Any) -> nn.Module:
 def travels(world: World, context: str) -> dict[str, Any]:
     """What a rank sends in a step, by kind, and what is told of it at the start."""
     tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = (tokens, tokens.roll(-1, 1))
     with _heard() as told:
         run = _run(world, _llama(16), tokens, {"cp": world.size, "context": context})
-        run.step((tokens, tokens))
+        run.step(batch)
     calls: list[tuple[str, int]] = []
     count = world.traffic.count
 
@@ -199,7 +200,7 @@ def travels(world: World, context: str) -> dict[str, Any]:
         count(kind, payload_bytes, degree)
 
     world.traffic.count = counting
-    run.step((tokens, tokens))
+    run.step(batch)
     del world.traffic.count
     _close(run)
     return {"calls": calls, "notices": told}

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -324,14 +325,16 @@ def sync_batch_norm(world: World) -> str:
     return message(lambda: run_of(world, model))
 
 
-def prepared_by_one(world: World) -> list[float]:
-    """Rank 0 takes its time; nobody else begins before it is done."""
-    began: list[float] = []
+def prepared_by_one(world: World, folder: str) -> list[bool]:
+    """Rank 0 takes its time; whether it was done when this rank began."""
+    done = Path(folder) / "done"
+    began: list[bool] = []
 
     def work() -> None:
-        began.append(time.time())
+        began.append(done.exists())
         if world.rank == 0:
             time.sleep(0.4)
+            done.touch()
 
     world.local_first(work)
     return began

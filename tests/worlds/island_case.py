@@ -15,7 +15,7 @@ import torch
 
 import cases
 import shoal
-from shoal.base.errors import TrainingError
+from shoal.base.errors import ClusterError, TrainingError
 from shoal.base.islands import IslandsPolicy
 from shoal.fabric import World
 from shoal.fabric.place import Place
@@ -100,15 +100,15 @@ def train(
     Trouble(loop, [one for one in trouble or [] if one["island"] == index])
     try:
         merges = [loop.one() for _ in range(rounds - began)]
-    except TrainingError as stop:
-        run.saving.settle()
-        leave(run, joined)
-        return {"line": str(stop), "round": joined.common.round}
     except IslandLost as lost:
         run.saving.settle()
         leave(run, joined)
         told = {"line": str(lost), "islands": list(lost.islands), "after_s": lost.after_s}
         return {**told, "round": joined.common.round}
+    except (TrainingError, ClusterError) as stop:
+        run.saving.settle()
+        leave(run, joined)
+        return {"line": str(stop), "code": stop.exit_code, "round": joined.common.round}
     feedback = joined.merger.feedback
     left = {} if feedback is None else feedback.tensors()
     own, stream = gather_weights(run.program), joined.common.stream.to_json()
@@ -149,6 +149,7 @@ class Trouble:
                       `fragment` only where that is said
     poison            after an inner step its own weights are not finite
     statistics        so are the running statistics, which no optimizer moves
+    bit               one bit of one of its outer weights flips, once
     slow              every inner step sleeps so many `seconds`
     die, stop         SIGKILL or SIGSTOP of the process itself, `at`: steps, reduce (after the first
                       half), commit (before its vote), voted (after it)
@@ -188,6 +189,10 @@ class Trouble:
         if asked := self.due("slow"):
             time.sleep(asked["seconds"])
         result = self.step(batch)
+        if (asked := self.due("bit")) and not asked.get("done"):
+            asked["done"] = True
+            outer = self.loop.common.outer.at(asked["round"])
+            next(iter(outer.weights.values())).view(torch.int64).view(-1)[0] ^= 1 << 22
         asked = self.due("poison", "statistics")
         if asked:
             weights, plain = movable(self.loop.run)

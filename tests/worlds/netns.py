@@ -168,6 +168,12 @@ def counters(table: Path = Path("/proc/self/net/dev"), interface: str = "eth0") 
     return int(fields[0]), int(fields[8])
 
 
+def sent_again(table: Path = Path("/proc/self/net/snmp")) -> int:
+    """TCP segments that this process's namespace had to send a second time."""
+    names, numbers = (line.split() for line in table.read_text().splitlines() if "Tcp:" in line)
+    return int(numbers[names.index("RetransSegs")])
+
+
 def settings(interface: str = "eth0") -> dict[str, Any]:
     """MTU and offloads of an interface of this process's namespace.
 

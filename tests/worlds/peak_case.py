@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
+import logging.handlers
+import queue
 from typing import Any
 
 import torch
@@ -10,32 +13,68 @@ from torch import Tensor, nn
 
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts
+from shoal.base.layout import Layout
 from shoal.fabric import World
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.memory import predict_memory
+from shoal.planner.stage_cut import cut
+from shoal.planner.transients import gathered_elements
 from shoal.profile.states import peak_extra_bytes, state_bytes
 from shoal.profile.trace import trace_facts
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
 
 SEQUENCE, VOCABULARY = 64, 512
-MICRO_BATCH = {"llama": 2, "layers": 8}
+MICRO_BATCH = {"llama": 2, "layers": 8, "listed": 8, "attributes": 8}
 LINK = Link("wire", 1e-6, 1e9)
 
 Samples = tuple[Tensor, Tensor]
 
 
+class Block(nn.Module):
+    """Two layers and what is added to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Four equal blocks between two layers, in a list or as plain attributes."""
+
+    def __init__(self, *, listed: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 8)
+        if listed:
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+        else:
+            self.block0, self.block1, self.block2, self.block3 = (Block() for _ in range(4))
+        self.listed = listed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for n in range(4):
+            x = self.blocks[n](x) if self.listed else getattr(self, f"block{n}")(x)
+        return self.last(x)
+
+
 def model(name: str) -> nn.Module:
-    """Blocks with attention, or bare layers, which fsdp leaves in the root."""
+    """Blocks with attention, blocks listed or not, bare layers, which fsdp leaves in the root."""
+    if name in ("listed", "attributes"):
+        return Blocks(listed=name == "listed")
     if name == "llama":
         arguments = {"dim": 256, "layers": 3, "heads": 4}
         return build("llama", arguments, vocabulary=VOCABULARY, sequence=SEQUENCE)
     return nn.Sequential(nn.Linear(64, 768), nn.GELU(), nn.Linear(768, 768), nn.Linear(768, 8))
 
 
-def samples(name: str, count: int) -> Samples:
-    """Inputs and targets."""
-    torch.manual_seed(1)
+def samples(name: str, count: int, rank: int = 0) -> Samples:
+    """Inputs and targets, each rank its own."""
+    torch.manual_seed(1 + rank)
     if name == "llama":
         tokens = torch.randint(0, VOCABULARY, (count, SEQUENCE))
         return tokens, tokens
@@ -63,6 +102,66 @@ def held_and_foreseen(
     return [one(world, name, layout, rounds, known) for layout in layouts]
 
 
+def gathered(world: World, name: str) -> dict[str, Any]:
+    """What fsdp gathers at once in a step, in elements, beside the plan's; lines at the start.
+
+    And the most that a start holds, beside what is foreseen of it.
+    """
+    known, samples_ = facts(name), samples(name, 2, world.rank)
+
+    def begin() -> Run:
+        return parallelize(
+            lambda: model(name),
+            lambda p: torch.optim.AdamW(p, lr=1e-3),
+            squares,
+            layout="fsdp",
+            batch=2 * world.size,
+            micro_batch=2,
+            world=world,
+        )
+
+    def begin_and_end() -> None:
+        for undo in begin().program.on_close:
+            undo()
+
+    start_bytes = peak_extra_bytes(begin_and_end, world.device, times=5)
+    told = logging.handlers.QueueHandler(queue.SimpleQueue())  # rank 0's lines go through logging
+    logging.getLogger("shoal").addHandler(told)
+    run = begin()
+    logging.getLogger("shoal").removeHandler(told)
+    notices = [told.queue.get().getMessage() for _ in range(told.queue.qsize())]
+    sizes: set[int] = set()
+    count = world.traffic.count
+
+    def counting(kind: str, payload_bytes: int, degree: int) -> None:
+        if kind == "all_gather" and payload_bytes > 4096:  # less is what ranks agree on in words
+            sizes.add(payload_bytes // 4)
+        count(kind, payload_bytes, degree)
+
+    world.traffic.count = counting
+    run.step(samples_)
+    del world.traffic.count
+    for undo in run.program.on_close:
+        undo()
+    case = case_of(known, run.plan.layout, world.size, run.plan.batch, 2)
+    blocks, root = gathered_elements(case, cut(case, 0))
+    return {
+        "sizes": sorted(sizes),
+        "foreseen": sorted({*map(round, blocks), round(root)}),
+        "notices": notices,
+        "start_bytes": start_bytes,
+        "start_foreseen": predict_memory(case).start_bytes,
+    }
+
+
+def case_of(
+    known: ModelFacts, layout: Layout, ranks: int, batch: int, rows: int, loss: str = "full"
+) -> Case:
+    """The run as the planner sees it."""
+    machine = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, ranks, LINK, LINK)
+    return Case(known, layout, machine, batch, rows, compute="fp32", loss=loss)
+
+
 def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) -> dict[str, Any]:
     """One layout."""
     torch.manual_seed(0)
@@ -76,22 +175,14 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
         micro_batch=rows,
         world=world,
     )
-    batch = samples(name, rounds * rows)
+    batch = samples(name, rounds * rows, world.rank)
     run.step(batch)
     states = state_bytes(run)
     # On busy cores gloo lets go late in one run of six, and "layers" is one buffer: of more, the middle.
     times = 9 if name == "layers" else 5
     extra_bytes = peak_extra_bytes(lambda: run.step(batch), world.device, times=times)
-    machine = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, world.size, LINK, LINK)
-    case = Case(
-        known,
-        run.plan.layout,
-        machine,
-        run.plan.batch,
-        rows,
-        compute="fp32",
-        loss="chunked" if name == "llama" else "full",
-    )
+    loss = "chunked" if name == "llama" else "full"
+    case = case_of(known, run.plan.layout, world.size, run.plan.batch, rows, loss)
     for undo in run.program.on_close:
         undo()
     foreseen = predict_memory(case)

@@ -36,19 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-class NothingKept:
-    """In the place of the splits that earlier starts found: none, and none for later ones."""
-
-    def __init__(self, *settings: Any) -> None:
-        """As `KeptSplit`."""
-
-    def read(self) -> None:
-        """Nothing was kept."""
-
-    def write(self, split: Any) -> None:
-        """Nothing is."""
-
-
 @functools.cache
 def battery(model: str) -> Battery:
     """One battery per model and process: the twin's record serves every layout."""
@@ -62,7 +49,7 @@ def prove(world: World, bug: str, model: str, layout: dict[str, Any]) -> dict[st
     """The report on a layout with a planted bug, at the first step."""
     torch.set_num_threads(1)
     unchecked = patch.object(tensor_parallel, "checked", lambda module, split, axis, strict: split)
-    with patch.object(tensor_parallel, "KeptSplit", NothingKept), unchecked, BUGS[bug]():
+    with unchecked, BUGS[bug]():
         return battery(model).prove(world, layout)
 
 

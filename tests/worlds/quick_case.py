@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,7 +15,7 @@ from planted import BUGS
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
 from shoal.models.loss import token_loss
-from shoal.trainer.proof import Material, prove_before
+from shoal.trainer.proof import Battery, Material, prove_before, quick
 
 
 def ask(
@@ -22,6 +24,10 @@ def ask(
     """What `prove_before` says of the mlp case on ddp, with the cache in `folder`."""
     torch.set_num_threads(1)
     case = other.pop("case", "mlp")
+    budget_s, twin = quick.BUDGET_S, Battery.twin
+    quick.BUDGET_S = other.pop("budget_s", budget_s)
+    if other.pop("without_twin", False):
+        Battery.twin = None
     os.environ["SHOAL_CACHE"] = str(Path(folder) / "cache")
     material = Material(
         lambda: cases.build(case),
@@ -39,3 +45,19 @@ def ask(
         return {"error": str(failure), "code": failure.exit_code}
     finally:
         del os.environ["SHOAL_CACHE"]
+        quick.BUDGET_S, Battery.twin = budget_s, twin
+
+
+def begun_meanwhile(world: World, folder: str) -> dict[str, Any]:
+    """What the run's folder says of the proof while it is under way."""
+    told: list[dict[str, Any]] = [{}]
+    whole = Battery.prove
+
+    def looking(self: Battery, *arguments: Any) -> Any:
+        if world.is_first:
+            told.append(json.loads((Path(folder) / "run" / "proof.json").read_text()))
+        return whole(self, *arguments)
+
+    with mock.patch.object(Battery, "prove", looking):
+        ask(world, folder)
+    return told[-1]

@@ -52,7 +52,7 @@ def trained(world: World, case: str, layout: str, policy: str) -> dict[str, Any]
         result = run.step(batch)
         found = {n: p.grad for n, p in local.items() if p.grad is not None}
         rows.append([result.loss, result.grad_norm, digest(found)])
-    names = list(run.model.state_dict())
+    names = list(run.state_dict())
     evaluated = run.evaluate(cases.dataset(case))["loss"]
     for undo in run.program.on_close:
         undo()

@@ -101,6 +101,7 @@ def measure(world: World, layout: str, precision: str) -> dict[str, Any]:
         precision=precision,
         world=world,
     )
+    torch.manual_seed(world.rank)  # each rank its own samples
     tokens = torch.randint(0, VOCABULARY, (2 * ROWS, SEQUENCE))
     run.step((tokens, tokens))  # after it Adam has its moments
     run.forward_backward((tokens, tokens))

@@ -43,15 +43,23 @@ def alone(case: str) -> Record:
 
 @pytest.mark.parametrize(("layout", "case", "size"), trajectory.SAMPLE)
 def test_a_layout_equals_one_process(worlds, layout: str, case: str, size: int) -> None:
-    reports = trajectory.ask(worlds, layout, case, size)
+    """One row per layout with SGD and AdamW, 5 steps; the others SGD, two full steps and a short one.
+
+    A wrong gradient shows at step 1; what AdamW makes of equal gradients has tests of its own, and
+    `make proof` trains every row with both.
+    """
+    whole = trajectory.WHOLE[layout] == (layout, case, size)
+    shorter = {} if whole else {"steps": 3, "optimizer": SGD}
+    reports = trajectory.ask(worlds, layout, case, size, **shorter)
     report = reports[0]
     assert report["verdict"] == "equal", proof_text(report)
     assert all(r["verdict"] == "equal" for r in reports)
-    assert [t["optimizer"] for t in report["trajectories"]] == ["sgd", "adamw"]
+    optimizers = ["sgd", "adamw"] if whole else ["sgd"]
+    assert [t["optimizer"] for t in report["trajectories"]] == optimizers
     assert report["processes"] == (1 if layout == "dp" else size)
     assert report["layout"].startswith(f"{layout} (")
     for told in report["trajectories"]:
-        assert {row["step"] for row in told["rows"]} == {1, 2, 3, 4, 5}
+        assert {row["step"] for row in told["rows"]} == set(range(1, 6 if whole else 4))
         assert told["largest"]["loss"] <= 1e-12
 
 
@@ -89,8 +97,8 @@ def test_perturbed_weights_hide_nothing() -> None:
 @pytest.mark.parametrize("case", ["llama", "mlp", "gpt"])
 def test_one_process_equals_a_loop_by_hand(case: str) -> None:
     """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
-    from shoal.parallel.program import blocks
     from shoal.parallel.randomness import key
+    from shoal.profile.blocks import blocks
 
     expected = alone(case)
     battery = trajectory.battery(case)
@@ -154,7 +162,8 @@ def test_adamw_given_equal_gradients_updates_equally() -> None:
         for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):
             ours.grad = torch.randn_like(ours)
             theirs.grad = ours.grad.clone()
-        run.optimizer.step()
+        with run.touched.stepping():
+            run.optimizer.step()
         plain.step()
     for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)

@@ -67,6 +67,12 @@ def test_close_ends_every_gloo_thread() -> None:
     end_well(SCRIPT)
 
 
+def test_a_sharded_model_and_its_mesh_hold_no_group() -> None:
+    """The model lives on: FSDP keeps groups with it, DTensor's caches keep the mesh for ever."""
+    sharded = SCRIPT.replace("batch=8)", "layout='fsdp', batch=8)")
+    end_well(sharded)
+
+
 def test_a_script_that_forgets_close_leaves_cleanly_too() -> None:
     forgets = SCRIPT.replace("run.close()", "import atexit; atexit.unregister").replace(
         "sys.exit(7 if any", "report = (7 if any"

@@ -38,9 +38,10 @@ def test_it_says_what_was_chosen_and_how_it_ended(first: tuple[CommandLine, str]
     assert "16 samples per step" in output
     assert "loss=" in output
     assert "tokens_per_s=" in output
-    assert "mfu=" in output
+    assert "matmul=" in output, "a share of this machine's rate, on a CPU"
     assert "left=" in output
     assert "unigram entropy" in output
+    assert re.search(r"validation at the end: \d+ held-out samples, \d+ at a time", output)
     assert "a sample of what it writes" in output
     assert "run folder: runs/run" in output
     assert "next: shoal checkpoint export runs/run" in output

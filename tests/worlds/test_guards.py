@@ -129,6 +129,6 @@ def test_sync_batch_norm_is_refused(worlds) -> None:
     assert told.startswith("PlanError: model: 1 is a SyncBatchNorm: a rank without a micro-batch")
 
 
-def test_what_is_prepared_once_comes_first_on_local_rank_0(worlds) -> None:
-    starts = worlds(2).call("guards:prepared_by_one")
-    assert starts[1][0] - starts[0][0] > 0.35
+def test_what_is_prepared_once_comes_first_on_local_rank_0(worlds, tmp_path) -> None:
+    told = worlds(2).call("guards:prepared_by_one", folder=str(tmp_path))
+    assert told == [[False], [True]]

@@ -189,6 +189,25 @@ def test_a_round_that_only_some_islands_keep_is_over_for_all(islands) -> None:
     assert told[0][0]["tokens"][1][alone[1]] == 0
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("diloco", "islands 0 and 1: each came to another state"),
+        ("noloco", "island 1: its own outer weights or momentum of "),
+    ],
+)
+def test_a_flipped_bit_of_the_outer_state_is_never_committed(
+    islands, method: str, said: str
+) -> None:
+    """The last bits of a weight of island 1: no number would show it, and no learning rate helps."""
+    bit = {"island": 1, "round": 1, "what": "bit"}
+    asked = {"model": "towers", "batch": 2, "period": 1, "refusals": 2, "trouble": [bit]}
+    for (island,) in islands(2).call("island_case:train", rounds=9, method=method, **asked):
+        assert (island["round"], island["code"]) == (1, 1)
+        assert f"2 rounds in a row were discarded, last because {said}" in island["line"]
+        assert "nearest: resume from the last round that all agreed on" in island["line"]
+
+
 def test_what_codes_leave_out_is_kept_per_tier(islands) -> None:
     """A region of one island cuts other pieces than both islands do."""
     asked = {"period": 1, "batch": 4, "codec": "sign", "far_period": 2}
@@ -324,7 +343,6 @@ def test_a_lost_island_stops_the_others_and_all_go_on_as_if_nothing_had_been(
             lost = told[island][0]
             assert lost["islands"] == [1], (what, at, lost)
             assert "island 1" in lost["line"], lost
-            assert lost["after_s"] < 40, lost
             assert lost["round"] == (3 if at == "voted" else 2), (what, at, lost)
         again = three.call("island_case:train", folder=str(folder), **asked)
         began = {one[0]["began"] for one in again}
@@ -366,7 +384,6 @@ def test_a_cut_link_ends_a_run_for_good_or_only_delays_it(tmp_path: Path) -> Non
         gone.join()
         assert [island[0]["islands"] for island in told[:2]] == [[2], [2]]
         assert told[2][0]["islands"] in ([0], [1], [0, 1])
-        assert all(island[0]["after_s"] < 45 for island in told)
         net.mend(2)
         before = rounds()
         back = threading.Thread(target=cut, args=(before + 2, 5.0))

@@ -6,10 +6,12 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
 from shoal.base.errors import ConfigError
+from shoal.checkpoint.lease import RunLease
 from shoal.cli.checkpoint import _checkpoints as checkpoints_of
 
 DEADLINE_S = 120
@@ -47,6 +49,26 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
         checkpoints_of(run)
     assert "round 11: 3 islands merged" in output
     assert same_merged(run, 3)
+
+
+def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:
+    """SIGKILL: all gone in 2 s, loader processes too. Then a folder that is in use says so."""
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, "train.steps=400", "data.workers=1")
+    run = command.run
+    whole = "island-{}/checkpoints/step-*/manifest.json"
+    command.wait_for(lambda: all(list(run.glob(whole.format(k))) for k in (0, 1)), DEADLINE_S)
+    family = psutil.Process(command.process.pid).children(recursive=True)
+    assert len(family) >= 2 * 3, "a supervisor, a worker and a loader process of each"
+    command.process.kill()
+    command.process.wait()
+    _, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive, f"trains on as an orphan: {alive}"
+    with RunLease(run / "island-1", "somebody else"):
+        again = CommandLine(tmp_path, "--resume", str(run))
+        code, output = again.finish(DEADLINE_S)
+    assert code == 2, output
+    assert f"shoal: island 1: run/island-1: in use by pid {os.getpid()} on host" in output
+    assert "island 0:" not in output, "it waits for nobody, and nothing is wrong with it"
 
 
 def same_merged(run: Path, count: int) -> bool:

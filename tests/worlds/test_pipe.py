@@ -8,11 +8,16 @@ SAME = 1e-12
 SCHEDULES = [
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zbv", 1), ("dualpipe", 1)
 ]  # fmt: skip
-COUNTS = [(2, 2), (2, 5), (4, 4), (4, 9), (4, 3), (4, 1)]
+COUNTS = [(2, 5), (4, 3)]
+MORE = [(2, 2), (4, 4), (4, 9), (4, 1)]
+"""By `make proof`: every schedule's lists are checked for all counts in tests/planner."""
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-@pytest.mark.parametrize(("ranks", "micro_batches"), COUNTS)
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"),
+    [*COUNTS, *(pytest.param(*c, marks=pytest.mark.proof) for c in MORE)],
+)
 def test_a_pipeline_equals_one_process(
     worlds, schedule: str, chunks: int, ranks: int, micro_batches: int
 ) -> None:
@@ -47,8 +52,6 @@ def test_frozen_stages_send_and_get_no_gradients(worlds, frozen: int) -> None:
         assert [one["sent"][1] for one in told] == [one["payload"] for one in told]
 
 
-ACTION_S = 0.05
-"""A forward, or half of a backward, of one stage, asleep."""
 PLANTED = ["dropped micro-batch", "stage order", "running average"]
 
 
@@ -78,26 +81,3 @@ def test_a_message_that_does_not_come_is_named(worlds) -> None:
     )
     assert "imed out" in told
     assert "\n" not in told
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "stages", "micro_batches"),
-    [("gpipe", 1, 1, 4), ("1f1b", 1, 1, 8), ("interleaved", 2, 2, 8), ("zero-bubble", 1, 1, 8),
-     ("zbv", 1, 2, 8), ("dualpipe", 1, 1, 8)],
-)  # fmt: skip
-def test_a_step_takes_as_long_as_its_lists(
-    worlds, schedule: str, chunks: int, stages: int, micro_batches: int
-) -> None:
-    """The best of three: other work on the machine only adds."""
-    shares = []
-    while len(shares) < 3 and not any(0.98 <= share <= 1.1 for share in shares):
-        told = worlds(4).call(
-            "pipe_case:makespan",
-            schedule=schedule,
-            micro_batches=micro_batches,
-            chunks=chunks,
-            seconds=[ACTION_S * stages] * 3,
-        )
-        took_s = max(one["ended"] for one in told) - min(one["began"] for one in told)
-        shares.append(took_s / told[0]["planned"])
-    assert 0.98 <= min(shares) <= 1.1, shares

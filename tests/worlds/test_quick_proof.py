@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from shoal.models.catalog import build as catalog
+from shoal.models.loss import token_loss
+from shoal.trainer.proof import estimate
 from shoal.trainer.proof.material import Material, head
-from shoal.trainer.proof.quick import model_parts, source_of
+from shoal.trainer.proof.quick import _structure, model_parts, source_of
 
 
 def ask(worlds, folder: Path, **arguments):
@@ -28,7 +32,7 @@ def test_it_is_proven_once_and_then_known(worlds, tmp_path: Path) -> None:
     assert known["verdict"] == "equal"
     assert ask(worlds, tmp_path)["line"] == ""
     assert ask(worlds, tmp_path, case="towers")["line"].startswith("proof: ddp"), "another model"
-    assert not (tmp_path / "run").exists()
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["proof.json"]
 
 
 def test_a_difference_refuses_and_is_not_kept(worlds, tmp_path: Path) -> None:
@@ -43,12 +47,66 @@ def test_a_difference_refuses_and_is_not_kept(worlds, tmp_path: Path) -> None:
         assert told["error"].endswith("train.prove=off trains all the same")
 
 
-def test_never_at_a_restart_or_a_resume(worlds, tmp_path: Path) -> None:
+def test_a_proof_that_ended_is_not_repeated_at_a_restart(worlds, tmp_path: Path) -> None:
+    bug = {"bug": "factor lost"}
+    assert ask(worlds, tmp_path)["line"].startswith("proof: ddp")
+    (tmp_path / "cache" / "proofs.json").unlink()
     for name in ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        assert ask(worlds, tmp_path, bug="factor lost", environ={name: "1"})["line"] == ""
+        assert ask(worlds, tmp_path, **bug, environ={name: "1"})["line"] == ""
+    (tmp_path / "run" / "run.toml").write_text("another configuration")
+    assert "error" in ask(worlds, tmp_path, **bug, environ={"SHOAL_ATTEMPT": "1"})
     (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-3" / "manifest.json").write_text("{}")
-    assert ask(worlds, tmp_path, bug="factor lost")["line"] == ""
+    assert ask(worlds, tmp_path, **bug)["line"] == "", "a resume had its proof"
+
+
+def test_a_proof_that_was_killed_counts_as_not_done(worlds, tmp_path: Path) -> None:
+    again = {"SHOAL_ATTEMPT": "1"}
+    assert "error" in ask(worlds, tmp_path, bug="factor lost", environ=again), "never begun"
+    ask(worlds, tmp_path)
+    (tmp_path / "cache" / "proofs.json").unlink()
+    file = tmp_path / "run" / "proof.json"
+    told = {**json.loads(file.read_text()), "verdict": ""}
+    file.write_text(json.dumps({**told, "begun": 1}))
+    line = ask(worlds, tmp_path, environ=again)["line"]
+    assert line.startswith("proof: ddp (dp_replicate = 2) computes")
+    (tmp_path / "cache" / "proofs.json").unlink()
+    file.write_text(json.dumps({**told, "begun": 2}))
+    assert ask(worlds, tmp_path, environ=again)["line"] == (
+        "proof: not proven: begun 2 times and ended neither time (the run was killed, hung or "
+        "broke off); training goes on"
+    )
+    assert ask(worlds, tmp_path)["line"].startswith("proof: ddp"), "a start of its own"
+
+
+def test_a_proof_that_breaks_off_leaves_that_it_began(worlds, tmp_path: Path) -> None:
+    """What a kill leaves is what is there while the proof runs."""
+    answers = worlds(2).call("quick_case:begun_meanwhile", folder=str(tmp_path))
+    assert (answers[0]["begun"], answers[0]["verdict"]) == (1, "")
+
+
+def test_the_estimate_is_the_work_at_the_rate_of_here(monkeypatch) -> None:
+    monkeypatch.setattr(estimate, "_rate", lambda device: 1000.0)
+    module = nn.Linear(10, 5)  # 2 · 50 FLOP forward, as many for the weight's gradient
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return outputs.sum(), len(targets)
+
+    data = [(torch.zeros(10), torch.zeros(())) for _ in range(40)]
+    material = Material(lambda: module, loss, data, None, "ddp", 64, 16).small(4)
+    assert estimate.expected_seconds(module, material, torch.device("cpu")) == 200 * 18 / 500
+    stream = Material(lambda: module, loss, iter(data), None, "ddp", 64, 16).small(4)
+    assert estimate.expected_seconds(module, stream, torch.device("cpu")) == 0.0
+
+
+def test_the_key_of_our_models_needs_no_numbers() -> None:
+    def build() -> nn.Module:
+        return catalog("llama", {"dim": 32, "layers": 2}, vocabulary=64, sequence=16)
+
+    material = Material(build, token_loss, range(9), None, "ddp", 8, 2, ours=True)
+    light, full = _structure(material), _structure(replace(material, ours=False))
+    assert all(p.is_meta for p in light.parameters())
+    assert model_parts(light) == model_parts(full)
 
 
 def test_small_steps_hold_a_short_one() -> None:
@@ -71,3 +129,13 @@ def test_the_key_knows_the_model() -> None:
     assert model_parts(linear(3)) != model_parts(other), "settings count"
     assert source_of(linear) != source_of(ask)
     assert source_of(nn.Linear) == torch.nn.Linear.__module__
+
+
+def test_what_would_take_too_long_is_not_begun(worlds, tmp_path: Path) -> None:
+    line = ask(worlds, tmp_path, case="llama", budget_s=1e-9)["line"]
+    assert line.startswith("proof: not proven: time: 2 steps in one process would take about ")
+    assert line.endswith(
+        f", 0.0 ms are allowed; training goes on; alone it is proven by: "
+        f"shoal prove --quick {tmp_path}/run/run.toml"
+    )
+    assert not (tmp_path / "cache" / "proofs.json").exists(), "what was not begun is not known"

@@ -14,7 +14,7 @@ import shoal
 import zero_guards
 from guards import INPUTS, TARGETS, message, sgd, squares
 from shoal.fabric import start_world
-from shoal.parallel.fsdp import units
+from shoal.profile.blocks import gathered_blocks as units
 
 WAIT_S = 30.0
 
@@ -136,9 +136,9 @@ def test_weights_in_channels_last_are_cut_by_their_elements(worlds, layout: str)
     assert max(everywhere(worlds, "channels_last", layout=layout)) < 1e-5
 
 
-def dp_run(model: nn.Module, threads: int) -> Any:
+def dp_run(model: nn.Module, threads: int, batch: int = 24) -> Any:
     return shoal.parallelize(
-        model, sgd, squares, layout={"threads": threads}, batch=16, micro_batch=2,
+        model, sgd, squares, layout={"threads": threads}, batch=batch, micro_batch=2,
         precision="fp64", world=start_world({}),
     )  # fmt: skip
 
@@ -155,8 +155,8 @@ def test_replicas_of_dp_run_at_once_and_compute_what_one_process_does() -> None:
     model, twin = zero_guards.Stack(), zero_guards.Stack()
     model.blocks[0].register_forward_pre_hook(meet)
     batch = (INPUTS[:18].double(), TARGETS[:18].double())
-    run, alone = dp_run(model, 3), shoal.parallelize(
-        twin, sgd, squares, layout="single", batch=16, micro_batch=2, precision="fp64",
+    run, alone = dp_run(model, 3, 18), shoal.parallelize(
+        twin, sgd, squares, layout="single", batch=18, micro_batch=2, precision="fp64",
         world=start_world({}),
     )  # fmt: skip
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_replicas_that_draw_take_turns(where: str) -> None:
     for layout in ({"threads": 2}, "single"):
         run = shoal.parallelize(
             Noisy(where), sgd, noisy_squares if where == "loss" else squares, layout=layout,
-            batch=16, micro_batch=2, precision="fp64", world=start_world({}),
+            batch=24, micro_batch=2, precision="fp64", world=start_world({}),
         )  # fmt: skip
         told.append([run.step(batch).grad_norm for _ in range(3)])
     assert told[0] == pytest.approx(told[1], rel=1e-12)

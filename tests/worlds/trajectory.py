@@ -34,11 +34,18 @@ SAMPLE = [
 """What `make test` runs: all of ddp, and a third of the others in which every case comes up."""
 
 
-def ask(worlds: Callable[[int], Any], layout: str, case: str, size: int) -> list[dict[str, Any]]:
-    """Every rank's report of one row of the table."""
+WHOLE = {layout: next(row for row in SAMPLE if row[0] == layout) for layout in LAYOUTS}
+"""The row of each layout that `make test` trains with both optimizers, for all steps."""
+
+
+def ask(
+    worlds: Callable[[int], Any], layout: str, case: str, size: int, **shorter: Any
+) -> list[dict[str, Any]]:
+    """Every rank's report of one row of the table; `shorter` as `battery` takes it."""
     if layout == "dp":
-        return worlds(1).call("trajectory:prove", case=case, layout=layout, threads=size)
-    return worlds(size).call("trajectory:prove", case=case, layout=layout)
+        more = {**shorter, "threads": size}
+        return worlds(1).call("trajectory:prove", case=case, layout=layout, **more)
+    return worlds(size).call("trajectory:prove", case=case, layout=layout, **shorter)
 
 
 def trial_of(case: str) -> Trial:
@@ -89,12 +96,12 @@ def battery(case: str, precision: str = "fp64", steps: int = 5, optimizer: str =
     return replace(made, optimizers={optimizer: made.optimizers[optimizer]}) if optimizer else made
 
 
-def prove(world: World, case: str, layout: str, threads: int = 0) -> dict[str, Any]:
+def prove(world: World, case: str, layout: str, threads: int = 0, **shorter: Any) -> dict[str, Any]:
     """The report of a case on a layout; threads are few, so that processes share the cores.
 
-    threads   replicas of the layout `dp`, which is one process
+    threads   replicas of the layout `dp`, which is one process · shorter  as `battery` takes it
     """
     torch.set_num_threads(1)
-    return battery(case).prove(
+    return battery(case, **shorter).prove(
         world, {"strategy": layout, **({"threads": threads} if threads else {})}
     )

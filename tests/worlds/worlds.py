@@ -25,6 +25,8 @@ class Failed(AssertionError):
 class Members:
     """`size` processes in one process group, each running `member.py`."""
 
+    program = HERE / "member.py"
+
     def __init__(self, size: int, log_folder: Path, inside: Sequence[str] = ()) -> None:
         """inside   words before the command of every process, say into a network namespace"""
         self.size = size
@@ -48,7 +50,7 @@ class Members:
             }
             self.processes.append(
                 subprocess.Popen(
-                    [*inside, sys.executable, str(HERE / "member.py")],
+                    [*inside, sys.executable, str(self.program)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self.log_paths[rank].open("w"),

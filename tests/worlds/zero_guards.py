@@ -204,7 +204,7 @@ class Doubles(Rows):
 
 def evaluation(world: World, layout: str, samples: int) -> dict[str, float] | str:
     """Means over samples that ranks hold in unequal numbers, between two steps of training."""
-    run = run_of(world, Stack(), layout=layout, batch=8, micro_batch=2, precision="fp64")
+    run = run_of(world, Stack(), layout=layout, batch=24, micro_batch=2, precision="fp64")
     x, y = INPUTS.double(), TARGETS.double()
     share_of = slice(world.rank * 24 // world.size, (world.rank + 1) * 24 // world.size)
     run.step((x[share_of], y[share_of]))

@@ -75,11 +75,12 @@ def steps_per_epoch(samples: int, batch: int) -> int:
     return -(-samples // batch)
 
 
-def check_batch(batch: int, micro_batch: int, degree: int) -> int:
-    """How many micro-batches each data rank accumulates per full step.
+def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = False) -> int:
+    """Returns how many micro-batches each data rank accumulates per full step.
 
-    Errors: ConfigError when batch is not micro_batch × accumulate × degree, with the nearest legal
-    values of both.
+    derived   micro_batch is the batch's default: the line then speaks of what was given, the batch
+    Errors    ConfigError when batch is not micro_batch × accumulate × degree, with the nearest
+              legal values of both
 
     >>> check_batch(24, 2, 4)
     3
@@ -87,13 +88,57 @@ def check_batch(batch: int, micro_batch: int, degree: int) -> int:
     unit = micro_batch * degree
     if batch % unit == 0:
         return batch // unit
-    lower = batch // unit * unit
-    candidates = [b for b in (lower, lower + unit) if b > 0]
-    close = min(candidates, key=lambda b: abs(b - batch))
-    divisors = [m for m in range(1, batch + 1) if batch % (m * degree) == 0]
-    micro = min(divisors, key=lambda m: abs(m - micro_batch)) if divisors else None
-    other = f", or train.micro_batch={micro}" if micro else ""
+    if derived:
+        raise ConfigError(_undivided(batch, micro_batch, degree))
+    close = _multiple(batch, unit)
+    share, rest = divmod(batch, degree)
+    other = "" if rest else f", or train.micro_batch={nearest_divisor(share, micro_batch)}"
     raise ConfigError(
         f"train.batch = {batch}: not divisible by train.micro_batch {micro_batch} × "
         f"{degree} data-parallel ranks = {unit}; nearest legal: train.batch={close}{other}"
     )
+
+
+def _undivided(batch: int, micro_batch: int, degree: int) -> str:
+    """The line for a batch whose default micro-batches do not go round."""
+    close = _multiple(batch, degree)
+    share = close // degree
+    if close != batch:
+        what = f"does not divide over {degree} data-parallel ranks"
+        nearest = f"train.batch={close}"
+    else:
+        count = batch // micro_batch
+        what = (
+            f"is {count} micro-batch{'es' if count > 1 else ''} of {micro_batch} where nobody says "
+            f"train.micro_batch, which do not divide over {degree} data-parallel ranks"
+        )
+        nearest = ""
+    usual = default_micro_batch(close)
+    if close % (usual * degree):  # the nearest batch's own default would not go round either
+        micro = f"train.micro_batch={nearest_divisor(share, micro_batch)}"
+        nearest = f"{nearest} {micro}".strip()
+    return f"train.batch = {batch}: {what}; nearest legal: {nearest}"
+
+
+def _multiple(number: int, unit: int) -> int:
+    """The multiple of `unit`, at least one, that is nearest to `number`; the smaller of two."""
+    lower = number // unit * unit
+    return min((n for n in (lower, lower + unit) if n), key=lambda n: abs(n - number))
+
+
+FAR = 100_000
+"""How far a divisor is looked for: a batch of billions gets an answer too."""
+
+
+def nearest_divisor(number: int, near: int) -> int:
+    """Returns the divisor of `number` nearest to `near`, the smaller of two; 1 if all are far.
+
+    >>> nearest_divisor(12, 5), nearest_divisor(2**31 - 1, 1000), nearest_divisor(2**40, 3)
+    (4, 1, 2)
+    """
+    near = min(near, number)
+    for off in range(min(near, FAR)):
+        for found in (near - off, near + off):
+            if number % found == 0:
+                return found
+    return 1

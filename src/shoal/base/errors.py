@@ -16,7 +16,10 @@ A message says, in this order: where (key, file, tensor, rank) · what (got and 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+UNSAVED_CODE = 4
+"""What a worker exits with that came to its end, or stopped, and could not save: the run's is 1."""
 
 
 class ShoalError(Exception):
@@ -71,13 +74,31 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def one_of(where: str, got: object, allowed: Iterable[str]) -> str:
+LONGEST = 80
+"""Characters of a value that a message repeats."""
+
+
+def short(text: str) -> str:
+    """Returns a text as a message repeats it: whole, or its beginning and its length.
+
+    >>> short("bf16"), short("x" * 5000)[-24:]
+    ('bf16', 'xxxxx… (5000 characters)')
+    """
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
+
+
+def one_of(
+    where: str, got: object, allowed: Iterable[str], others: Mapping[str, str] | None = None
+) -> str:
     """The line for a value outside a list: what was got, the nearest legal value, then all of them.
+
+    others   words of other projects → the legal value that is meant or that comes nearest
 
     >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
     'precision.compute = fp23: not one of fp64, fp32, bf16; nearest: fp32'
     """
     names = list(allowed)
-    close = nearest(str(got), names)
+    word = str(got)
+    close = (others or {}).get(word.lower()) or nearest(word, names)
     hint = f"; nearest: {close}" if close else ""
-    return f"{where} = {got}: not one of {', '.join(names)}{hint}"
+    return f"{where} = {short(word)}: not one of {', '.join(names)}{hint}"

@@ -34,6 +34,9 @@ class UnitFacts:
     routed_saved_bytes    of saved_split_bytes, what the routed tokens keep
     loss_bytes            what the loss holds at its peak (head only), split by loss-parallel
     tied_to               name of the unit whose weights it shares; ""
+    block                 "" where what wraps blocks (fsdp, recompute) takes it as one; "-" where it
+                          lies in none of theirs; else the name of the larger block it is a part of
+    rooted_parameters     of all its elements, those that fsdp gathers with the root, not by blocks
     """
 
     name: str
@@ -55,6 +58,8 @@ class UnitFacts:
     routed_bytes: float = 0.0
     routed_saved_bytes: float = 0.0
     tied_to: str = ""
+    block: str = ""
+    rooted_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ class MemoryEstimate:
     when        the instant that wins: "loss", "backward", "update"
     rank        which pipeline stage holds it
     allocated_bytes  without the allocator's slack and context · low, high  interval of the peak
+    start_bytes  on the fullest device before the first step, context included (`start_up`)
     """
 
     parts: dict[str, float]
@@ -147,6 +153,12 @@ class MemoryEstimate:
     stage: int = 0
     low_bytes: float = 0.0
     high_bytes: float = 0.0
+    start_bytes: float = 0.0
+
+    @property
+    def most_bytes(self) -> float:
+        """The peak of a run from its first moment on."""
+        return max(self.peak_bytes, self.start_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Small files written whole or not at all, and the folder where what is slow to make is kept."""
+"""Small files written whole or not at all; where what is slow to make is kept; what was saved."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 
@@ -25,3 +26,13 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of which a run folder holds a complete checkpoint (its manifest is there), in order.
+
+    Nothing in them is verified.
+    """
+    manifests = (folder / "checkpoints").glob("step-*/manifest.json")
+    names = [re.fullmatch(r"step-([0-9]+)", manifest.parent.name) for manifest in manifests]
+    return sorted(int(name[1]) for name in names if name)

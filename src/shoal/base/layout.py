@@ -237,7 +237,7 @@ def expand(
             f"{', '.join(STRATEGIES)}; nearest: layout.strategy=ddp"
         )
     if strategy not in STRATEGIES:
-        raise PlanError(one_of("layout.strategy", strategy, [*STRATEGIES, *PLANNED]))
+        raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES, *PLANNED]))
     _check_beside(strategy, threads, zero)
     if strategy in ("single", "dp"):
         settle_schedule(schedule, chunks, 1)  # refuses a schedule

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from shoal.base.errors import ConfigError, PlanError, one_of
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
+OTHER_FORMATS = {
+    **{"fp8": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "half": "fp16"},
+    **{"float16": "fp16", "16-mixed": "fp16", "float32": "fp32", "32": "fp32", "tf32": "fp32"},
+    **{"float64": "fp64", "double": "fp64", "64": "fp64"},
+}
+"""What others call the formats, and the nearest one where there is none (fp8)."""
+
 PROOFS = ("quick", "off")
 COMPILE = ("none", "blocks")
 REDUCTIONS = ("auto", "fp32", "bf16")

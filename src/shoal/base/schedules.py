@@ -43,6 +43,38 @@ def stages_per_rank(schedule: str, chunks: int = 1) -> int:
     return 2 if schedule in ("zbv", "dualpipe") else chunks
 
 
+def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -> None:
+    """Refuse a pipeline of more stages than the model has blocks.
+
+    schedule, pp, chunks   of the layout · blocks  calls of `model`'s repeated blocks
+    Errors   PlanError that names what was asked, and what would be legal
+
+    >>> check_stages("interleaved", 2, 2, 4, "GPT")
+    >>> check_stages("zbv", 4, 1, 4, "GPT")
+    Traceback (most recent call last):
+    shoal.base.errors.PlanError: layout.pp = 4 × 2 stages per rank (layout.schedule = zbv) = 8: ...
+    """
+    each, held = stages_per_rank(schedule, chunks), copies(schedule)
+    stages = pp * each // held
+    if stages <= blocks:
+        return
+    asked = f"layout.pp = {pp}"
+    if stages != pp:
+        asked += f" × {each} stages per rank (layout.schedule = {schedule}) = {stages}"
+    legal = []
+    if schedule == "interleaved" and 2 <= blocks // pp < chunks:
+        legal.append(f"layout.chunks={blocks // pp}")
+    fewer = blocks * held // each // held * held  # dualpipe takes an even number
+    if fewer > 1 or stages == pp:
+        legal.append(f"layout.pp={max(1, fewer)}")
+    if stages != pp and pp <= blocks:
+        legal.append("layout.schedule=1f1b")
+    raise PlanError(
+        f"{asked}: more stages than the {blocks} blocks of {model}; nearest legal: "
+        f"{', or '.join(legal or ['layout.pp=1'])}"
+    )
+
+
 def copies(schedule: str) -> int:
     """How many copies of the model the ranks of a pipeline hold together.
 

@@ -15,6 +15,7 @@ class Transformer:
 
     hidden h, heads a, kv_heads, head_size (a·head_size may differ from h), ffn f
     vocabulary   tokens (ViT: classes) · positions  learned position embeddings, 0 for rotary
+    context      longest sequence that the model was made for, 0 where that is not known
     patch        ViT: numbers per patch (3·16·16), embedded by a matrix instead of a table; else 0
     gated        SwiGLU-like (three matrices) or plain (two) · norm  "rms" or "layer"
     experts      routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
@@ -46,6 +47,7 @@ class Transformer:
     shared_ffn: int = 0
     dense_layers: int = 0
     latent: tuple[int, ...] = ()
+    context: int = 0
 
     @property
     def head_width(self) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from shoal.base.errors import CheckpointError
+from shoal.base.phases import phase
 from shoal.base.shards import Shard
 from shoal.checkpoint import folders
 from shoal.checkpoint.catalog import read_manifest
@@ -48,12 +49,14 @@ def export(path: Path, out_file: Path, prefix: str = "model.") -> int:
         tensor, name = stored[short], names[short]
         whole = Shard.whole(name, tensor.shape, tensor.dtype)
         data = load_from(path, manifest, [whole])[name]
+        told.step()
         return data.view(-1).view(torch.uint8).numpy().data
 
     entries = [Entry(short, tensor.dtype, tensor.shape) for short, tensor in stored.items()]
     half = out_file.with_name(f"{out_file.name}.tmp-{os.getpid()}")
     try:
-        written = write_file(half, entries, data_of, {**metadata, "format": "pt"})
+        with phase("export", of=len(entries)) as told:
+            written = write_file(half, entries, data_of, {**metadata, "format": "pt"})
         os.replace(half, out_file)
     finally:
         half.unlink(missing_ok=True)

@@ -1,18 +1,19 @@
-"""Loads a checkpoint on any layout: each rank reads only the slices that its own boxes meet.
+"""Loads a checkpoint on any layout: ranks read only the slices that their own boxes meet.
 
     wanted box ∩ stored box ≠ ∅  →  read the stored slice, hash it on the way, copy the overlap
 
 A slice is believed only if its hash, its file's header and size, and the manifest's digest agree.
 Where wanted and stored box are the same, bytes go straight to their place; otherwise through a
 buffer as large as one stored slice. `open_newest` takes the newest checkpoint that every rank can
-read, and says of each newer one what is wrong with it.
+read, and says of each newer one what is wrong with it; what all ranks want, one reads for all (see
+`shares`).
 
 Limits: a stored slice is read whole even if one row of it is wanted, since its hash covers all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,15 @@ import torch
 
 from shoal.base.errors import CheckpointError, ShoalError, nearest
 from shoal.base.events import Emit
-from shoal.base.shards import Box, Shard
-from shoal.checkpoint import boxes, folders
+from shoal.base.phases import phase
+from shoal.base.shards import Shard
+from shoal.checkpoint import boxes, folders, shares
 from shoal.checkpoint.catalog import Found, find, read_manifest, step_folder, verify
 from shoal.checkpoint.exchange import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.manifest import Manifest, StoredSlice, StoredTensor
 from shoal.checkpoint.pieces import seen
+from shoal.checkpoint.shares import Key, Target, place
 from shoal.checkpoint.storedfile import StoredReader
 from shoal.fabric import World
 
@@ -45,16 +48,8 @@ class Loaded:
     tensors: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where part of a stored slice goes: the box to fill, and the tensor that holds it."""
-
-    box: Box
-    data: torch.Tensor
-
-
-Plan = dict[str, dict[tuple[str, StoredSlice], list[Target]]]
-"""file → (tensor, stored slice) → every place that wants part of it."""
+Plan = dict[Key, list[Target]]
+"""Stored slice → every place that wants part of it."""
 
 
 def load(path: Path, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
@@ -71,14 +66,22 @@ def load(path: Path, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
 def load_from(path: Path, manifest: Manifest, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
     """As `load`, with the manifest already read and verified."""
     plan: Plan = {}
-    result: dict[str, torch.Tensor] = {}
-    for shard in wanted:
-        result[shard.name] = _plan_shard(path, manifest, shard, plan)
-    for file, slices in plan.items():
-        with StoredReader(path / file, manifest.files[file]) as reader:
-            for (name, piece), targets in slices.items():
-                _fill(reader, name, manifest.tensors[name], piece, targets)
+    result = {shard.name: _plan_shard(path, manifest, shard, plan) for shard in wanted}
+    _read(path, manifest, plan)
     return result
+
+
+def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
+    """Fill every place of the plan, file by file."""
+    files: dict[str, list[Key]] = {}
+    for key in plan:
+        files.setdefault(key[1].file, []).append(key)
+    with phase("read", of=len(plan)) as told:
+        for file, keys in files.items():
+            with StoredReader(path / file, manifest.files[file]) as reader:
+                for name, piece in keys:
+                    _fill(reader, name, manifest.tensors[name], piece, plan[name, piece])
+                    told.step()
 
 
 def open_newest(
@@ -93,7 +96,8 @@ def open_newest(
     only   the step whose checkpoint is wanted, and no other
 
     Rank 0 lists the candidates and tells the others (what exists may differ per rank on network
-    file systems); each rank loads `wanted_from(manifest)`; then all vote. A damaged candidate is
+    file systems); each rank says what it wants, `wanted_from(manifest)`, and reads its share; then
+    all vote, and hand on what others want too. A damaged candidate is
     reported as `checkpoint_damaged` by rank 0, left as it is, and the next older one is tried.
 
     Errors: CheckpointError on all ranks when every candidate is damaged (starting over must be
@@ -117,16 +121,22 @@ def _open_newest(
 ) -> Loaded | None:
     problems: list[str] = []
     for name in first_only(world, lambda: _candidates(root, only)):
-        path, loaded = root / name, _Attempt(wanted_from)
-        answers = exchange(world, partial(loaded.run, path))
-        damage = [(rank, a["damage"]) for rank, a in enumerate(answers) if a["damage"]]
+        path = root / name
+        attempt = _Attempt(path, wanted_from)
+        answers = exchange(world, partial(attempt.run, attempt.look))
+        damage = _damage(answers)
         if not damage:
             if len({answer["digest"] for answer in answers}) > 1:
                 raise CheckpointError(
                     f"{shown(path)}: ranks read different manifests; the run folder must be on "
                     f"one file system that all machines share"
                 )
-            return loaded.result
+            readers = shares.deal(attempt.manifest, [answer["wanted"] for answer in answers])
+            read = partial(attempt.read, world.rank, readers)
+            damage = _damage(exchange(world, partial(attempt.run, read)))
+        if not damage:
+            shares.hand_on(world, readers, attempt.plan)
+            return Loaded(path, attempt.manifest.step, attempt.manifest, attempt.tensors)
         rank, fields = damage[0]
         tensor = f"{fields['tensor']} " if fields["tensor"] else ""
         problems.append(f"{fields['file']}: {tensor}{fields['reason']}")
@@ -150,21 +160,41 @@ def _candidates(root: Path, only: int | None) -> list[str]:
     return [found.path.name for found in find(root) if only in (None, found.step)]
 
 
+def _damage(answers: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]]]:
+    return [(rank, answer["damage"]) for rank, answer in enumerate(answers) if answer["damage"]]
+
+
 class _Attempt:
-    """One rank's try at one candidate: the result stays here, the verdict travels as JSON."""
+    """One rank's try at one candidate: tensors stay here, what others must know travels as JSON."""
 
-    def __init__(self, wanted_from: Callable[[Manifest], Sequence[Shard]]) -> None:
+    manifest: Manifest
+
+    def __init__(self, path: Path, wanted_from: Callable[[Manifest], Sequence[Shard]]) -> None:
+        self.path = path
         self.wanted_from = wanted_from
-        self.result: Loaded | None = None
+        self.plan: Plan = {}
+        self.tensors: dict[str, torch.Tensor] = {}
 
-    def run(self, path: Path) -> dict[str, Any]:
+    def run(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The answer of one part of it, or the damage that it met."""
         try:
-            manifest = read_manifest(path)
-            tensors = load_from(path, manifest, self.wanted_from(manifest))
+            return {"damage": None, **work()}
         except Damaged as problem:
-            return {"damage": problem.fields(), "digest": ""}
-        self.result = Loaded(path, manifest.step, manifest, tensors)
-        return {"damage": None, "digest": manifest.digest}
+            return {"damage": problem.fields()}
+
+    def look(self) -> dict[str, Any]:
+        """Read the manifest: which one it is, and which slices this rank wants whole."""
+        self.manifest = read_manifest(self.path)
+        for shard in self.wanted_from(self.manifest):
+            self.tensors[shard.name] = _plan_shard(self.path, self.manifest, shard, self.plan)
+        wanted = shares.wanted_whole(self.manifest, self.plan)
+        return {"digest": self.manifest.digest, "wanted": wanted}
+
+    def read(self, rank: int, readers: Mapping[Key, int]) -> dict[str, Any]:
+        """Read this rank's share, and what it alone wants."""
+        own = {k: places for k, places in self.plan.items() if readers.get(k, rank) == rank}
+        _read(self.path, self.manifest, own)
+        return {}
 
 
 def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> torch.Tensor:
@@ -190,8 +220,7 @@ def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> tor
         box, part = patch.box, seen(flat, patch)
         for piece in tensor.slices:
             if boxes.overlap(piece.box, box) is not None:
-                slices = plan.setdefault(piece.file, {})
-                slices.setdefault((name, piece), []).append(Target(box, part))
+                plan.setdefault((name, piece), []).append(Target(box, part))
     return flat.view(boxes.extents(shard.slices[0])) if len(shard.slices) == 1 else flat
 
 
@@ -209,9 +238,4 @@ def _fill(
     reader.read(name, tensor.shape, tensor.dtype, piece, flat.numpy().data)
     if direct:
         return
-    source = room.view(boxes.extents(piece.box))
-    for target in targets:
-        shared = boxes.overlap(piece.box, target.box)
-        if shared is not None:
-            part = source[boxes.inside(shared, piece.box)]
-            target.data[boxes.inside(shared, target.box)] = part
+    place(room, piece, targets)

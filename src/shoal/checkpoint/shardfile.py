@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.base.phases import phase
 from shoal.checkpoint.catalog import file_problems, slices_by_file
 from shoal.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor, plain
 from shoal.checkpoint.pieces import Block
@@ -28,8 +29,14 @@ def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
     path = folder / f"rank-{rank}.safetensors"
     by_key = {block.key: block for block in blocks}
     entries = [Entry(block.key, block.dtype, block.shape) for block in blocks]
+
+    def memory_of(key: str) -> memoryview:
+        told.step()
+        return by_key[key].memory()
+
     try:
-        done = write_file(path, entries, lambda key: by_key[key].memory(), {"format": "pt"})
+        with phase("write", of=len(blocks)) as told:
+            done = write_file(path, entries, memory_of, {"format": "pt"})
     except OSError as failure:
         failure.filename = failure.filename or str(path)  # so that the message says which file
         raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import typer
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.phases import listen, phase
 
 app = typer.Typer(
     help="List, verify and export the checkpoints of a run.",
@@ -15,6 +17,9 @@ app = typer.Typer(
 )
 RUN = typer.Argument(..., metavar="PATH", help="A run folder, or one checkpoint in it.")
 
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+"""Endings of files that torch.load opens."""
 
 OUT = typer.Argument(..., metavar="FILE", help="The safetensors file to write.")
 
@@ -62,10 +67,18 @@ def export(
 ) -> None:
     """Write the model of the newest checkpoint as one safetensors file, under its own names."""
     from shoal.base.units import bytes_text
-    from shoal.checkpoint.export import export as write
+    from shoal.view.phases import PhaseLine
 
-    newest = _checkpoints(path)[0]
-    size_bytes = write(newest, out)
+    _check_out(out)
+    newest, waiting = _checkpoints(path)[0], PhaseLine(sys.stdout)
+    listen(waiting.hear)
+    with phase("import"):
+        from shoal.checkpoint.export import export as write
+    try:
+        size_bytes = write(newest, out)
+    finally:
+        listen(None)
+        waiting.finish()
     typer.echo(f"{out}: {bytes_text(size_bytes)} from {newest}")
 
 
@@ -84,3 +97,14 @@ def _checkpoints(path: Path) -> list[Path]:
     islands = islands_of(path)
     near = f"nearest: {islands[0]}" if islands else "a run folder keeps them in checkpoints/"
     raise ConfigError(f"{path}: no complete checkpoint there; {near}")
+
+
+def _check_out(out: Path) -> None:
+    """Errors: ConfigError for a folder, and for a name that promises a pickle."""
+    if out.is_dir():
+        raise ConfigError(f"{out}: is a folder; nearest: {out / 'model.safetensors'}")
+    if out.suffix in PICKLES:
+        raise ConfigError(
+            f"{out}: a safetensors file is written, which torch.load does not open; nearest: "
+            f"{out.with_suffix('.safetensors')}, for safetensors.torch.load_file"
+        )

@@ -16,20 +16,24 @@ from pathlib import Path
 from shoal.base.events import append_line
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
+from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
 
 
 def main() -> int:
     """Measure the rows named on the command line."""
-    import torch
-
-    from shoal.config.load import load
-    from shoal.data.sources import open_source
-    from shoal.fabric import start_world
-    from shoal.profile.machine import QUICK, measure_machine
-    from shoal.trainer.sample import measure_row
-
     folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
+    if os.environ.get("RANK", "0") == "0":
+        tell_folder(folder)
+    with phase("import"):
+        import torch
+
+        from shoal.config.load import load
+        from shoal.data.sources import open_source
+        from shoal.fabric import start_world
+        from shoal.profile.machine import QUICK, measure_machine
+        from shoal.trainer.sample import measure_row
+
     request = json.loads((folder / "request.json").read_text())
     config = load(folder / "run.toml").config
     world = start_world()

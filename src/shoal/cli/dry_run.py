@@ -5,6 +5,8 @@ All checks of a real start have been made by then, so a dry run that says nothin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import typer
 
 from shoal.base.errors import PlanError
@@ -34,7 +36,9 @@ def show(prepared: Prepared) -> None:
     )
     try:
         subject = find_subject(loaded, "")
-        best = search(subject.model, subject.cluster, subject.asked)[0]
+        # A plan would try what recompute saves; a run recomputes what it is told to.
+        asked = replace(subject.asked, recompute=config.memory.recompute)
+        best = search(subject.model, subject.cluster, asked)[0]
     except PlanError as refusal:
         typer.echo(f"not foreseen: {refusal}")
         return

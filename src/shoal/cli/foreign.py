@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import CheckpointError, ConfigError, PlanError, ShoalError
+from shoal.base.errors import UNSAVED_CODE, CheckpointError, ConfigError, PlanError, ShoalError
 from shoal.base.events import EventLog
+from shoal.base.phases import tell_folder
 
 
 def launched() -> bool:
@@ -35,8 +36,10 @@ def run(arguments: list[str], resume: Path | None) -> int:
 
 def _work(arguments: list[str], resume: Path | None) -> int:
     from shoal.checkpoint.lease import RunLease
-    from shoal.cli.start import next_command, prepare, write_folder
+    from shoal.cli.ending import UNSAVED_STATUS, Ending
+    from shoal.cli.start import prepare, write_folder
     from shoal.fabric import start_world
+    from shoal.launch import Outcome
     from shoal.trainer.loop import train
     from shoal.view.summary import summary
 
@@ -65,7 +68,10 @@ def _work(arguments: list[str], resume: Path | None) -> int:
     os.environ["SHOAL_RUN_FOLDER"] = str(folder)
     log = EventLog(folder / "events.jsonl", world.rank)
     log.emit("worker_started", pid=os.getpid(), attempt=attempt_of(os.environ))
-    stop = _draw(folder) if world.is_first else None
+    stop = None
+    if world.is_first:
+        stop = _draw(folder)
+        tell_folder(folder)
     try:
         code = train(folder, world=world)
     finally:
@@ -73,8 +79,14 @@ def _work(arguments: list[str], resume: Path | None) -> int:
             stop()
         if lease is not None:
             lease.release()
+    how = {0: "finished", UNSAVED_CODE: "unsaved"}.get(code, "stopped")
+    code = UNSAVED_STATUS if code == UNSAVED_CODE else code
     if world.rank == 0:
-        sys.stdout.write(f"{summary(folder)}\n{next_command(folder, code)}\n")
+        outcome = Outcome(how, code, 1, "the last checkpoint could not be written")
+        ending = Ending.of(folder)
+        if how == "unsaved":
+            sys.stderr.write(f"shoal: {ending.trouble(outcome)}\n")
+        sys.stdout.write(f"{summary(folder)}\n{ending.next(outcome)}\n")
     return code
 
 

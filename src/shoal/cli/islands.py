@@ -7,6 +7,8 @@
 Islands on several machines are started one by one, with islands.at and islands.index; what runs
 then is the same but for the address. The members of a run are fixed, so when an island is lost the
 others save and stop, and all are started again from the newest round that all of them hold.
+None outlives the launcher: the kernel ends each island's supervisor with it, and so its workers;
+where a system has no parent-death signal, the guardian does.
 """
 
 from __future__ import annotations
@@ -15,17 +17,16 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.errors import ClusterError, ConfigError, ShoalError
 from shoal.base.events import EventLog
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
@@ -34,16 +35,20 @@ from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
 from shoal.config.load import Loaded, load
 from shoal.config.save import to_toml
-from shoal.launch import supervise
-from shoal.launch.processes import private_socket
+from shoal.launch import Outcome, supervise
+from shoal.launch.processes import Guardian, die_with, private_socket
 from shoal.launch.stopping import StopSignals
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
 
 LOOK_S = 0.1
 GRACE_S = 90.0
+STOPPED = (0, 143, 130)
+"""Exit codes of an island that ended as it should, or as it was asked to."""
 USER_MUST_ACT = (2, 3)
 """Exit codes after which a restart would end the same way."""
+REFUSED = "shoal: this island was not started: "
+"""What the supervisor of an island says of itself, before the reason."""
 
 
 def island_folder(folder: Path, index: int) -> Path:
@@ -71,21 +76,22 @@ def launch_all(loaded: Loaded, folder: Path, environ: Mapping[str, str], events:
     view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
     for old, new in _set_aside(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
-    with StopSignals() as stop:
+    with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         for attempt in range(restarts + 1):
             _share_out(folder, count)  # also where one died before it had written its first
             _write_folders(loaded, folder)
-            codes = _run_once(folder, count, environ, view, stop)
-            lost = [island for island, code in enumerate(codes) if code not in (0, 143, 130)]
+            islands = [_Island(island_folder(folder, index), guardian) for index in range(count)]
+            codes = _run_once(islands, environ, view, stop)
+            lost = [island for island, code in enumerate(codes) if code not in STOPPED]
             if not lost or stop.first is not None or attempt == restarts:
                 break
             if any(codes[island] in USER_MUST_ACT for island in lost):
                 break
             events.emit("restarting", attempt=attempt + 1, of=restarts, islands=lost)
     view.finish()
-    failed = [(island, code) for island, code in enumerate(codes) if code not in (0, 143, 130)]
+    failed = [(island, code) for island, code in enumerate(codes) if code not in STOPPED]
     for island, code in failed:
-        sys.stderr.write(f"shoal: island {island}: {_why(island_folder(folder, island), code)}\n")
+        sys.stderr.write(f"shoal: island {island}: {islands[island].why(code)}\n")
     typer.echo(summary(island_folder(folder, 0)))
     if failed:
         return max(code for _, code in failed) if all(c > 0 for _, c in failed) else 1
@@ -147,54 +153,98 @@ def _share_out(folder: Path, count: int) -> None:
 
 
 def _run_once(
-    folder: Path, count: int, environ: Mapping[str, str], view: LiveView, stop: StopSignals
+    islands: Sequence[_Island], environ: Mapping[str, str], view: LiveView, stop: StopSignals
 ) -> list[int]:
     """Start every island and wait until all have ended; their exit codes."""
-    processes = [_start(island_folder(folder, index), count, environ) for index in range(count)]
+    for island in islands:
+        island.start(len(islands), environ)
     told = False
     try:
-        while any(process.poll() is None for process in processes):
+        while any(island.process.poll() is None for island in islands):
             if stop.first is not None and not told:
                 told, until_s = True, time.monotonic() + GRACE_S
-                for process in processes:
-                    with contextlib.suppress(ProcessLookupError):
-                        process.send_signal(signal.SIGTERM)
+                for island in islands:
+                    island.ask_to_stop()
             if told and (stop.insists or time.monotonic() > until_s):
                 break
+            if any(island.refused for island in islands):
+                for island in islands:  # they would wait for it until nobody comes any more
+                    island.ask_to_stop()
             view.tick()
             time.sleep(LOOK_S)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    return [process.wait() for process in processes]
+        for island in islands:
+            island.kill()
+    return [island.process.wait() for island in islands]
 
 
-def _start(folder: Path, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    config = load(folder / "run.toml").config
-    threads = str(max(1, usable_cores() // (count * config.launch.processes)))
-    (folder / "logs").mkdir(exist_ok=True)
-    try:
-        with (folder / "logs" / "supervisor.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli.islands", str(folder)],
-                env={"OMP_NUM_THREADS": threads, **environ},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-    except OSError as failure:
-        raise ClusterError(f"{folder.name} cannot be started: {failure}") from failure
+class _Island:
+    """The supervisor of one island, in a process of its own."""
 
+    def __init__(self, folder: Path, guardian: Guardian) -> None:
+        self.folder, self.guardian = folder, guardian
+        self.log_path = folder / "logs" / "supervisor.log"
+        self.log_start, self._asked = 0, False
 
-def _why(folder: Path, code: int) -> str:
-    """The words of the worker of an island that failed."""
-    for path in sorted((folder / "logs").glob("rank-*.error.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return str(json.loads(path.read_text())["line"])
-    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-    return f"ended with {how}; log: {folder / 'logs'}"
+    def start(self, count: int, environ: Mapping[str, str]) -> None:
+        """Start it among `count` islands. Errors: ClusterError"""
+        config = load(self.folder / "run.toml").config
+        threads = str(max(1, usable_cores() // (count * config.launch.processes)))
+        self.log_path.parent.mkdir(exist_ok=True)
+        try:
+            with self.log_path.open("ab") as log:
+                self.log_start = log.tell()
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "shoal.cli.islands", str(self.folder)],
+                    env={"OMP_NUM_THREADS": threads, **environ},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with(os.getpid()),
+                )
+        except (OSError, subprocess.SubprocessError) as failure:
+            raise ClusterError(f"{self.folder.name} cannot be started: {failure}") from failure
+        self.guardian.tell("+", self.process.pid)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it ended without having started a worker: it cannot take part."""
+        return self.process.poll() not in (None, *STOPPED) and bool(self._said())
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM, once."""
+        if self.process.poll() is None and not self._asked:
+            self._asked = True
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor; its workers die with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.guardian.tell("-", self.process.pid)
+
+    def why(self, code: int) -> str:
+        """What it said of its failure, or what its worker did."""
+        if said := self._said():
+            return said
+        for path in sorted(self.log_path.parent.glob("rank-*.error.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return str(json.loads(path.read_text())["line"])
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        return f"ended with {how}; log: {self.log_path.parent}"
+
+    def _said(self) -> str:
+        """The line with which it refused to begin; empty if it did not."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(self.log_start)
+                words = log.read().decode(errors="replace")
+        except OSError:
+            return ""
+        found = [line for line in words.splitlines() if line.startswith(REFUSED)]
+        return found[0].removeprefix(REFUSED) if found else ""
 
 
 def check_resumable(folder: Path) -> None:
@@ -209,22 +259,30 @@ def check_resumable(folder: Path) -> None:
 def main() -> int:
     """Supervise the workers of the island whose folder the command line names."""
     folder = Path(sys.argv[1])
-    config = load(folder / "run.toml").config
-    with RunLease(folder, config.run.name):
-        events = EventLog(folder / "events.jsonl", None)
-        resumed = bool(find(folder / "checkpoints"))
-        events.emit("run_started", processes=config.launch.processes, resumed=resumed)
-        outcome = supervise(
-            [sys.executable, "-m", "shoal.cli.worker", str(folder)],
-            processes=config.launch.processes,
-            folder=folder,
-            restarts=0,
-            emit=events.emit,
-            environ=dict(os.environ),
-        )
+    try:
+        config = load(folder / "run.toml").config
+        with RunLease(folder, config.run.name):
+            outcome = _supervise(folder, config.launch.processes)
+    except ShoalError as failure:
+        sys.stderr.write(f"{REFUSED}{failure}\n")
+        return failure.exit_code
     if outcome.message:
         sys.stderr.write(f"shoal: {outcome.message}\n")
     return outcome.exit_code
+
+
+def _supervise(folder: Path, processes: int) -> Outcome:
+    events = EventLog(folder / "events.jsonl", None)
+    resumed = bool(find(folder / "checkpoints"))
+    events.emit("run_started", processes=processes, resumed=resumed)
+    return supervise(
+        [sys.executable, "-m", "shoal.cli.worker", str(folder)],
+        processes=processes,
+        folder=folder,
+        restarts=0,
+        emit=events.emit,
+        environ=dict(os.environ),
+    )
 
 
 if __name__ == "__main__":

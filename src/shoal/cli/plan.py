@@ -68,8 +68,8 @@ def plan(
     if write is not None:
         from shoal.cli.plan_write import write_plan
 
-        write_plan(best, arguments or [], write)
-        record["next"] = f"shoal train {write}" if best.fits and best.built else ""
+        record["next"], notes = write_plan(best, arguments or [], write)
+        record["notes"] += notes
     if as_json:
         typer.echo(json.dumps(record, indent=1))
     else:
@@ -100,19 +100,30 @@ def _planned(arguments: list[str], on: str, top: int) -> tuple[dict[str, Any], A
 
 def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> str:
     """What to type after reading this: a run, a plan that fits, or the plan as a file."""
-    words = [word if " " not in word else f'"{word}"' for word in arguments]
-    shown = [f'--on "{on}"'] if on else []
-    if not best.fits:
+    import shlex
+
+    shown = ["--on", on] if on else []
+    if not best.runs:
         fix = record["fixes"][0]["set"].split() if record["fixes"] else []
-        return " ".join(["shoal plan", *words, *fix, *shown]) if fix else ""
+        words = [*_without(arguments, fix), *fix, *shown]
+        return f"shoal plan {shlex.join(words)}" if fix else ""
     if not on and best.built:
         chosen = _chosen(best.case)
-        given = {word.partition("=")[0] for word in words}
+        given = {word.partition("=")[0] for word in arguments}
         if "layout.strategy" in given:  # a name is a whole layout
             chosen = {key: value for key, value in chosen.items() if not key.startswith("layout.")}
         settings = [f"{key}={value}" for key, value in chosen.items() if key not in given]
-        return " ".join(["shoal train", *words, *settings])
-    return " ".join(["shoal plan", *words, *shown, "--write run.toml"])
+        return f"shoal train {shlex.join([*arguments, *settings])}".rstrip()
+    return f"shoal plan {shlex.join([*arguments, *shown, '--write', 'run.toml'])}"
+
+
+def _without(arguments: list[str], fix: list[str]) -> list[str]:
+    """The arguments but for what a fix says otherwise: a strategy is the degrees' other word."""
+    said = {word.partition("=")[0] for word in fix}
+    data = {"layout.strategy", "layout.dp_replicate", "layout.dp_shard", "layout.zero"}
+    if said & data:
+        said |= data
+    return [word for word in arguments if word.partition("=")[0] not in said]
 
 
 def _chosen(case: Any) -> dict[str, Any]:

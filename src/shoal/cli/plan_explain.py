@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.layout import Layout
-from shoal.base.schedules import copies
+from shoal.base.schedules import check_stages, copies
 from shoal.base.splits import ExchangeRow, Explained, SplitRow, shard_text
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config
@@ -75,8 +75,9 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
     on   the text of --on, which counts processes where nothing else does
     """
     from shoal.cli.plan_subject import find_subject
-    from shoal.cli.start import processes_of, settle_layout
+    from shoal.cli.start import settle_layout
     from shoal.launch.machine import this_machine
+    from shoal.planner.guide import processes_of
     from shoal.planner.machines import parse_machines
     from shoal.planner.search import search
 
@@ -223,7 +224,9 @@ def _over_pp(module: Any, look: Look, layout: Layout) -> dict[str, tuple[int, ..
     from shoal.parallel.pipe.cut import cut_stages
     from shoal.parallel.trunk import find_trunk
 
-    cut = cut_stages(module, find_trunk(module, look), look, layout.stages)
+    trunk, kind = find_trunk(module, look), type(module).__name__
+    check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
+    cut = cut_stages(module, trunk, look, layout.stages)
     names = (name for name, _ in module.named_parameters())
     return {name: tuple(s for s, kept in enumerate(cut.keep) if name in kept) for name in names}
 

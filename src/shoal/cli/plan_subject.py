@@ -11,18 +11,19 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.base.batches import default_micro_batch
 from shoal.base.cluster import Cluster
 from shoal.base.degrees import planned_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimate import ModelFacts
-from shoal.base.layout import Layout, expand
+from shoal.base.layout import PIPELINES, STAGES, Layout, expand
 from shoal.base.schedules import canonical, settle_schedule
 from shoal.base.units import count_text
 from shoal.config.load import Loaded
 from shoal.config.resolve import resolve_batch
 from shoal.config.sections import Config
+from shoal.planner.case_settings import case_settings
 from shoal.planner.frameworks import own_kernels
+from shoal.planner.hf_config import assumed
 from shoal.planner.machines import parse_machines
 from shoal.planner.measured import read_measured, this_cluster
 from shoal.planner.model_facts import FAMILIES, LANGUAGE
@@ -30,7 +31,7 @@ from shoal.planner.model_facts import PUBLISHED as BUILDABLE
 from shoal.planner.own_family import own_family
 from shoal.planner.published import from_config, published
 from shoal.planner.search import Asked
-from shoal.planner.states import STATE_BYTES, WIDTHS
+from shoal.planner.states import WIDTHS
 from shoal.planner.transformer import model_facts
 
 TOKENS_PER_STEP = 4 * 2**20
@@ -61,34 +62,38 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     cluster = find_cluster(config, machines, notes)
     compute = _format(config.precision.compute, config.memory.offload, cluster, notes)
     model = find_model(loaded, cluster, WIDTHS[compute], notes)
-    batch = _batch(loaded, model, cluster, here=not machines)
+    layout = _layout(config, cluster)
+    batch, micro_batch, accumulate = _batch(loaded, model, cluster, layout, here=not machines)
     notes += [note for note in loaded.notices if note not in notes]
-    # What `shoal train` would take on this machine; on others it is the plan's to choose.
-    usual = None if machines else default_micro_batch(batch)
     degrees = config.layout.degrees()
-    planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
-    zero = None if config.layout.zero < 0 else config.layout.zero
-    if zero is not None and zero > 3:
-        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
+    zero = _zero(config)
     schedule, chunks = _schedule(config, degrees.get("pp", 1))
+    settings = case_settings(
+        model=config.model,
+        optimizer=config.optimizer,
+        train=config.train,
+        layout=config.layout,
+        precision=config.precision,
+        memory=config.memory,
+        compute=compute,
+    )
+    if "memory.recompute" not in loaded.origins:
+        settings["recompute"] = None
     asked = Asked(
         batch=batch,
-        layout=_layout(config, cluster),
+        layout=layout,
         degrees=tuple(degrees.items()),
         zero=zero,
-        optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
-        micro_batch=config.train.micro_batch or usual,
-        recompute=config.memory.recompute if "memory.recompute" in loaded.origins else None,
-        compute=compute,
-        offload=config.memory.offload,
-        defer_sync=config.train.defer_sync,
-        average=bool(config.optimizer.average),
-        compiled=config.train.compile != "none",
+        micro_batch=micro_batch,
+        accumulate=accumulate,
+        **settings,
         schedule=schedule,
         chunks=chunks,
         # `auto` leaves these axes whole; whoever asks for them wants them searched.
         built=not machines and not {"tp", "pp", "cp"} & degrees.keys(),
     )
+    if asked.layout is not None and asked.layout.threads > 1:
+        notes.append("replicas in threads (dp) are not foreseen: the figures are one replica's")
     if config.layout.compress != "none":
         notes.append(f"layout.compress = {config.layout.compress} is left out of the figures")
     return Subject(model, cluster, asked, notes)
@@ -97,9 +102,11 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
 def _schedule(config: Config, pp: int) -> tuple[str, int]:
     """The schedule that the user fixed beside degrees, and its chunks; "" leaves it open."""
     section = config.layout
-    if section.strategy != "auto" or not (section.schedule or section.chunks):
+    named = section.strategy if section.degrees() and section.strategy in PIPELINES[1:] else ""
+    schedule = section.schedule or named
+    if (section.strategy != "auto" and not named) or not (schedule or section.chunks):
         return "", 1
-    name = canonical(section.schedule or "interleaved")
+    name = canonical(schedule or "interleaved")
     return settle_schedule(name, section.chunks, pp)
 
 
@@ -107,7 +114,7 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     """The machines that --on names, or this one as it was measured."""
     from shoal.base.files import cache_folder
     from shoal.launch.machine import this_machine
-    from shoal.planner.guide import default_processes
+    from shoal.planner.guide import check_cores, processes_of
 
     machine = this_machine()
     asked = config.launch
@@ -121,10 +128,8 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
             f"launch.nodes = {asked.nodes}: a plan for several machines needs to know them; "
             f'nearest: --on "{asked.nodes}x{max(1, machine.gpus or 8)}xH100-80GB"'
         )
-    degrees = config.layout.degrees()
-    processes = config.launch.processes or (
-        Layout.of(degrees).processes if degrees else default_processes(machine)
-    )
+    processes = config.launch.processes or processes_of(config.layout, machine)
+    check_cores(processes, machine)
     measured = read_measured(cache_folder(), processes)
     if measured is None:
         notes.append(
@@ -152,7 +157,9 @@ def find_model(
         kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
         return model_facts(shape, sequence, element_bytes, kernels)
     if section.name.startswith("hf:"):
-        shape = from_config(Path(section.name[3:]))
+        shape = from_config(Path(section.name[3:]).expanduser())
+        if known := assumed(Path(section.name[3:]).expanduser()):
+            notes.append(known)
     elif section.name in BUILDABLE and section.arguments:
         shape = own_family(section.name, section.arguments)
     else:
@@ -162,11 +169,14 @@ def find_model(
             raise ConfigError(
                 f"model.{key}: {section.name} has its published shape; nearest: leave it out"
             )
+    most = shape.positions or shape.context
     if not given:
-        sequence = shape.positions or PUBLISHED_SEQUENCE
-        notes.append(f"data.sequence not given: {sequence}")
-    if shape.positions and sequence > shape.positions:
-        notes.append(f"{shape.name} has {shape.positions} positions, fewer than data.sequence")
+        # Whole samples of a fixed number of positions; else no more than is usual in training.
+        sequence = shape.positions or min(shape.context or PUBLISHED_SEQUENCE, PUBLISHED_SEQUENCE)
+        of = f" of the {most} that it can take" if most > sequence else ""
+        notes.append(f"data.sequence not given: {sequence}{of}")
+    if most and sequence > most:
+        notes.append(f"{shape.name} has {most} positions, fewer than data.sequence")
     kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
     return model_facts(shape, sequence, element_bytes, kernels)
 
@@ -214,22 +224,36 @@ def _format(asked: str, offload: str, cluster: Cluster, notes: list[str]) -> str
     return asked
 
 
-def _batch(loaded: Loaded, model: ModelFacts, cluster: Cluster, here: bool) -> int:
-    """Samples per step: the user's; on this machine the run's default, on others a usual one.
+def _batch(
+    loaded: Loaded, model: ModelFacts, cluster: Cluster, layout: Layout | None, here: bool
+) -> tuple[int, int | None, int]:
+    """Returns samples per step, per forward pass (None: any), micro-batches per rank (0: any).
 
-    here   the plan is for this machine, whose runs settle their batch by the same function
+    On this machine all three are what a run would settle. On others what the user leaves open is
+    the plan's to choose; a batch that nobody gave is a usual one that what was given divides.
+
+    here   the plan is for this machine
     """
     train, notes = loaded.config.train, loaded.notices
-    if here or train.batch or train.micro_batch or train.accumulate:
+    degrees = loaded.config.layout.degrees()
+    cut = math.prod(degrees.get(axis, 1) for axis in ("pp", "cp", "tp"))
+    degree = layout.data_degree if layout else max(1, cluster.devices // cut)
+    if here:
         tried = replace(loaded, notices=[])
-        given = loaded.config.layout.degrees()
-        cut = math.prod(given.get(axis, 1) for axis in ("pp", "cp", "tp"))
-        resolve_batch(tried, max(1, cluster.devices // cut))
-        return tried.config.train.batch
+        resolve_batch(tried, degree)
+        return tried.config.train.batch, tried.config.train.micro_batch, 0
+    micro_batch, accumulate = train.micro_batch or None, train.accumulate
+    if train.batch:
+        return train.batch, micro_batch, accumulate
+    unit = (micro_batch or 1) * (accumulate or 1)
+    if micro_batch and accumulate:
+        return unit * degree, micro_batch, accumulate
     batch = usual_batch(model.sequence, cluster.devices)
+    if unit > 1:
+        batch = max(1, round(batch / (unit * degree))) * unit * degree
     tokens = f", {count_text(batch * model.sequence)} tokens" if model.sequence else ""
     notes.append(f"train.batch not given: {batch} samples per step{tokens}")
-    return batch
+    return batch, micro_batch, accumulate
 
 
 def usual_batch(sequence: int, devices: int) -> int:
@@ -248,14 +272,41 @@ def usual_batch(sequence: int, devices: int) -> int:
     return odd * 2 ** max(0, round(math.log2(max(1.0, wanted / odd))))
 
 
-def _layout(config: Config, cluster: Cluster) -> Layout | None:
-    """The layout that the user fixed; None where it is left to the planner."""
+def _zero(config: Config) -> int | None:
+    """What dp_shard splits, as the user fixed it: by its key, or by a name beside degrees.
+
+    Errors   PlanError for a name that says nothing beside degrees
+    """
     section = config.layout
-    zero = None if section.zero < 0 else section.zero
-    if section.strategy == "auto" or section.degrees():
+    if section.zero >= 0:
+        return section.zero
+    if not section.degrees() or section.strategy in ("auto", "3d", *PIPELINES):
+        return None
+    stages = {**STAGES, "ddp": 0}
+    if section.strategy not in stages:
+        raise PlanError(
+            f"layout.strategy = {section.strategy}: is a whole layout, and so are degrees beside "
+            f"it; nearest: leave layout.strategy out"
+        )
+    return stages[section.strategy]
+
+
+def _layout(config: Config, cluster: Cluster) -> Layout | None:
+    """The layout that the user fixed, as a run would take it; None where the planner has a choice.
+
+    Errors   PlanError for a name or degrees that do not go with the devices
+    """
+    section, zero = config.layout, _zero(config)
+    if degrees := section.degrees():
+        planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
+        if Layout.of(degrees).processes < cluster.devices:
+            return None
+        return planned_degrees(degrees, cluster.devices, zero)
+    strategy = "dp" if section.strategy == "auto" and section.threads else section.strategy
+    if strategy == "auto":
         return None
     return expand(
-        section.strategy,
+        strategy,
         cluster.devices,
         threads=section.threads,
         zero=zero,

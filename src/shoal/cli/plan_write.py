@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from shoal.base.errors import ConfigError
 from shoal.base.files import write_whole
 from shoal.base.layout import AXES
+from shoal.base.units import count_text
 from shoal.config.load import load
 from shoal.config.save import to_toml
 from shoal.planner.search import Candidate
@@ -14,9 +16,14 @@ from shoal.planner.search import Candidate
 ORIGIN = "shoal plan"
 
 
-def write_plan(best: Candidate, arguments: list[str], path: Path) -> None:
+TEXT_UP_TO = 100_000_000
+"""Parameters above which nobody wants Python's own source text as training data."""
+
+
+def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, list[str]]:
     """Write what was asked with the plan's choices filled in.
 
+    Gives    the command that starts it ("" where it cannot), and what is still to be set in it
     Errors   ConfigError if the file exists: a plan never replaces what a user wrote
     """
     if path.exists():
@@ -45,3 +52,29 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> None:
         if case.schedule == "interleaved":
             loaded.replace("layout", ORIGIN, chunks=case.chunks)
     write_whole(path, to_toml(loaded))
+    notes = []
+    if "data.source" not in loaded.origins and case.model.trainable > TEXT_UP_TO:
+        notes.append(
+            f"data.source not given: {path} says {loaded.config.data.source}, Python's own source "
+            f"text; nearest for {count_text(case.model.trainable)} parameters: "
+            f"data.source=tokens:FOLDER"
+        )
+    start, other = _start(best, path)
+    return start, [*notes, *other]
+
+
+def _start(best: Candidate, path: Path) -> tuple[str, list[str]]:
+    """How the run is started: here, or by Slurm where it is on several machines; and how else."""
+    if not (best.fits and best.built):
+        return "", [] if best.fits else [f"{path} is written, and does not start on these devices"]
+    train = f"train {shlex.quote(str(path))}"
+    cluster = best.case.cluster
+    if cluster.nodes == 1:
+        return f"shoal {train}", []
+    tasks = f"--nodes={cluster.nodes} --ntasks-per-node={cluster.per_node}"
+    nodes = f"--nnodes={cluster.nodes} --nproc-per-node={cluster.per_node}"
+    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
+    return (
+        f"srun {tasks} shoal {train}",
+        [f"without Slurm, on every node: torchrun {nodes} {rendezvous} -m shoal {train}"],
+    )

@@ -61,6 +61,7 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
     from shoal.cli.start import prepare, write_folder
     from shoal.config.load import load
     from shoal.launch import supervise
+    from shoal.view.phases import PhaseLine, read_doing
 
     paths = [Path(a) for a in arguments if "=" not in a]
     run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
@@ -80,14 +81,17 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
         known = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = ":".join(path for path in known if path)
         mode = ["--quick"] if quick else []
+        waiting = PhaseLine(sys.stderr if quiet else sys.stdout)
         outcome = supervise(
             [sys.executable, "-m", "shoal.cli.prove_worker", str(folder), *mode],
             processes=config.launch.processes,
             folder=folder,
             restarts=0,
             emit=events.emit,
+            on_tick=lambda: waiting.show(read_doing(folder)),
             environ=environ,
         )
+        waiting.finish()
         if outcome.exit_code:
             sys.stderr.write(f"shoal: {outcome.message}\n")
             raise typer.Exit(outcome.exit_code)

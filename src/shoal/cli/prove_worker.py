@@ -10,20 +10,24 @@ import os
 import sys
 from pathlib import Path
 
+from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
 
 
 def main() -> int:
     """Prove the run that the folder's run.toml describes."""
-    from shoal.base.files import write_whole
-    from shoal.config.load import load
-    from shoal.data.sources import open_source
-    from shoal.fabric import start_world
-    from shoal.trainer.job import material_of
-    from shoal.trainer.proof import Battery
-    from shoal.trainer.proof.quick import quick_battery
-
     folder = Path(sys.argv[1])
+    if os.environ.get("RANK", "0") == "0":
+        tell_folder(folder)
+    with phase("import"):
+        from shoal.base.files import write_whole
+        from shoal.config.load import load
+        from shoal.data.sources import open_source
+        from shoal.fabric import start_world
+        from shoal.trainer.job import material_of
+        from shoal.trainer.proof import Battery
+        from shoal.trainer.proof.quick import quick_battery
+
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))

@@ -6,6 +6,8 @@ world size, portions of the batch, data paths, import paths, the run folder and 
 
 from __future__ import annotations
 
+import os
+import pwd
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,10 @@ from shoal.base.facts import MachineFacts
 from shoal.base.files import write_whole
 from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import Layout
-from shoal.base.schedules import check_recompute
+from shoal.base.schedules import check_recompute, check_stages
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
+from shoal.cli.ending import Ending, next_lines, told
 from shoal.cli.islands import check_resumable, islands_of, launch_all
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
@@ -35,10 +38,20 @@ from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import LayoutSection
 from shoal.launch import supervise
 from shoal.launch.machine import this_machine
-from shoal.planner.guide import check_micro_batches, choose_layout, default_processes
+from shoal.planner.guide import (
+    check_cores,
+    check_micro_batches,
+    choose_layout,
+    processes_of,
+)
+from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
+
+ROOT = 0
+STOPPED_STATUS = 128
+"""Exit statuses from here on name the signal that ended a run."""
 
 
 @dataclass
@@ -72,6 +85,7 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
     if path == folder / "run.toml":
         keep_origins(loaded, path)
     if resume is not None:
+        loaded.notices += _whose(resume / "run.toml")
         _check_goes_on(loaded.config.islands, resume)
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
@@ -86,11 +100,16 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
     return Prepared(loaded, folder, layout, False)
 
 
-def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
-    """How many processes a layout wants where nobody says; of one island."""
-    if degrees := section.degrees():
-        return Layout.of(degrees).processes
-    return 1 if section.strategy in ("single", "dp") else default_processes(machine)
+def _whose(path: Path) -> list[str]:
+    """A line where somebody else wrote a run.toml: it says which functions are called."""
+    owner = path.stat().st_uid
+    if owner in (os.getuid(), ROOT):
+        return []
+    try:
+        name = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        name = f"user {owner}"
+    return [f"{path} is {name}'s, and it is code: it names functions that are called here"]
 
 
 def settle_layout(
@@ -130,6 +149,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
     chosen = processes or config.launch.processes or processes_of(section, machine)
     if not (alone or processes or config.launch.processes or section.degrees()):
         chosen = max(1, chosen // config.islands.count)
+    check_cores(chosen, machine)
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
     _check_paths(loaded)
     parameters = None
@@ -139,6 +159,10 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
         )
     layout = settle_layout(section, chosen, parameters, machine)
     check_recompute(layout.schedule, config.memory.recompute)
+    if not config.model.build and (
+        found := count_blocks(config.model.name, config.model.arguments)
+    ):
+        check_stages(layout.schedule, layout.pp, layout.chunks, found, config.model.name)
     resolve_batch(loaded, layout.data_degree)
     train = loaded.config.train
     if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):
@@ -188,6 +212,11 @@ def _check_resumable(folder: Path) -> None:
         runs = [p.parent for p in Path("runs").glob("*/run.toml")]
         close = nearest(str(folder), [str(r) for r in runs])
         hint = f"; nearest: {close}" if close else "; run folders hold a run.toml"
+        if find(folder / "checkpoints"):
+            raise ConfigError(
+                f"--resume {folder}: has checkpoints but no run.toml, so a script of your own made "
+                f"it with shoal.parallelize; start that again: its run.restore() goes on"
+            )
         raise ConfigError(f"--resume {folder}: no run there{hint}")
     if _in_folders(load(folder / "run.toml").config.islands, folder):
         return check_resumable(folder)
@@ -208,10 +237,12 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
     folder, config = prepared.folder, prepared.loaded.config
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
+        written = (folder / "run.toml").read_text() if prepared.resumed else ""
         events = write_folder(prepared)
         if _in_folders(config.islands, folder):
             code = launch_all(prepared.loaded, folder, environ, events)
-            typer.echo(next_command(folder, code))
+            how = "stopped" if code >= STOPPED_STATUS else "failed"
+            typer.echo(next_lines(folder, code, how, Ending.of(folder).saved))
             return code
         view = LiveView(folder, stream=sys.stdout, colour=True)
         paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
@@ -229,13 +260,21 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             )
         finally:
             view.finish()
-    # A clean stop needs no words; one that lost something has them after the signal's name.
-    if outcome.status == "failed" or ";" in outcome.message:
-        sys.stderr.write(f"shoal: {outcome.message}\n")
-    if outcome.exit_code != 2:
-        typer.echo(summary(folder))
-        typer.echo(next_command(folder, outcome.exit_code))
-    return outcome.exit_code
+    ending = Ending.of(folder)
+    if prepared.resumed and outcome.status == "failed" and not ending.began:
+        write_whole(folder / "run.toml", written)  # an override that failed is not the run's
+    if not prepared.resumed and ending.is_empty(outcome):
+        typer.echo(ending.forget())
+        return ending.status(outcome)
+    if trouble := ending.trouble(outcome):
+        sys.stderr.write(told(trouble))
+        sys.stderr.flush()
+    if outcome.exit_code == 2:
+        return outcome.exit_code
+    if ending.made or prepared.resumed:
+        typer.echo(summary(folder, view.console.width if view.on_terminal else 80))
+    typer.echo(ending.next(outcome))
+    return ending.status(outcome)
 
 
 def write_folder(prepared: Prepared) -> EventLog:
@@ -255,17 +294,3 @@ def write_folder(prepared: Prepared) -> EventLog:
     for notice in prepared.loaded.notices:
         events.emit("notice", text=notice)
     return events
-
-
-def next_command(folder: Path, exit_code: int) -> str:
-    """What to type now."""
-    if exit_code == 0:
-        islands = islands_of(folder)  # their merged weights are the same
-        return (
-            f"run folder: {folder}\n"
-            f"next: shoal checkpoint export {islands[0] if islands else folder} model.safetensors"
-            f"    (or train longer: shoal train --resume {folder} train.steps=…)"
-        )
-    if not find(folder / "checkpoints") and not islands_of(folder):
-        return f"run folder: {folder}\nnext: mend the above, then start a new run"
-    return f"run folder: {folder}\nnext: shoal train --resume {folder}"

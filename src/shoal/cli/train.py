@@ -14,6 +14,7 @@ from pathlib import Path
 import typer
 
 from shoal import __version__
+from shoal.base.systems import untried
 
 ARGUMENTS = typer.Argument(
     None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
@@ -31,16 +32,24 @@ def train(arguments: list[str] = ARGUMENTS, resume: Path = RESUME, dry_run: bool
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
     optimizer.lr=3e-4 data.source=text:docs/*.md precision.compute=bf16 layout.strategy=ddp.
-    Ctrl-C and SIGTERM save a checkpoint and stop (exit status 130, 143); go on with --resume RUN.
-    Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else.
+    Ctrl-C and SIGTERM save a checkpoint and stop (exit status 130, 143); go on with --resume RUN,
+    of folders that you trust: their run.toml names functions that are called.
+    Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also
+    a stop that could not save, and an end without its checkpoint.
     """
+    if line := untried():
+        typer.echo(f"shoal: {line}", err=True)
     from shoal.cli import foreign, start
 
     if foreign.launched():
         raise typer.Exit(foreign.run(arguments or [], resume))
     typer.echo(f"shoal {__version__}: {'resuming ' + str(resume) if resume else 'preparing a run'}")
     sys.stdout.flush()
-    prepared = start.prepare(arguments or [], resume)
+    try:
+        prepared = start.prepare(arguments or [], resume)
+    except KeyboardInterrupt:
+        sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
+        raise typer.Exit(1) from None
     if dry_run:
         from shoal.cli.dry_run import show
 

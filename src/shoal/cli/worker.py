@@ -9,14 +9,19 @@ import os
 import sys
 from pathlib import Path
 
+from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
 
 
 def main() -> int:
     """Train the run folder named on the command line."""
-    from shoal.trainer.loop import train
+    folder = Path(sys.argv[1])
+    if os.environ.get("RANK", "0") == "0":
+        tell_folder(folder)
+    with phase("import"):
+        from shoal.trainer.loop import train
 
-    return train(Path(sys.argv[1]))
+    return train(folder)
 
 
 if __name__ == "__main__":

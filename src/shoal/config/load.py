@@ -8,20 +8,23 @@ accepted and answered with ours. Keys of [model] that are not ours belong to the
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
-from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.base.errors import ConfigError, nearest, one_of, short
 from shoal.base.layout import AXES
 from shoal.base.policies import (
     COMPILE,
     OFFLOAD,
+    OTHER_FORMATS,
     PRECISIONS,
     PROOFS,
     RECOMPUTE,
@@ -84,7 +87,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
         section, dot, key = name.strip().partition(".")
         if not found or not dot:
             raise ConfigError(
-                f"command line: {text}: overrides are written section.key=value"
+                f"command line: {short(text)}: overrides are written section.key=value"
                 + (
                     f"; nearest: {_guess_section(name)}={value_text}"
                     if _guess_section(name)
@@ -126,6 +129,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         word = path.suffix != ".toml" and len(path.parts) == 1  # as in `shoal plan llama`
+        if word and path.suffix and path.stem in {f.name for f in fields(Config)}:
+            raise ConfigError(f"{path}: has no value; nearest: {path}=…") from None
         hint = (
             f"a model is named by model.name={path}" if word else "without one the defaults count"
         )
@@ -163,15 +168,17 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         hint = (
             f"; nearest: {close}.{key}" if close else f"; sections: {', '.join(sorted(sections))}"
         )
-        raise ConfigError(f"{origin}: {section}.{key}: no such section{hint}")
+        raise ConfigError(f"{origin}: {short(f'{section}.{key}')}: no such section{hint}")
     current = getattr(loaded.config, section)
-    hints = get_type_hints(type(current))
+    hints = _hints(section)
     if section == "model" and key not in hints:
         loaded.replace("model", origin, arguments={**current.arguments, key: value})
         loaded.origins[f"model.{key}"] = origin
         return
     if key not in hints or key == "arguments":
-        raise ConfigError(f"{origin}: {section}.{key}: no such key{_nearest_key(section, key)}")
+        raise ConfigError(
+            f"{origin}: {short(f'{section}.{key}')}: no such key{_nearest_key(section, key)}"
+        )
     if hints[key] is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if hints[key] == tuple[str, ...] and isinstance(value, str):
@@ -180,17 +187,25 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         typed = msgspec.convert(value, type=hints[key], strict=True)
     except msgspec.ValidationError:
         raise ConfigError(
-            f"{origin}: {section}.{key} = {value!r}: {_type_text(hints[key])} is wanted, "
-            f"got {_type_text(type(value))}"
+            f"{origin}: {section}.{key} = {short(repr(value))}: {_type_text(hints[key])} is "
+            f"wanted, got {_type_text(type(value))}"
         ) from None
     loaded.replace(section, origin, **{key: typed})
 
 
+@cache
+def _hints(section: str) -> dict[str, Any]:
+    """Type of every key of a section; found once, since a saved run.toml has a hundred keys."""
+    return get_type_hints(type(getattr(Config(), section)))
+
+
 def _nearest_key(section: str, key: str) -> str:
     everywhere = {f"{f.name}.{k}" for f in fields(Config) for k in _keys(f.name)}
-    here = nearest(key, _keys(section))
+    # Names of other projects are understood, so a slip in one of them means ours.
+    others = {name: ours for name, ours in ALIASES.items() if ours.startswith(f"{section}.")}
+    here = nearest(key, [*_keys(section), *others])
     if here:
-        return f"; nearest: {section}.{here}"
+        return f"; nearest: {others.get(here) or f'{section}.{here}'}"
     elsewhere = _section_of(key)
     if elsewhere:
         return f"; nearest: {elsewhere}.{key}"
@@ -222,6 +237,16 @@ def _type_text(kind: Any) -> str:
     return "a list of two numbers" if "float, float" in text else "a list of texts"
 
 
+MOST_SEED = 2**63 - 1
+"""What torch's generators take."""
+
+MOST = 2**30
+"""No count of samples, tokens, steps or processes in a run is larger."""
+
+USUAL = {"train.batch": 16, "train.micro_batch": 2, "launch.processes": 2, "train.steps": 150}
+"""What is proposed in the place of a count that makes no sense; 0 would say "leave it open"."""
+
+
 def _check_values(config: Config) -> None:
     """Legal values that a type cannot say."""
     precision, optimizer = config.precision, config.optimizer
@@ -236,7 +261,8 @@ def _check_values(config: Config) -> None:
         ("model.call", config.model.call, ("single", "kwargs")),
     ):
         if value not in legal:
-            raise ConfigError(one_of(key, value, legal))
+            others = OTHER_FORMATS if key.startswith("precision.") else None
+            raise ConfigError(one_of(key, value, legal, others))
     if precision.loss_scale and precision.compute != "fp16":
         raise ConfigError(
             f"precision.loss_scale = {precision.loss_scale}: only fp16 has a loss scale, "
@@ -247,15 +273,38 @@ def _check_values(config: Config) -> None:
             f"optimizer.average = {optimizer.average}: a decay is below 1; nearest: "
             f"optimizer.average=0.999"
         )
+    if config.train.seed > MOST_SEED:
+        raise ConfigError(
+            f"train.seed = {config.train.seed}: more than 2^63 − 1; nearest: train.seed=0"
+        )
+    for key, number in (("lr", optimizer.lr), ("weight_decay", optimizer.weight_decay)):
+        if number == math.inf:
+            raise ConfigError(f"optimizer.{key} = inf: no weight would stay finite; nearest: 0.001")
     config.islands.settled()
     layout = config.layout
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
     if layout.schedule:
         canonical(layout.schedule)
     layout.tensor.check()
+    if layout.zero not in range(-1, 4):
+        raise ConfigError(
+            f"layout.zero = {layout.zero}: a stage is 0, 1, 2 or 3; nearest: "
+            f"layout.zero={3 if layout.zero > 3 else 0}"
+        )
+    _check_bounds(config)
+    if config.train.steps and config.train.epochs:
+        raise ConfigError(
+            f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs}: one of "
+            f"them decides the length; nearest: train.steps={config.train.steps}"
+        )
+
+
+def _check_bounds(config: Config) -> None:
+    """Errors: ConfigError for a number that is too small, or a count that no run could have."""
     at_least = {
         "train.steps": 0, "train.epochs": 0, "train.batch": 0, "train.micro_batch": 0,
-        "train.accumulate": 0, "train.validate_every": 0, "train.skip_limit": 1, "train.seed": 0,
+        "train.accumulate": 0, "train.validate_every": 0, "train.validate_samples": 0,
+        "train.skip_limit": 1, "train.seed": 0,
         "data.sequence": 1, "data.workers": 0, "optimizer.lr": 0, "optimizer.clip": 0,
         "optimizer.weight_decay": 0, "optimizer.average": 0, "precision.loss_scale": 0,
         "optimizer.warmup_steps": -1, "checkpoint.every": 0,
@@ -266,9 +315,10 @@ def _check_values(config: Config) -> None:
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         if not value >= low:
-            raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={low}")
-    if config.train.steps and config.train.epochs:
-        raise ConfigError(
-            f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs}: one of "
-            f"them decides the length; nearest: train.steps={config.train.steps}"
-        )
+            near = USUAL.get(name, low)
+            raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={near}")
+        if isinstance(value, int) and value > MOST and name != "train.seed":
+            raise ConfigError(
+                f"{name} = {value}: more than {MOST} is no number that a run could have; nearest: "
+                f"{name}={USUAL.get(name, MOST)}"
+            )

@@ -145,6 +145,12 @@ def check_function(name: str, where: str) -> None:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{where} = {name}: must be pkg.mod:function")
+    file = Path(module)
+    if file.suffix == ".py" and file.is_file():
+        dotted = ".".join(part for part in file.with_suffix("").parts if part not in (".", "/"))
+        raise ConfigError(
+            f"{where} = {name}: is a file, a module is wanted; nearest: {dotted}:{attribute}"
+        )
     missing = _locate_module(module)
     if missing is None:
         return

@@ -64,9 +64,21 @@ def resolve_batch(loaded: Loaded, degree: int) -> int:
         loaded.replace("train", "derived", batch=batch)
     if micro_batch != train.micro_batch:
         loaded.replace("train", origin, micro_batch=micro_batch)
-    derived = check_batch(batch, micro_batch, degree)
+    _check_shared(batch, degree, given=train.batch or train.micro_batch or accumulate)
+    usual = not (train.micro_batch or accumulate)
+    derived = check_batch(batch, micro_batch, degree, derived=usual)
     loaded.replace("train", "derived at every start", accumulate=0)
     return derived
+
+
+def _check_shared(batch: int, degree: int, *, given: int) -> None:
+    """Errors: ConfigError where the default batch, of which nobody spoke, does not go round."""
+    if given or batch % (default_micro_batch(batch) * degree) == 0:
+        return
+    raise ConfigError(
+        f"launch.processes: {degree} data-parallel ranks do not divide the default of {batch} "
+        f"samples per step; nearest legal: train.batch={8 * degree} train.micro_batch=1"
+    )
 
 
 def resolve_length(loaded: Loaded) -> None:
@@ -118,8 +130,19 @@ def model_label(model: ModelSection) -> str:
 
 
 def resolve_folder(loaded: Loaded) -> Path:
-    """The run's own folder; without a name, the first free `MODEL-SOURCE-N`."""
+    """The run's own folder; without a name, the first free `MODEL-SOURCE-N`.
+
+    Errors: ConfigError for a name that leads out of run.folder, or where a file is in the way.
+    """
     run = loaded.config.run
+    if ".." in Path(run.name).parts or Path(run.name).is_absolute() or run.name == ".":
+        raise ConfigError(
+            f"run.name = {run.name}: leads out of run.folder = {run.folder}; nearest: "
+            f"run.name={Path(run.name).name.strip('.') or 'mine'}, or another run.folder"
+        )
+    for key, path in (("folder", Path(run.folder)), ("name", Path(run.folder) / run.name)):
+        if path.is_file():
+            raise ConfigError(f"run.{key} = {getattr(run, key)}: {path} is a file, not a folder")
     if run.name:
         return Path(run.folder) / run.name
     model = model_label(loaded.config.model)

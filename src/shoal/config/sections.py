@@ -72,6 +72,8 @@ class TrainSection:
     """initial weights, sample order, dropout"""
     validate_every: int = 0
     """steps between validations; 0: at the end only"""
+    validate_samples: int = 0
+    """samples of one validation, spread evenly over those held out; 0: the share that was asked"""
     defer_sync: bool = False
     """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
     compile: str = "none"

@@ -20,8 +20,9 @@ import os
 import random
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -92,6 +93,40 @@ def load_error(what: str, error: Exception) -> ShoalError:
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
     wrapped.add_note("".join(traceback.format_exception(error)))
     return wrapped
+
+
+def digest_of(value: Any) -> str:
+    """A hash of tensors, arrays, numbers and texts, however they are nested."""
+    total = hashlib.blake2b(digest_size=12)
+    _digest_into(total, value)
+    return total.hexdigest()
+
+
+def _digest_into(total: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        total.update(f"{value.dtype} {list(value.shape)}".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        total.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        _digest_into(total, [part for pair in sorted(value.items(), key=repr) for part in pair])
+    elif isinstance(value, list | tuple):
+        total.update(f"{len(value)}".encode())
+        for part in value:
+            _digest_into(total, part)
+    elif value is None or isinstance(value, str | bytes | int | float):
+        total.update(repr(value).encode())
+
+
+def identity_of(dataset: Any) -> list[Any] | None:
+    """Length and hashes of the first and the last sample; None where they cannot be read."""
+    try:
+        with seeded_draws("identity"):
+            count = len(dataset)
+            return [count, digest_of(dataset[0]), digest_of(dataset[count - 1])]
+    except Exception:
+        return None
 
 
 def sample_kind(dataset: Any) -> str:
@@ -197,6 +232,14 @@ class Fetcher:
         block = self._block[start - self._block_start : stop - self._block_start]
         return tuple(block.tolist())
 
+    def own_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """The same as a person knows them: indices of the dataset before a part was held out."""
+        return tuple(map(self._own, self.ids(start, stop)))
+
+    def _own(self, index: int) -> int:
+        whole = getattr(self.dataset, "whole_index", None)
+        return index if whole is None else int(whole(index))
+
     def value(self, start: int, stop: int) -> Any:
         """The joined samples of stream positions start … stop − 1."""
         quiet = draws_nothing(self.dataset)
@@ -217,7 +260,7 @@ class Fetcher:
         try:
             return self.dataset[index]
         except Exception as error:
-            where = f"data.source: sample {index} (epoch {epoch}, position {position})"
+            where = f"data.source: sample {self._own(index)} (epoch {epoch}, position {position})"
             raise load_error(where, error) from error
 
 
@@ -235,19 +278,31 @@ class FetcherView(Dataset[Any]):
             return Failure.of(error)
 
 
-def die_with_parent(_worker: int = 0) -> None:
-    """Ask the kernel to kill this process when its parent thread ends (Linux; elsewhere nothing).
+def obey_parent(_worker: int = 0) -> None:
+    """Live exactly as long as the parent wants: its trainer is who answers signals, and may save.
 
-    Without it a worker outlives a killed trainer, holding memory, until its next queue check. The
-    keyboard's interrupt is the parent's to answer: it may finish and save the step.
+    Ctrl-C is left to the parent. On Linux so is a SIGTERM to the whole group, while one that the
+    parent sends itself ends this process; and the kernel kills it when its parent thread ends: else
+    it outlived a killed trainer, holding memory, until its next queue check.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not sys.platform.startswith("linux"):
         return
+    # A Python handler is not told who sent a signal; waiting for it is.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told, daemon=True).start()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it died before the request
         os._exit(1)
+
+
+def _end_when_told() -> None:
+    """Wait for the parent's own SIGTERM."""
+    sender = 0
+    while sender != os.getppid():
+        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+    os._exit(0)
 
 
 def as_it_is(value: Any) -> Any:
@@ -269,7 +324,7 @@ def from_workers(
         sampler=spans,
         num_workers=workers,
         collate_fn=as_it_is,
-        worker_init_fn=die_with_parent,
+        worker_init_fn=obey_parent,
         prefetch_factor=ahead,
         generator=torch.Generator(),  # else the DataLoader draws from the model's generator
     )

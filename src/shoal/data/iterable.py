@@ -67,6 +67,7 @@ class IterableLoader:
         self._moves = 0
         self._running: Iterator[ReadStep] | None = None
         self.position = position
+        self.under_way = False
 
     @property
     def position(self) -> int:
@@ -116,6 +117,13 @@ class IterableLoader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         """The steps from `position` to the end of the epoch."""
+        self.under_way = True
+        try:
+            yield from self._steps()
+        finally:
+            self.under_way = False
+
+    def _steps(self) -> Iterator[StepBatch]:
         moves = self._moves
         empty = self._position == self.epoch_start
         if self._running is None:

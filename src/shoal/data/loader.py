@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from shoal.base.batches import MicroBatch, cut_span, cut_step, owned, steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Fetcher, FetcherView, from_workers
+from shoal.data.fetch import Collate, Fetcher, FetcherView, digest_of, from_workers
 from shoal.data.step import LoadedMicroBatch, StepBatch
 
 
@@ -49,7 +50,7 @@ class Loader:
     Iterating gives one StepBatch per optimizer step to the end of the current epoch, also where
     this rank owns no micro-batch of the short last step. Iterating again is the next epoch.
     `position` moves when a step is handed out. Setting it ends a running iteration; the next one
-    starts there, be it in mid-epoch.
+    starts there, be it in mid-epoch. `under_way` is true while somebody loops over it.
 
     Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
             rank, degree: this rank's place among those that draw different micro-batches
@@ -89,6 +90,8 @@ class Loader:
         self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate)
         self._moves = 0
         self.position = position
+        self.under_way = False
+        self._probed = degree == 1
 
     @property
     def position(self) -> int:
@@ -134,22 +137,40 @@ class Loader:
     def _batches(self, steps: Callable[[], Iterator[list[MicroBatch]]]) -> Iterator[StepBatch]:
         """steps   gives the micro-batches, over all ranks, of one step after another"""
         moves = self._moves
-        fetched = self._fetched(steps())
-        for micro_batches in steps():
-            mine = owned(micro_batches, self.rank, self.degree)
-            loaded = [LoadedMicroBatch(m.index, m.start, m.stop, next(fetched)) for m in mine]
-            step = StepBatch(
-                micro_batches=tuple(loaded),
-                position=micro_batches[0].start,
-                next_position=micro_batches[-1].stop,
-                total=len(micro_batches),
-                epoch=micro_batches[0].start // self.samples,
-                sample_ids=tuple(self._fetcher.ids(m.start, m.stop) for m in mine),
-            )
-            self._position = step.next_position
-            yield replace(step, after=self.state(), stream=id(self))
-            if self._moves != moves:
-                return
+        first = self._position
+        looked_at = () if self._probed else ((first, first + 1),) * 2
+        fetched = self._fetched(steps(), looked_at)
+        self.under_way = True
+        try:
+            for micro_batches in steps():
+                probe = () if self._probed else self._probe(first, next(fetched), next(fetched))
+                step = self._step(micro_batches, fetched)
+                self._position = step.next_position
+                yield replace(step, after=self.state(), stream=id(self), probe=probe)
+                if self._moves != moves:
+                    return
+        finally:
+            self.under_way = False
+
+    def _probe(self, position: int, sample: Any, again: Any) -> tuple[Any, ...]:
+        """What ranks compare of their datasets: the same sample on each, and whether it stays."""
+        self._probed = True
+        number = self._fetcher.own_ids(position, position + 1)[0]
+        seen = digest_of(sample)
+        told = seen if seen == digest_of(again) else "drawn anew at every reading"
+        return f"{self.samples} samples", f"sample {number}: {told}"
+
+    def _step(self, micro_batches: list[MicroBatch], fetched: Iterator[Any]) -> StepBatch:
+        mine = owned(micro_batches, self.rank, self.degree)
+        loaded = [LoadedMicroBatch(m.index, m.start, m.stop, next(fetched)) for m in mine]
+        return StepBatch(
+            micro_batches=tuple(loaded),
+            position=micro_batches[0].start,
+            next_position=micro_batches[-1].stop,
+            total=len(micro_batches),
+            epoch=micro_batches[0].start // self.samples,
+            sample_ids=tuple(self._fetcher.own_ids(m.start, m.stop) for m in mine),
+        )
 
     def _steps(self) -> Iterator[list[MicroBatch]]:
         """The micro-batches, over all ranks, of each step to the end of the current epoch."""
@@ -160,13 +181,19 @@ class Loader:
             yield micro_batches
             position = micro_batches[-1].stop
 
-    def _fetched(self, steps: Iterator[list[MicroBatch]]) -> Iterator[Any]:
-        """The joined samples of every micro-batch that this rank runs, here or from workers."""
-        spans = (
+    def _fetched(
+        self, steps: Iterator[list[MicroBatch]], before: Sequence[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """The joined samples of every micro-batch that this rank runs, here or from workers.
+
+        before   spans to fetch first
+        """
+        own = (
             (m.start, m.stop)
             for micro_batches in steps
             for m in owned(micro_batches, self.rank, self.degree)
         )
+        spans = chain(before, own)
         if self.workers == 0:
             return (self._fetcher.value(start, stop) for start, stop in spans)
         per_step = -(-self.batch // (self.micro_batch * self.degree))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -21,6 +21,7 @@ from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.data.fetch import (
     Collate,
     Failure,
+    digest_of,
     draws_nothing,
     join,
     load_error,
@@ -92,6 +93,8 @@ class StepReader(IterableDataset[Any]):
         self.epoch_start = epoch_start
         self.position = position
         self.quiet = draws_nothing(iterable)
+        self.probed: list[str] = []
+        self._probing = degree > 1
 
     def __iter__(self) -> Iterator[ReadStep | Failure]:
         """The steps from `position` to the end of the epoch."""
@@ -112,13 +115,20 @@ class StepReader(IterableDataset[Any]):
             count, kept, sample = self._read(source, first)
             state = _state_text(self.iterable)
             first = END if sample is END else self._next(source)
-            yield ReadStep(self._join(start, count, kept), state, first is END)
+            batch = self._join(start, count, kept)
+            if self.probed:
+                probe = (f"the first {count} samples", digest_of(self.probed))
+                batch, self.probed = replace(batch, probe=probe), []
+            yield ReadStep(batch, state, first is END)
 
     def _read(self, source: Iterator[Any], sample: Any) -> tuple[int, dict[int, list[Any]], Any]:
         """One step from `sample` on: samples read, this rank's by micro-batch, END or the last."""
         kept: dict[int, list[Any]] = {}
         count = 0
+        probing, self._probing = self._probing, False
         while True:
+            if probing:  # every rank reads all, and must read the same
+                self.probed.append(digest_of(sample))
             index = count // self.micro_batch
             if index % self.degree == self.rank:
                 kept.setdefault(index, []).append(sample)

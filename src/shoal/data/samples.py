@@ -5,12 +5,14 @@ What is held out never depends on train.seed: runs with different seeds are meas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from shoal.data.fetch import draws_nothing
 from shoal.data.order import permute
@@ -56,6 +58,17 @@ def open_digits(share: float) -> Digits:
         images=len(targets),
         class_entropy=cross_entropy(counts[0], counts[1]),
     )
+
+
+class First(IterableDataset[Any]):
+    """The first samples of what can only be iterated."""
+
+    def __init__(self, data: Any, samples: int) -> None:
+        self.data = data
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.data), self.samples)
 
 
 class EvenPart(Dataset[Any]):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.base.errors import ConfigError
+from shoal.base.phases import phase
 from shoal.base.units import bytes_text, count_text
 from shoal.config.paths import check_data, load_function, split_source, validation_share
 from shoal.config.sections import DataSection
@@ -39,6 +40,7 @@ class Source:
     unigram_entropy    nats per target that a model without context reaches: where loss should fall
                        below; digits: the class entropy; None if unknown
     description        one line for the user
+    validation_samples of `validation`, how many one validation reads; None: all of them
     kind               tokens: (inputs [sequence], targets [sequence]) int64 · samples: any other
     """
 
@@ -50,8 +52,10 @@ class Source:
     unigram_entropy: float | None
     description: str
     kind: str
+    validation_samples: int | None = None
 
 
+@phase("data")
 def open_source(section: DataSection, seed: int) -> Source:
     """Open what `data.source` names; the first call on new text trains a tokenizer and encodes it.
 
@@ -95,9 +99,12 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
     size_bytes = sum(d.size_bytes for d in {*train, *held})
     files = len({*train, *held})
     kept = f"{_files(len(held))} held out" if held else f"last {tail:.0%} held out"
+    train_part = TokenDataset(corpus.train, section.sequence, "train")
+    held_part = _held_out(corpus.validation, section.sequence)
     source = Source(
-        train=TokenDataset(corpus.train, section.sequence, "train"),
-        validation=_held_out(corpus.validation, section.sequence),
+        train=train_part,
+        validation=held_part,
+        validation_samples=share_of(share, train_part, held_part),
         collate=None,
         vocabulary=corpus.vocabulary,
         tokenizer=corpus.tokenizer,
@@ -107,6 +114,18 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
         kind="tokens",
     )
     return source, second
+
+
+def share_of(share: float, train: Any, held: Any) -> int | None:
+    """Samples of a share of all, where more are held out; None where they are not.
+
+    Text is held out by whole files, so that no file is on both sides: of twenty files one is the
+    least, whatever the share. What one validation reads of them is the share all the same.
+    """
+    if held is None or not share:
+        return None
+    most = max(1, round(share * (len(train) + len(held))))
+    return most if most < len(held) else None
 
 
 def _files(count: int) -> str:
@@ -180,6 +199,11 @@ def _open_function(name: str, share: float) -> Source:
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if train is None:
         raise ConfigError(f"data.source = {name}: gives None, not a dataset or an iterable")
+    if validation is not None and is_indexed(validation) and not len(validation):
+        raise ConfigError(
+            f"data.source = {name}: its validation data has 0 samples; nearest: the training data "
+            f"alone, of which data.validation is held out"
+        )
     samples = len(train) if is_indexed(train) else None
     if validation is None and samples is not None and samples >= 2 and share:
         held = min(max(1, round(share * samples)), samples - 1)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.base.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class LoadedMicroBatch:
@@ -28,7 +30,7 @@ class LoadedMicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step's share of one rank; iterating gives the values, one per micro-batch.
+    """One optimizer step's share of one rank, to be given to `run.step` whole.
 
     micro_batches            those this rank runs, in order; empty if the short last step of an
                              epoch leaves it none (it still joins the collectives, weight 0)
@@ -37,6 +39,7 @@ class StepBatch:
     epoch                    pass over the data, from 0
     after                    the loader's state once this step is committed; JSON values
     stream                   which loader made it: the loader's identity
+    probe                    what ranks compare of their data, with a loader's first step
     sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
     """
 
@@ -48,10 +51,24 @@ class StepBatch:
     sample_ids: tuple[tuple[int, ...], ...]
     after: dict[str, Any] = field(default_factory=dict)
     stream: int = 0
+    probe: tuple[Any, ...] = ()
+
+    @property
+    def values(self) -> list[Any]:
+        """The joined samples of each micro-batch, mostly (inputs, targets)."""
+        return [micro_batch.value for micro_batch in self.micro_batches]
 
     def __iter__(self) -> Iterator[Any]:
-        """The joined samples of each micro-batch."""
-        return (micro_batch.value for micro_batch in self.micro_batches)
+        """Errors: ConfigError: a step is no pair, and parts of it cannot be resumed."""
+        raise ConfigError(
+            "run.loader: a batch is one whole step, several micro-batches, and cannot be taken "
+            "apart; nearest: for batch in run.loader(data): run.step(batch); what is inside, one "
+            "per micro-batch, is batch.values"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Errors: as iterating."""
+        return iter(self)
 
     def __len__(self) -> int:
         """How many micro-batches this rank runs."""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal.base.errors import ConfigError
+from shoal.base.phases import counting, phase
 from shoal.config.paths import check_tokenizer, fixed_folder, glob_files
 from shoal.data.cache import content_key, open_cached
 from shoal.data.tokens import TokenSpan, count_tokens, cross_entropy, grown, split_tail, whole_file
@@ -196,6 +197,7 @@ def _load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"data.tokenizer = {path}: is no tokenizer.json: {error}") from error
 
 
+@phase("tokenizer")
 def train_bpe(documents: Sequence[Document], vocabulary: int) -> Any:
     """A byte-level BPE tokenizer of at most `vocabulary` entries; the same for the same text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -247,7 +249,7 @@ def encode(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray[Any, Any
 
     waiting: list[str | None] = []
     characters = 0
-    for document in documents:
+    for document in counting("encode", len(documents), documents):
         for piece in _pieces(document.text()):
             waiting.append(piece)
             characters += len(piece)

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 # 2.13 renamed `all_gather_into_tensor`; the old name still works there but warns at every use.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,6 +18,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # group for ever; gloo's threads then outlive `destroy_process_group` and may abort the exit of
 # the interpreter ("terminate called without an active exception"; docs/lab-log.md).
 importlib.import_module("torch.distributed.nn.functional")
+
+KNOCK = 1
+"""The tag of what nobody fetches; collectives have tags of their own."""
 
 
 def gloo_group(
@@ -63,7 +67,31 @@ def exchange_bytes(
     return work
 
 
+def knock(group: dist.ProcessGroupGloo, member: int) -> None:
+    """Announce a byte that nobody will fetch: it fails at once where the connection is closed.
+
+    Errors    RuntimeError for a connection that is closed
+    """
+    group.send([torch.zeros(1, dtype=torch.uint8)], member, KNOCK)  # type: ignore[attr-defined]
+
+
+def empty_mesh(mesh: DeviceMesh) -> None:
+    """Let go of the groups that a mesh lists.
+
+    DTensor caches how each operation is split by its specifications, in C++ and for ever; these
+    name the mesh, which since torch 2.13 lists its groups: no garbage collector sees that chain.
+    """
+    for one in (mesh, getattr(mesh, "_root_mesh", None)):
+        getattr(one, "_pg_registry", {}).clear()
+
+
 def own_connection(store: dist.Store) -> dist.Store:
     """The same store over a connection that no other thread uses."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, whoever made that."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store

@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,18 +52,20 @@ def open_plane(
     connections: int,
     host: str,
     deadline_s: float,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Plane:
     """Connect this process with the same lane of the other islands; every one of them calls it.
 
     store         of `meet` · host  that of the address where islands meet
     connections   TCP connections to each other island: one alone may not fill a long link
     deadline_s    also for sub-planes
+    tell          is given a line about what somebody else wrote into the store, in another thread
 
     Errors  ClusterError where an island does not come, IslandLost where one is lost meanwhile
     """
     own = dist.PrefixStore(f"lane/{lane}", store)
     address = local_address(host) if count > 1 else ""
-    pulse = Pulse(own, index, count) if count > 1 else None
+    pulse = Pulse(own, index, count, tell) if count > 1 else None
     links = Links(own, pulse, range(count), index, "all")
     plane = Plane(links, address, connections, deadline_s)
     try:

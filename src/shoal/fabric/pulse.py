@@ -12,6 +12,8 @@ fails, reads what was heard. First match wins:
     cut off    all are alive and have begun: the link between some of them carries nothing
 
 Clocks are monotonic and local: no time of another machine is ever compared.
+Whoever reaches the store may write there. What is no beat (no JSON, other types, a megabyte) is
+passed over, as if nothing had been said, and told once; the listening goes on.
 
 Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; only deadlines decide.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -32,6 +34,9 @@ from shoal.fabric._torch import own_connection
 
 BEAT_S, SILENT_S, LOOK_S = 0.5, 2.5, 0.02
 STORE_ISLAND = 0
+MOST_BYTES = 64 * 1024
+"""Of a beat; a real one has a few hundred."""
+MOST_WORDS = 200
 
 
 class IslandLost(ClusterError):
@@ -53,14 +58,53 @@ class Beat(NamedTuple):
     given_up: tuple[tuple[int, ...], str] = ((), "")
 
 
+def read_beat(raw: bytes, count: int) -> Beat:
+    """A beat out of bytes that anybody may have written.
+
+    count    how many islands there are
+    Errors   ValueError that says what is wrong
+
+    >>> read_beat(b'[7, {"all": 3}, [1], "silent"]', 2)
+    Beat(begun={'all': 3}, given_up=((1,), 'silent'))
+    """
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES} are read")
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ValueError("no JSON") from None
+    if not isinstance(said, list) or len(said) != 4:
+        raise ValueError("not the four things that a beat says")
+    beats, begun, islands, words = said
+    if not _is_count(beats) or not isinstance(begun, dict) or not isinstance(words, str):
+        raise ValueError("other types than a beat has")
+    if not all(_is_count(calls) for calls in begun.values()):
+        raise ValueError("other types than a beat has")
+    if not isinstance(islands, list) or not all(_is_count(i) and i < count for i in islands):
+        raise ValueError(f"it gives up on islands that are none of 0 … {count - 1}")
+    return Beat(begun, (tuple(islands), words[:MOST_WORDS]))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 class Pulse:
     """This island's beat and what it heard of the others'.
 
     begun   how many calls this island has begun, by the name of the plane
+    tell    is given one line of the first beat of each island that is none
     """
 
-    def __init__(self, store: dist.Store, index: int, count: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        index: int,
+        count: int,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.store = own_connection(store)
+        self.tell = tell
         self.index, self.count = index, count
         self.begun: dict[str, int] = {}
         self._given_up: tuple[tuple[int, ...], str] = ((), "")
@@ -68,6 +112,7 @@ class Pulse:
         self._heard_s = [time.monotonic()] * count
         self._told = [Beat({}) for _ in range(count)]
         self._raw = [b""] * count
+        self._strange: set[int] = set()
         self._answered_s = time.monotonic()
         self._ended = threading.Event()
         self._soon = threading.Event()
@@ -102,6 +147,12 @@ class Pulse:
         """Tell the others whom this island gave up on, and why."""
         self._given_up = islands, words
         self._soon.set()
+
+    def missing(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Which of the members, this island apart, missed a beat: not yet silent, but suspect."""
+        now_s = time.monotonic()
+        others = (member for member in members if member != self.index)
+        return tuple(other for other in others if now_s - self._heard_s[other] > 2 * BEAT_S)
 
     def blame(self, members: Sequence[int], plane: str) -> tuple[tuple[int, ...], str]:
         """Who is to blame for a failure just now, and in what words; takes up to SILENT_S + 1 s.
@@ -156,7 +207,20 @@ class Pulse:
         answers = self.store.multi_get([f"beat/{index}" for index in range(self.count)])
         self._answered_s = time.monotonic()
         for index, raw in enumerate(answers):
-            if raw != self._raw[index]:
-                self._raw[index], self._heard_s[index] = raw, self._answered_s
-                _, begun, islands, words = json.loads(raw)
-                self._told[index] = Beat(begun, (tuple(islands), words))
+            if raw == self._raw[index]:
+                continue
+            self._raw[index] = raw
+            try:
+                self._told[index] = read_beat(raw, self.count)
+            except ValueError as problem:
+                self._pass_over(index, str(problem))
+            else:
+                self._heard_s[index] = self._answered_s
+
+    def _pass_over(self, index: int, problem: str) -> None:
+        if index not in self._strange:
+            self._strange.add(index)
+            self.tell(
+                f"islands: a beat of island {index} was passed over: {problem}; somebody else "
+                f"writes to the store at islands.at, use a network that only the islands reach"
+            )

@@ -36,14 +36,19 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
 
 
 class Traffic:
-    """Running totals of one rank; `take()` returns them and starts again at zero."""
+    """Running totals of one rank; `take()` returns them and starts again at zero.
+
+    calls   collectives that were begun, ever
+    """
 
     def __init__(self) -> None:
         self.sent_bytes: Counter[str] = Counter()
         self.exposed_s = 0.0
+        self.calls = 0
 
     def count(self, kind: str, payload_bytes: int, degree: int) -> None:
         """Add one collective."""
+        self.calls += 1
         self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
 
     @contextmanager

@@ -17,9 +17,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import logging
 import os
+import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError, PlanError
-from shoal.fabric._torch import all_gather_single
+from shoal.fabric._torch import all_gather_single, empty_mesh
 from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
 from shoal.fabric.place import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Traffic
@@ -36,9 +40,19 @@ from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATT
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
 PREPARE_TIMEOUT = timedelta(hours=24)
+TELL_AFTER_S = 10.0
 
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
+_holders: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+
+
+def holds_groups(owner: Any, forget: Callable[[Any], None]) -> None:
+    """Have `forget(owner)` called when process groups end, for what torch keeps with an object.
+
+    owner   kept no longer than others do; `forget` must not refer to it
+    """
+    _holders[owner] = forget
 
 
 class World:
@@ -265,10 +279,12 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     if place.host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store = _meeting_store(place)
+        with _waiting_told(place):
+            store = _meeting_store(place)
         # Each attempt, and each world of one process, has its own names: a stock restart may read
         # a dead peer's address.
         named = dist.PrefixStore(f"attempt-{place.attempt}/{next(_worlds_made)}", store)
+        _await_all(named, place)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=named,
@@ -283,6 +299,48 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
         ) from failure
     atexit.register(_leave_at_exit)
     return World(place, device, dist.group.WORLD, owns_group=True, store=named)
+
+
+@contextmanager
+def _waiting_told(place: Place) -> Iterator[None]:
+    """Tell once, on each machine, that rank 0 is waited for: a start is never silent."""
+    text = "shoal: rank %d of %d: nobody answers at %s:%d since %.0f s; gives up after %d s"
+    values = (place.rank, place.size, place.host, place.port, TELL_AFTER_S, JOIN_TIMEOUT.seconds)
+    timer = threading.Timer(TELL_AFTER_S, logging.getLogger("shoal").warning, (text, *values))
+    timer.daemon = True
+    if place.local_rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _await_all(store: dist.Store, place: Place) -> None:
+    """Wait for everybody, and say for whom: torch would wait as long as for a collective.
+
+    Errors   ClusterError naming who did not come
+    """
+    keys = [f"here/{rank}" for rank in range(place.size)]
+    store.set(keys[place.rank], "")
+    until_s = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    while True:
+        left_s = until_s - time.monotonic()
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, min(TELL_AFTER_S, left_s))))
+            return
+        except dist.DistStoreError:
+            away = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        if not away:
+            return
+        who = f"rank{'s' * (len(away) > 1)} {', '.join(away)}"
+        if left_s <= TELL_AFTER_S:
+            raise ClusterError(
+                f"{who} of {place.size} did not come to {place.host}:{place.port} within "
+                f"{JOIN_TIMEOUT.total_seconds():g} s ({place.started_by}); look at what they print"
+            )
+        if place.local_rank == 0:
+            logging.getLogger("shoal").warning("shoal: rank %d waits for %s", place.rank, who)
 
 
 _worlds_made = itertools.count()
@@ -324,7 +382,14 @@ def _let_go() -> None:
     """Drop every reference to a group, also of worlds that only the collector would find.
 
     A script that destroys its own group leaves gloo's threads to the last reference; if that goes
-    while the interpreter is torn down, the process aborts.
+    while the interpreter is torn down, the process aborts. Meshes and sharded modules hold groups
+    too, and DTensor's caches hold meshes for ever.
     """
     for world in _worlds:
+        for mesh in world.meshes.values():
+            empty_mesh(mesh)
+        world.meshes.clear()
         world.group = world.store = None
+    for owner, forget in list(_holders.items()):
+        forget(owner)
+    _holders.clear()

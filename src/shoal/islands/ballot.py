@@ -5,7 +5,8 @@ others how that went. They commit if all say yes and all have the same digest, w
 the same ballots, so that all decide alike:
 
     ok          nothing failed, and what came out is finite
-    digest      sha256 of the proposed weights and outer state, over all of the island's processes
+    digest      sha256 of the proposed weights and outer state, over all of the island's processes;
+                where islands are never equal (noloco), of what a pair steps with
     tokens      what it trained on for this: its weight in the mean
     steps_per_s its speed, which decides its share of the next round; None: not measured
     used        samples used of those that were dealt, in their order
@@ -28,6 +29,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shoal.base.errors import ClusterError
+
+NOT_FINITE = "the merged weights would not be finite"
+NOBODY_ADMITTED = "nobody's change was admitted"
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,21 @@ def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
     if unsaved:
         return count(list(unsaved.values()), list(unsaved))
     return count([ballots[island] for island in partners], partners)
+
+
+def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
+    """(whether the numbers are at fault, what to do) where a step did not happen.
+
+    ballots   of all islands of the run
+    """
+    if not all(ballot.saved for ballot in ballots):
+        return True, "mend that, and resume"
+    if any(ballot.why in (NOT_FINITE, NOBODY_ADMITTED) for ballot in ballots if not ballot.ok):
+        return True, "a lower optimizer.lr or islands.outer_lr"
+    return False, (
+        "resume from the last round that all agreed on; if it comes back, memory or processor of "
+        "one of them err, or its versions differ: leave it out"
+    )
 
 
 def read_object(message: bytes, whose: str) -> dict[str, Any]:

@@ -31,7 +31,14 @@ from shoal.fabric.codecs import Codec, Feedback, find_codec
 from shoal.fabric.halves import is_of_sum
 from shoal.fabric.plane import Arrived, IslandLost, Plane
 from shoal.islands.admission import Admission, Verdict
-from shoal.islands.ballot import Ballot, Outcome, decide, read_object
+from shoal.islands.ballot import (
+    NOBODY_ADMITTED,
+    NOT_FINITE,
+    Ballot,
+    Outcome,
+    decide,
+    read_object,
+)
 from shoal.islands.last_save import LastSave
 from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Method
@@ -274,23 +281,28 @@ class _Work:
     def _vote(
         self, partners: Sequence[int], finite: bool, verdict: Verdict
     ) -> tuple[Outcome, list[Ballot], str]:
-        """Commit or not; ballots of all islands travel, those of the partners are counted."""
-        plane, digest = self.merger.plane, self.outer.digest()
+        """Commit or not, and the digest of what all islands hold then.
+
+        Ballots of all islands travel, those of the partners are counted.
+        """
+        plane = self.merger.plane
+        digests = self.merger.inner.gather_json([self.outer.digest(), self.outer.agreed()])
+        whole, agreed = (_hash_of_all([told[k] for told in digests]) for k in range(2))
         began_s = time.monotonic()
         while True:
-            own = self._ballot(finite, digest, verdict)
+            own = self._ballot(finite, agreed, verdict)
             tell = partial(plane.gather, own.to_bytes(), deadline_s=self.deadline_s)
             rows = self._together(tell)
             ballots = [Ballot.from_bytes(row, island) for island, row in enumerate(rows)]
             if all(ballot.saved is not None for ballot in ballots):
-                return decide(ballots, partners), ballots, own.digest
+                return decide(ballots, partners), ballots, whole
             self.saves_s = time.monotonic() - began_s
 
     def _ballot(self, finite: bool, digest: str, verdict: Verdict) -> Ballot:
         """This island's word, the same on all of its ranks, of which the first speaks for it."""
         merger, say = self.merger, self.say
         mine = [say.tokens, say.used, say.steps_per_s, say.stop]
-        told = merger.inner.gather_json([finite, digest, mine, merger.last_save.told()])
+        told = merger.inner.gather_json([finite, self.outer.trouble, mine, merger.last_save.told()])
         say = Say(*told[0][2])
         if merger.plane.index not in verdict.admitted:
             say = replace(say, tokens=0, used=0)  # what was learnt there is lost
@@ -301,14 +313,14 @@ class _Work:
         if not saved:
             pass
         elif not verdict.admitted:
-            why = "nobody's change was admitted"
+            why = NOBODY_ADMITTED
         elif not well:
-            why = "the merged weights would not be finite"
+            why = next((one[1] for one in told if one[1]), NOT_FINITE)
         return Ballot(
             round=self.round,
             fragment=self.fragment,
             ok=well and bool(saved),
-            digest=hashlib.sha256("".join(one[1] for one in told).encode()).hexdigest(),
+            digest=digest,
             tokens=say.tokens,
             steps_per_s=say.steps_per_s,
             used=say.used,
@@ -342,6 +354,11 @@ def _among(
     """The products of those whose change counted."""
     places = [place for place, island in enumerate(partners) if island in admitted]
     return [[gram[a][b] for b in places] for a in places]
+
+
+def _hash_of_all(digests: Sequence[str]) -> str:
+    """One digest of those of an island's ranks."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _added(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

@@ -42,7 +42,10 @@ class Outer:
 
     local    this rank's part of every parameter; copied · build  makes the optimizer
     weights  W by name, CPU, at least float32; tensors that are replaced, never written to
+    trouble  why no step can be proposed, other than numbers that are not finite
     """
+
+    trouble = ""
 
     def __init__(self, local: Mapping[str, Tensor], build: Build) -> None:
         self.weights = {name: _wide(part) for name, part in local.items()}
@@ -111,6 +114,10 @@ class Outer:
                 self._digests[name] = self._digest_of(name)
             whole.update(self._digests[name])
         return whole.hexdigest()
+
+    def agreed(self) -> str:
+        """SHA-256 of what those who merge now must have alike; what is proposed counts."""
+        return self.digest()
 
     def tensors(self) -> dict[str, Tensor]:
         """W and u as committed: "NAME" → weight, "NAME.KEY" → state; never written to later."""
@@ -218,6 +225,15 @@ def all_finite(tensor: Tensor) -> bool:
     (measured: 0.09 against 11 ms for a million); it may overflow, and then each is looked at.
     """
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def hash_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, formats, shapes and every bit."""
+    found = hashlib.sha256()
+    for name, part in sorted(tensors.items()):
+        found.update(name.encode())
+        _hash(found, part)
+    return found.hexdigest()
 
 
 def outer_builder(policy: IslandsPolicy) -> Build:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.base.errors import ClusterError
+from shoal.base.errors import UNSAVED_CODE, ClusterError
 from shoal.launch.processes import Worker
 
 LOST_PEER = (
@@ -28,6 +28,17 @@ LOST_PEER = (
     "remote process exited",
     "timed out waiting",
 )
+MAY_PASS = (
+    "out of memory",
+    "allocate memory",
+    "cuda error",
+    "cudnn",
+    "nccl",
+    "gloo",
+    "address already in use",
+    "temporarily unavailable",
+)
+"""In the text of an exception that another start may not meet: devices, links and memory."""
 LOG_TAIL_LINES = 25
 EXIT_PATIENCE_S = 0.5
 STOPPED_CODE = 143
@@ -36,7 +47,10 @@ STOPPED_CODE = 143
 
 @dataclass(frozen=True)
 class Report:
-    """A failure as the failing worker wrote it down; the fields of `rank-K.error.json`."""
+    """A failure as the failing worker wrote it down; the fields of `rank-K.error.json`.
+
+    certain   an exception that the same code and data meet again
+    """
 
     kind: str
     line: str
@@ -44,13 +58,16 @@ class Report:
     exit_code: int
     time_s: float
     lost_peer: bool
+    certain: bool = False
 
     @staticmethod
     def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
         """The report of an exception that happened now."""
         text = str(failure).lower()
         lost = isinstance(failure, ClusterError) or any(words in text for words in LOST_PEER)
-        return Report(type(failure).__name__, line, trace, exit_code, time.time(), lost)
+        passing = isinstance(failure, (OSError, MemoryError)) or any(w in text for w in MAY_PASS)
+        kind, now_s = type(failure).__name__, time.time()
+        return Report(kind, line, trace, exit_code, now_s, lost, not lost and not passing)
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -76,6 +93,7 @@ class Death:
     code     exit code, or minus the number of the signal
     words    its own traceback, else its one line, else the end of its log; empty if it said nothing
     line     one line that says the same
+    certain  an exception that the same code and data meet again
     """
 
     rank: int
@@ -86,6 +104,7 @@ class Death:
     log_path: Path
     lost_peer: bool
     seen_s: float
+    certain: bool = False
 
     @property
     def how(self) -> str:
@@ -132,10 +151,20 @@ def first_death(workers: Sequence[Worker]) -> Death | None:
     return best
 
 
-def obituary(death: Death, attempts: int, hopeless: bool) -> str:
-    """Why a run is given up: the culprit, how often it was tried, its log, its words."""
-    why = "the same failure before any step" if hopeless else "no restarts left"
-    if attempts == 1 and not hopeless:
+def certain_text(death: Death, processes: int) -> str:
+    """One line on an exception that came before any step, and would come again."""
+    more = f"; traceback: {death.log_path}" if death.words else ""
+    who = f"rank {death.rank}: " if processes > 1 else ""
+    return f"{who}{death.line}; before the first step, so it is not tried again{more}"
+
+
+def obituary(death: Death, attempts: int, alike: str) -> str:
+    """Why a run is given up: the culprit, how often it was tried, its log, its words.
+
+    alike   where the attempts failed in the same way; empty if they did not
+    """
+    why = f"the same failure {alike}" if alike else "no restarts left"
+    if attempts == 1 and not alike:
         tries = "restarts are off"
     else:
         tries = f"gave up after {attempts} attempts, {why}"
@@ -145,13 +174,14 @@ def obituary(death: Death, attempts: int, hopeless: bool) -> str:
 
 
 def _death_of(worker: Worker) -> Death | None:
-    if worker.code in (0, STOPPED_CODE):
+    # A SIGTERM that ends a worker while it starts asks for a stop, as one in training does.
+    if worker.code in (0, STOPPED_CODE, UNSAVED_CODE, -signal.SIGTERM):
         return None
     report = read_report(worker.error_path)
     if report is None:
         if worker.code is None:
             return None
-        words = "" if worker.code in (-signal.SIGKILL, -signal.SIGTERM) else _log_tail(worker)
+        words = "" if worker.code == -signal.SIGKILL else _log_tail(worker)
         line = words.splitlines()[-1].strip() if words else exit_text(worker.code)
         # gloo aborts as a consequence of other failures; every other signal is a cause.
         lead_s = 1.0 if worker.code < 0 and worker.code != -signal.SIGABRT else 0.0
@@ -164,7 +194,7 @@ def _death_of(worker: Worker) -> Death | None:
     words = report.traceback or report.line
     return Death(
         worker.rank, worker.pid, report.exit_code, words, report.line, worker.log_path,
-        report.lost_peer, report.time_s,
+        report.lost_peer, report.time_s, report.certain,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def worker_environment(
     return {**defaults, **inherited, **place}
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
     """What a child runs between fork and exec so that it dies when `parent` does."""
     if sys.platform != "linux":
         return None
@@ -158,7 +158,7 @@ class Worker:
                     stderr=subprocess.STDOUT,
                     pass_fds=() if descriptor < 0 else (descriptor,),
                     start_new_session=True,
-                    preexec_fn=_die_with(os.getpid()),
+                    preexec_fn=die_with(os.getpid()),
                 )
         except (OSError, subprocess.SubprocessError) as failure:
             raise ClusterError(

@@ -20,9 +20,17 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from shoal.base.errors import BugError
+from shoal.base.errors import UNSAVED_CODE, BugError
 from shoal.base.events import Emit
-from shoal.launch.failures import STOPPED_CODE, Death, exit_text, first_death, obituary
+from shoal.base.files import saved_steps
+from shoal.launch.failures import (
+    STOPPED_CODE,
+    Death,
+    certain_text,
+    exit_text,
+    first_death,
+    obituary,
+)
 from shoal.launch.processes import Guardian, Worker, private_socket, worker_environment
 from shoal.launch.progress import Progress
 from shoal.launch.stopping import StopSignals
@@ -31,6 +39,8 @@ LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1
 SAME_FAILURES = 3
 BROKEN_STOP_S = 5.0
+ENDED = (0, STOPPED_CODE, UNSAVED_CODE)
+"""Exit codes of workers that came to an end of their own."""
 NO_RESTART_CODES = (2, 3)
 """2: the user must change something; 3: the numbers are at fault and would be so again."""
 
@@ -63,11 +73,13 @@ NEXT = {
 class Outcome:
     """How a supervised run ended.
 
-    status     finished, stopped (a signal asked for it) or failed
+    status     finished, stopped (a signal asked for it), unsaved (it came to its end or stopped,
+               and could not save) or failed
     exit_code  0 finished · 130, 143, 129 stopped by Ctrl-C, SIGTERM, a closed terminal ·
-               1 failed · 2 the user must change something · 3 the numbers are at fault
+               1 failed, unsaved · 2 the user must change something · 3 the numbers are at fault
     attempts   how often the workers were started
-    message    for a person: empty if finished; if failed, the culprit and its traceback, once
+    message    for a person: empty if finished; if failed, the culprit and its traceback, once;
+               if stopped, by what, and after a ";" what went wrong
     """
 
     status: str
@@ -94,7 +106,7 @@ def supervise(
     emit      receives worker_started, worker_died, restarting, stop_requested
     on_tick   called about ten times a second, for drawing; keep it under 50 ms
     environ   of the workers; default: this process's
-    grace_s   how long workers may take to save after a stop was asked for
+    grace_s   how long workers may take to save after a stop was asked for, on top of two steps
 
     Call it from the main thread: it takes over SIGINT, SIGTERM and SIGHUP, and gives them back.
     Errors: ClusterError when a process cannot be started at all.
@@ -128,7 +140,8 @@ class _Supervisor:
         self.workers: list[Worker] = []
         self.attempt = 0
         self.progress = Progress(folder / "metrics.jsonl")
-        self.alike: list[Death] = []  # failures of the last attempts, none of which made a step
+        self.alike: list[Death] = []  # equal failures of the last attempts that made no step
+        self.died_after = 0  # the last step of the attempt before
         self.next_tick_s = 0.0
 
     def run(self, base: Mapping[str, str], grace_s: float) -> Outcome:
@@ -140,13 +153,14 @@ class _Supervisor:
                 return self.wind_down(grace_s)
             if death is None:
                 self.move(State.DONE)
-                return Outcome("finished", 0, self.attempt + 1, "")
+                return self.finished()
             self.kill_all()
             if outcome := self.give_up(death):
                 return outcome
             self.move(State.RESTARTING)
             self.attempt += 1
-            self.emit("restarting", attempt=self.attempt, of=self.restarts)
+            saved = max(saved_steps(self.folder), default=None)
+            self.emit("restarting", attempt=self.attempt, of=self.restarts, saved=saved)
             self.move(State.STARTING)
         self.move(State.DONE)
         return self.stopped(self.stop.first, "")
@@ -179,24 +193,34 @@ class _Supervisor:
             codes = self.look()
             if (death := first_death(self.workers)) is not None:
                 return death
-            if all(code == 0 for code in codes):
+            if all(code in (0, UNSAVED_CODE) for code in codes):
                 return None
             self.pause()
         return None
 
     def stopped_themselves(self) -> bool:
-        """A worker ended as after a SIGTERM: somebody asked the workers directly."""
-        return any(worker.code == STOPPED_CODE for worker in self.workers)
+        """A worker ended as after a SIGTERM, or by one: somebody asked the workers directly."""
+        return any(worker.code in (STOPPED_CODE, -signal.SIGTERM) for worker in self.workers)
+
+    def finished(self) -> Outcome:
+        """The outcome of workers that all came to an end of their own."""
+        attempts = self.attempt + 1
+        if any(worker.code == UNSAVED_CODE for worker in self.workers):
+            return Outcome("unsaved", 1, attempts, "the last checkpoint could not be written")
+        return Outcome("finished", 0, attempts, "")
 
     def give_up(self, death: Death) -> Outcome | None:
         """Record a death; the outcome if it was the last one, None if there is another attempt."""
         self.alike = [earlier for earlier in self.alike if death.same_as(earlier)] + [death]
         told_before = len(self.alike) > 1
+        step, self.died_after = self.died_after, self.progress.last_step()
+        again = told_before and death.certain and self.died_after == step
         if self.progress.made:
-            self.alike = []
-        hopeless = len(self.alike) >= SAME_FAILURES
+            self.alike = self.alike[-1:] if death.certain else []
+        hopeless = again or len(self.alike) >= SAME_FAILURES
         final_code = death.code in NO_RESTART_CODES
-        fatal = final_code or hopeless or self.attempt >= self.restarts
+        certain = death.certain and not self.progress.ever
+        fatal = final_code or certain or hopeless or self.attempt >= self.restarts
         self.emit(
             "worker_died",
             rank=death.rank,
@@ -213,22 +237,31 @@ class _Supervisor:
         if final_code:
             more = f"; more in {death.log_path}" if death.words not in ("", death.line) else ""
             return Outcome("failed", death.code, attempts, death.line + more)
+        if certain:
+            return Outcome("failed", 1, attempts, certain_text(death, self.processes))
         # The traceback of an equal death was shown when it first happened.
         last = dataclasses.replace(death, words=death.line) if told_before else death
-        return Outcome("failed", 1, attempts, obituary(last, attempts, hopeless))
+        alike = f"after step {step}" if again else "before any step" if hopeless else ""
+        return Outcome("failed", 1, attempts, obituary(last, attempts, alike))
 
     def wind_down(self, grace_s: float) -> Outcome:
         """Ask every worker to save and exit; kill what has not done so in time."""
         self.move(State.STOPPING)
         number = self.stop.first or signal.SIGTERM
-        if self.stop.first is not None:
-            self.emit("stop_requested", signal=signal.Signals(number).name)
+        step_s = self.progress.step_s() if self.progress.made else 0.0
+        grace_s += 2 * step_s
+        ended = [worker.rank for worker in self.workers if worker.code == -signal.SIGTERM]
+        if self.stop.first is not None or ended:
+            about: dict[str, float] = {"rank": ended[0]} if self.stop.first is None else {}
+            name = signal.Signals(number).name
+            about = {**about, "step_s": round(step_s, 1), "steps": self.progress.ever}
+            self.emit("stop_requested", signal=name, **about)
             for worker in self.workers:
                 worker.ask_to_stop()
         deadline_s = time.monotonic() + grace_s
         broken = False
         while None in (codes := self.look()) and not self.stop.insists:
-            if not broken and any(code not in (None, 0, STOPPED_CODE) for code in codes):
+            if not broken and any(code not in (None, *ENDED) for code in codes):
                 # The others wait for a rank that is gone: what they can still do, they do soon.
                 broken, deadline_s = True, min(deadline_s, time.monotonic() + BROKEN_STOP_S)
             if time.monotonic() > deadline_s:
@@ -241,9 +274,8 @@ class _Supervisor:
 
     def stop_trouble(self, late: list[str], grace_s: float, broken: bool) -> str:
         """What went wrong during a stop; empty if nothing did."""
-        clean = (0, STOPPED_CODE, -signal.SIGTERM)
         for worker in self.workers:
-            if worker.code not in clean and str(worker.rank) not in late:
+            if worker.code not in (*ENDED, -signal.SIGTERM) and str(worker.rank) not in late:
                 death = first_death([worker])
                 line = death.line if death else exit_text(worker.code or 0)
                 return f"; rank {worker.rank} did not end cleanly: {line}. Log: {worker.log_path}"

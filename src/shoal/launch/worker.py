@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.errors import ShoalError
+from shoal.base.frames import user_place
 from shoal.launch.failures import Report, write_report
 
 TRACEBACK_LINES = 25
+LINE_LETTERS = 400
 CRASH_CODE = 1
 
 
@@ -35,8 +37,10 @@ def run_worker(main: Callable[[], int]) -> int:
         words = "\n".join([*notes, line])
         trace = _end_of(words) if notes else ""
         report = Report.of(failure, exit_code=failure.exit_code, line=line, trace=trace)
-    except Exception as failure:
-        line = "".join(traceback.format_exception_only(failure)).strip()
+    except (Exception, SystemExit) as failure:  # a user's sys.exit() is no end of the run
+        place = user_place(failure.__traceback__)
+        told = _one_line("".join(traceback.format_exception_only(failure)))
+        line = f"{place}: {told}" if place else told
         words = _whole_traceback(failure)
         report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=_end_of(words))
     sys.stderr.write(words + "\n")
@@ -45,6 +49,16 @@ def run_worker(main: Callable[[], int]) -> int:
         rank = int(os.environ.get("RANK", "0"))
         write_report(Path(folder) / "logs" / f"rank-{rank}.error.json", report)
     return report.exit_code
+
+
+def _one_line(text: str) -> str:
+    """The first lines of a failure that may have many: Dynamo's and CUDA's fill a screen.
+
+    >>> _one_line("ValueError: a\\n  b\\n\\nmore")
+    'ValueError: a b'
+    """
+    told = " ".join(text.strip().split("\n\n")[0].split())
+    return told if len(told) <= LINE_LETTERS else f"{told[:LINE_LETTERS]}…"
 
 
 def traceback_text(failure: BaseException) -> str:

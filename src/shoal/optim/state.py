@@ -67,6 +67,11 @@ def split_state(
     return tensors, record
 
 
+def parameters_held(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters it steps, in all of its groups."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:
     """Keys of state tensors that always have their parameter's shape, like Adam's moments.
 

@@ -29,7 +29,7 @@ class UnfitError(Exception):
 def make_twin(
     optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class over other parameters: no state yet, a learning rate of 0.1.
+    """An optimizer of the same class over other parameters: not stepped, a learning rate of 0.1.
 
     members   the twin's parameters, group by group
     Errors    UnfitError: it holds another optimizer over groups of its own, something that cannot
@@ -39,7 +39,24 @@ def make_twin(
     for group, stand_ins in zip(optimizer.param_groups, members, strict=True):
         memo.update({id(p): p for p in group["params"]})  # never copied, wherever they are held
         memo[id(group)] = _twin_group(group, list(stand_ins), memo)
-    return _twin(optimizer, memo)
+    twin = _twin(optimizer, memo)
+    ours, theirs = ([of, *inner_optimizers(of)] for of in (optimizer, twin))
+    for one, its in zip(ours, theirs, strict=True):
+        if one.state:
+            its.state.update(_state_from_start(its))
+    return twin
+
+
+def _state_from_start(twin: torch.optim.Optimizer) -> dict[Any, Any]:
+    """State that a class gives its parameters when it is made, as torch's Adagrad did until 2.11.
+
+    Found by making one more, the way torch's classes are made: groups, then their defaults.
+    """
+    groups = [dict(group, params=list(group["params"])) for group in twin.param_groups]
+    try:
+        return dict(type(twin)(groups, **twin.defaults).state)
+    except Exception:  # made in another way, or of no parameters: it starts without state
+        return {}
 
 
 def _twin_group(

@@ -1,12 +1,15 @@
-"""Private names of torch that this room uses; tested on 2.13."""
+"""Private names of torch that this room uses, and what 2.11 lacks; tested on 2.11 and 2.13."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "BatchNorm",
@@ -14,8 +17,14 @@ __all__ = [
     "TorchDispatchMode",
     "UncompiledMode",
     "counting_writes",
+    "forget_groups",
+    "function_modes",
+    "generators",
     "in_backward",
     "pytree",
+    "send_unused",
+    "unwatched",
+    "within",
 ]
 
 
@@ -25,6 +34,13 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Give the generators from which a pass on `device` draws: the CPU's, and a GPU's own."""
+    if device.type == "cuda":
+        return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+    return [torch.default_generator]
 
 
 def in_backward() -> bool:
@@ -37,3 +53,69 @@ def counting_writes() -> AbstractContextManager[None]:
     key = torch._C.DispatchKey.ADInplaceOrView
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(key, False)
     return guard
+
+
+def forget_groups(shard: Any) -> None:
+    """Let go of the process groups that FSDP keeps with a module, which gathers no more."""
+    state = shard._get_fsdp_state()  # 2.13 has several groups of parameters, earlier ones one
+    kept = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for parameters in filter(None, kept):
+        for info in filter(None, (parameters.mesh_info, parameters.post_forward_mesh_info)):
+            for name in [name for name in vars(info) if name.endswith("process_group")]:
+                setattr(info, name, None)
+
+
+def function_modes() -> tuple[AbstractContextManager[object], ...]:
+    """The modes that see every torch function now, the outermost first (rounding to fp16)."""
+    return tuple(_get_current_function_mode_stack())
+
+
+@contextmanager
+def within(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
+    """Stand in these modes, but those that stand around already."""
+    here = {id(mode) for mode in function_modes()}
+    with ExitStack() as stack:
+        for mode in modes:
+            if id(mode) not in here:
+                stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Nobody who follows a forward pass sees what runs inside.
+
+    No dispatch mode (selective recompute), no hook on what autograd saves (recompute, offload). The
+    format of matrix products stays: autocast, and function modes.
+    """
+    with (
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
+
+
+def send_unused(shard: Any) -> None:
+    """Make a unit of `fully_shard` send zeros for parameters that a backward pass left unused.
+
+    shard   one FSDPModule. torch 2.13 has a switch; without it the unit's own step at the end of a
+            backward pass finds zeros where it would leave parameters out
+    """
+    if hasattr(shard, "set_reduce_scatter_unused_params"):
+        shard.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    group = shard._get_fsdp_state()._fsdp_param_group
+    if group is None:  # no parameters of its own
+        return
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        for held in group.fsdp_params if group.reduce_grads else ():
+            whole = getattr(held, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad or whole.grad is not None:
+                continue
+            if held.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        reduce(*unused)
+
+    group.post_backward = post_backward

@@ -3,7 +3,8 @@
 Element-wise work between matrix products (norms, activations, rotary turns, residual sums, casts)
 is read and written once instead of once per operation. Blocks are compiled one by one: equal ones
 share the code, what a layout hangs on a block (a new key for dropout, FSDP2's gather, recompute)
-stays outside of it as ordinary Python; where one block cannot be compiled, others still are.
+stays outside of it as ordinary Python; where one block cannot be compiled, others still are. Of a
+block whose ranks talk to each other inside (tp, cp) what stands between the exchanges is compiled.
 Random operations draw from torch's own generators (`fallback_random`), so that dropout is the same
 as without. The first pass of every new shape takes seconds to a minute.
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +25,9 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.policies import COMPILE
-from shoal.parallel._torch import pytree
-from shoal.parallel.program import Program, StandIn, is_single_layer, own_blocks
+from shoal.parallel._torch import function_modes, pytree
+from shoal.parallel.program import Program, StandIn, own_blocks
+from shoal.profile.blocks import is_single_layer
 
 
 def apply(program: Program, policy: str) -> Program:
@@ -51,7 +54,11 @@ def apply(program: Program, policy: str) -> Program:
             "whose entries are blocks of several layers"
         )
         return program
-    compiled = [_Compiled(name, block) for name, block in found.values()]
+    compiled = [
+        _Compiled(name, block)
+        for name, block in found.values()
+        if not _compiles_inside(name, block, program.notices)
+    ]
 
     def undo() -> None:
         for block in compiled:
@@ -72,6 +79,51 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
+def _compiles_inside(name: str, block: nn.Module, notices: list[str]) -> bool:
+    """Whether something stands in for the block, or for a part of it, that compiles by itself.
+
+    notices   takes a line where nothing is compiled after all
+    """
+    plain = (
+        "train.compile = blocks: fp16 is imitated here by rounding around every function, so "
+        "blocks whose ranks talk to each other run as they are; for fused kernels: "
+        "precision.compute=bf16"
+    )
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        fast = _compile(function)
+
+        def run(*args: Any) -> Any:
+            if function_modes():  # which the compiler would follow through every exchange
+                if plain not in notices:
+                    notices.append(plain)
+                return function(*args)
+            with _in_one_line(name):
+                return fast(*args)
+
+        return run
+
+    inside = [part.__dict__.get("forward") for part in block.modules()]
+    return any([one.compile_inside(compiler) for one in inside if isinstance(one, StandIn)])
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    fast: Callable[..., Any] = torch.compile(function, options={"fallback_random": True})
+    return fast
+
+
+@contextmanager
+def _in_one_line(name: str) -> Iterator[None]:
+    """Errors: PlanError for code that the compiler refuses."""
+    try:
+        yield
+    except torch._dynamo.exc.BackendCompilerFailed as failure:
+        raise PlanError(
+            f"train.compile = blocks: {name}: torch.compile cannot make code for it: "
+            f"{str(failure).strip().splitlines()[0]}; nearest: train.compile=none"
+        ) from failure
+
+
 class _Compiled(StandIn):
     """A block's `forward` as compiled code; a copy compiles anew, which a cache makes short."""
 
@@ -85,14 +137,9 @@ class _Compiled(StandIn):
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
             return self.forward(*args, **kwargs)
         if self.fast is None:
-            self.fast = torch.compile(self.forward, options={"fallback_random": True})
-        try:
+            self.fast = _compile(self.forward)
+        with _in_one_line(self.name):
             return self.fast(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as failure:
-            raise PlanError(
-                f"train.compile = blocks: {self.name}: torch.compile cannot make code for it: "
-                f"{str(failure).strip().splitlines()[0]}; nearest: train.compile=none"
-            ) from failure
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block."""

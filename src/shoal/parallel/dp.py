@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import BatchNorm
-from shoal.parallel.program import Pass, Program, Reducer, aliases, blocks, whole_locals
+from shoal.parallel._torch import BatchNorm, generators
+from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
+from shoal.profile.blocks import blocks
 
 
 def apply(program: Program) -> Program:
@@ -58,6 +59,7 @@ class Replicas:
         # One rule keys the generators; another one means buffers that belong to no thread.
         self.in_turn = len(program.around) > 1 or any(True for _ in program.module.buffers())
         self.looked = False
+        self.generators = generators(program.world.device)
 
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
         """Run all passes; micro-batch k goes to replica k modulo their number."""
@@ -69,14 +71,15 @@ class Replicas:
                 for module, one in zip(modules, group, strict=False):
                     self._look(module, one)
             else:
-                before = torch.default_generator.get_state()
+                before = [one.get_state() for one in self.generators]
                 works = [
                     self.pool.submit(_in_thread, one, module)
                     for module, one in zip(modules, group, strict=False)
                 ]
                 for work in works:
                     work.result()
-                if not torch.equal(before, torch.default_generator.get_state()):
+                after = [one.get_state() for one in self.generators]
+                if not all(map(torch.equal, before, after)):
                     raise PlanError(
                         "layout.strategy = dp: the model drew random numbers for the first time "
                         "after its first step; threads share one generator; nearest: "
@@ -108,13 +111,12 @@ class Replicas:
 
     def _note(self, *_: object) -> None:
         if not self.looked:
-            self.in_turn = self.in_turn or _drawn()
+            self.in_turn = self.in_turn or any(map(_drawn, self.generators))
 
 
-def _drawn() -> bool:
+def _drawn(now: torch.Generator) -> bool:
     """Is the generator no longer where its seed put it?"""
-    now = torch.default_generator
-    seeded = torch.Generator().manual_seed(now.initial_seed())
+    seeded = torch.Generator(now.device).manual_seed(now.initial_seed())
     return not torch.equal(now.get_state(), seeded.get_state())
 
 

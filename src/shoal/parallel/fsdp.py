@@ -41,12 +41,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
 from shoal.base.shards import Shard
+from shoal.base.units import bytes_text
 from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
-from shoal.parallel._torch import pytree
+from shoal.fabric.world import holds_groups
+from shoal.parallel._torch import forget_groups, pytree, send_unused
 from shoal.parallel.buckets import REDUCE
-from shoal.parallel.program import Local, Program, StandIn, blocks, frozen, trainable
+from shoal.parallel.program import Local, Program, StandIn, frozen, trainable
+from shoal.profile.blocks import gathered_blocks, loose_blocks
 from shoal.profile.flops import meta_twin
 
 
@@ -60,6 +63,8 @@ def apply(program: Program) -> Program:
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
             parameter.data = parameter.data.contiguous()
+    units = gathered_blocks(module)
+    program.notices.extend(_at_once(program, units))
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     scatters = [scatter]
     detours = []
@@ -69,7 +74,7 @@ def apply(program: Program) -> Program:
         over = mesh(world, layout.expert_degrees, [*among, "expert_shard"])
         for part in _experts(program):
             detours += _wrap(program, [part], over, scatters[1])
-    detours += _wrap(program, [*units(module), module], mesh(world, layout.degrees, axes), scatter)
+    detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     parameters = trainable(module)
     # A rank alone with its experts, or among whole copies of them, has no rows to deal out.
@@ -109,6 +114,28 @@ def apply(program: Program) -> Program:
         on_evaluated=(*program.on_evaluated, reshard),
         on_close=(*program.on_close, *(d.remove for d in detours), reducer.close),
     )
+
+
+def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
+    """The line for a model that fsdp cannot gather block by block: it costs what it should save."""
+    name, module = program.plan.layout.strategy, program.module
+    loose = loose_blocks(module)
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    outside = [p for p in module.parameters() if id(p) not in inside and not p.is_meta]
+    size_bytes = sum(p.numel() * p.element_size() for p in outside)
+    alike = [p for path in loose for p in module.get_submodule(path).parameters() if not p.is_meta]
+    if units and 2 * sum(p.numel() * p.element_size() for p in alike) < size_bytes:
+        return []  # a large table, not blocks, is what the root has
+    size = bytes_text(size_bytes)
+    if loose:
+        more = f" to {loose[-1]}" if len(loose) > 1 else ""
+        what = f"{loose[0]}{more} are attributes, no entries of a ModuleList or Sequential"
+    else:
+        what = "the model has no ModuleList or Sequential whose entries are blocks of layers"
+    return [
+        f"layout.strategy = {name}: {what}, so {size} are gathered at once instead of block by "
+        f"block; nearest: keep the blocks in an nn.ModuleList, or layout.strategy=zero2"
+    ]
 
 
 def _experts(program: Program) -> list[nn.Module]:
@@ -153,7 +180,8 @@ def _wrap(
         shard.set_custom_reduce_scatter(summed)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-        shard.set_reduce_scatter_unused_params(True, recurse=False)
+        send_unused(shard)
+        holds_groups(shard, forget_groups)
     return detours
 
 
@@ -173,28 +201,6 @@ def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecision
         reduce_dtype=reduce or torch.float32,
         cast_forward_inputs=False,
     )
-
-
-def units(module: nn.Module) -> list[nn.Module]:
-    """The blocks that are gathered one at a time: with layers inside, and no shared parameter.
-
-    A parameter that lies in two places must be gathered for both, so such blocks are no units.
-    """
-    homes: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            homes[id(parameter)] = homes.get(id(parameter), 0) + 1
-    found = []
-    for _, block in blocks(module):
-        here: dict[int, int] = {}
-        for part in block.modules():
-            for parameter in part.parameters(recurse=False):
-                here[id(parameter)] = here.get(id(parameter), 0) + 1
-        shared = any(homes[key] != count for key, count in here.items())
-        elsewhere = any(p.is_meta for p in block.parameters())  # on another stage
-        if here and not shared and not elsewhere and any(block.children()):
-            found.append(block)
-    return found
 
 
 def _rows(name: str, parameter: torch.Tensor, program: Program) -> Shard:

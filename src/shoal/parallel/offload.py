@@ -33,7 +33,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.base.errors import ConfigError, PlanError, one_of
-from shoal.parallel.program import Program, blocks
+from shoal.parallel.program import Program
+from shoal.profile.blocks import blocks
 
 POLICIES = ("none", "optimizer", "parameters", "activations")
 LEAST_BYTES = 2**20

@@ -20,8 +20,9 @@ from typing import Any
 from torch import nn
 
 from shoal.base.actions import Schedule
+from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.schedules import check_recompute
+from shoal.base.schedules import check_recompute, check_stages
 from shoal.fabric import World
 from shoal.fabric.axes import among, members
 from shoal.parallel.pipe.crossing import Crossing
@@ -35,6 +36,7 @@ from shoal.parallel.trunk import find_trunk
 from shoal.planner.schedules import make_schedule
 
 
+@phase("cut stages")
 def plan(program: Program, run: Callable[[nn.Module], Any]) -> StageCut | None:
     """Where the stages begin and end; None without a pipeline.
 
@@ -47,6 +49,8 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> StageCut | None:
         return None
     check_recompute(layout.schedule, program.plan.recompute)
     trunk = find_trunk(program.module, run)
+    kind = type(program.module).__name__
+    check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
     return cut_stages(program.module, trunk, run, layout.stages)
 
 

@@ -22,6 +22,7 @@ from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.axes import along
 from shoal.planner.travel import Travel
+from shoal.profile.blocks import blocks
 
 
 class Reducer(Protocol):
@@ -251,16 +252,6 @@ def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part.as_strided(parameter.shape, parameter.stride())
 
 
-def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Entries of the outermost ModuleLists and Sequentials, with their names."""
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            yield path, child
-        else:
-            yield from blocks(child, path)
-
-
 def own_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The `blocks` whose parameters are on this rank, and not on another stage of a pipeline."""
     for name, block in blocks(module):
@@ -287,6 +278,13 @@ class StandIn:
         """What is computed in the place of the block's own forward."""
         raise NotImplementedError
 
+    def compile_inside(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+        """Hand over to `compiler` what runs in here; tells whether it did.
+
+        For what cannot become code as a whole, since ranks talk to each other in it.
+        """
+        return False
+
     def take_away(self) -> None:
         """Leave the block as it was, or those that stand around this one, in whichever order."""
         outer = self.block.__dict__.get("forward")
@@ -298,11 +296,6 @@ class StandIn:
             if outer.replaced is self:
                 outer.replaced, outer.forward = self.replaced, self.forward
             outer = outer.replaced
-
-
-def is_single_layer(block: nn.Module) -> bool:
-    """One layer of torch's own: it keeps little but its input and has nothing to fuse."""
-    return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

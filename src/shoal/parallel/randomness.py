@@ -19,8 +19,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shoal.parallel._torch import in_backward
-from shoal.parallel.program import Program, blocks
+from shoal.parallel._torch import generators, in_backward
+from shoal.parallel.program import Program
+from shoal.profile.blocks import blocks
 
 
 def key(seed: int, step: int, micro_batch: int, block: str) -> int:
@@ -66,9 +67,7 @@ class _Keyed:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.at: tuple[int, int] | None = None
-        self.generators = [torch.default_generator]
-        if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.generators = generators(device)
         self.calls: dict[str, int] = {}
         self.arrived: dict[tuple[str, int], int] = {}
         self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}

@@ -10,8 +10,8 @@ Blocks are the entries of the outermost ModuleLists and Sequentials; a single la
 nothing to gain and is left out. A block's `forward` is replaced on the instance: no name in the
 state dict changes, and hooks (a new key for dropout, FSDP2's gather) stay outside of what runs
 twice. The second run must compute what the first did: torch puts generators and autocast back;
-buffers that the first run changed (BatchNorm's statistics, a moving average) are put back here, and
-move once.
+modes that see every function (rounding to fp16) and buffers that the first run changed (BatchNorm's
+statistics, a moving average) are put back here, and the latter move once.
 Source: Chen et al. 2016 (1604.06174); selective: Korthikanti et al. 2022 (2205.05198). The engine
 is torch.utils.checkpoint; its own selective mode is not used, for the reasons given at `_Keep`.
 """
@@ -29,8 +29,16 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.base.errors import ConfigError, PlanError, one_of
-from shoal.parallel._torch import TorchDispatchMode, counting_writes, in_backward, pytree
-from shoal.parallel.program import Program, StandIn, is_single_layer, own_blocks
+from shoal.parallel._torch import (
+    TorchDispatchMode,
+    counting_writes,
+    function_modes,
+    in_backward,
+    pytree,
+    within,
+)
+from shoal.parallel.program import Program, StandIn, own_blocks
+from shoal.profile.blocks import is_single_layer
 
 POLICIES = ("none", "selective", "full")
 
@@ -142,6 +150,7 @@ class _Call:
 
     def __init__(self, recomputed: _Recomputed, structure: Any) -> None:
         self.recomputed, self.structure = recomputed, structure
+        self.modes = function_modes()
         self.before: dict[int, torch.Tensor | None] | None = None
 
     def __call__(self, *leaves: Any) -> Any:
@@ -153,7 +162,7 @@ class _Call:
             self.before = block.buffers.changed_since(look)
             return outputs
         block.told.block = block.name
-        with block.buffers.put_back(self.before):
+        with block.buffers.put_back(self.before), within(self.modes):
             return block.forward(*args, **kwargs)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
+from shoal.base.phases import counting
 from shoal.parallel.program import Program
 
 
@@ -33,7 +34,8 @@ def apply(program: Program) -> Program:
     everyone = world.gather_json(hashlib.sha256(repr(structure).encode()).hexdigest())
     if len(set(everyone)) > 1:
         raise PlanError(_structure_line(world.gather_json(structure)))
-    digests = world.gather_json([tensor_digest(t) for t in tensors.values()])
+    own = counting("compare weights", len(tensors), tensors.values())
+    digests = world.gather_json([tensor_digest(t) for t in own])
     differing = [
         name
         for name, column in zip(tensors, zip(*digests, strict=True), strict=True)

@@ -11,7 +11,7 @@ described in docs/any-module.md
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from shoal.parallel.light_build import light_build
 from shoal.parallel.program import Program
 from shoal.parallel.tensor.apply import apply_split
 from shoal.parallel.tensor.check import checked
-from shoal.parallel.tensor.kept_split import KeptSplit
 from shoal.parallel.tensor.model_split import ModelSplit, plan_split
 from shoal.parallel.tensor.sequence import Deal, SequenceShard, is_shard, show
 from shoal.parallel.trunk import Run, Trunk
@@ -45,9 +44,9 @@ def apply(program: Program, split: ModelSplit | None) -> Program:
 
 
 def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit | None:
-    """How the module is split: as an earlier start found out and checked, or found out now.
+    """How the module is split, found out and checked at every start (decision 12).
 
-    run      does one forward pass on a sample; not run where the split was kept
+    run      does one forward pass on a sample
     trunk    the module's, where a pipeline cuts it
     Gives    None without tensor parallelism
     Errors   PlanError where nothing can be split, or something cannot and the plan is strict
@@ -58,11 +57,6 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
     if trunk is not None and trunk.leaf:
         # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
         trunk = replace(trunk, leaf=False)
-    settings = [degree, astuple(policy), program.plan.precision, program.pipe.size > 1]
-    kept = KeptSplit(program.module, run, program.world, settings)
-    split = kept.read()
-    if split is not None:
-        return split
     split = plan_split(
         program.module,
         run,
@@ -72,9 +66,7 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
         overrides=policy.overrides,
         sequence=policy.sequence_parallel != "off",
     )
-    split = checked(program.module, split, program.tensor, strict=policy.strict)
-    kept.write(split)
-    return split
+    return checked(program.module, split, program.tensor, strict=policy.strict)
 
 
 class Crossing:

@@ -66,10 +66,15 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
         place = (case.schedule, case.layout.pp, case.accumulate, stage.rank)
         flying, halved = in_flight(*place, case.chunks), put_off(*place)
     kept = head = block = again = working = 0.0
+    around: dict[str, float] = {}
     for unit, count in stage.units:
         one = saved = _saved(case, habits, unit, by)
         if is_block(unit):
-            one = _kept(case, unit, by, saved)
+            one = saved if unit.block == "-" else _kept(case, unit, by, saved)
+            if unit.block not in ("", "-") and case.recompute == "full":
+                # Of a larger block, the first unit's input is kept and all of it is run again.
+                one = 0.0 if unit.block in around else one / count
+                around[unit.block] = around.get(unit.block, 0.0) + count * saved
             block, again = max(block, saved), max(again, saved - one)
             working = max(working, _working(case, unit, by))
             if case.offload == "activations":
@@ -82,6 +87,7 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
             kept += (_losses_in_flight(case, flying) - 1) * (one + kept_by_loss(case, stage))
         else:
             kept += flying * count * one
+    again = max([again, *around.values()])
     waiting = head + kept_by_loss(case, stage) if stage.head and stage.copies > 1 else 0.0
     return Activations(kept + head, head, block, again, working + _context(case, by), waiting)
 

@@ -13,9 +13,10 @@ from shoal.base.cluster import Cluster
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout
-from shoal.base.units import bytes_text, seconds_text
+from shoal.base.units import bytes_text, count_text, seconds_text
 from shoal.planner.guide import DDP_BELOW, FSDP_UP_TO
-from shoal.planner.search import SAME, Asked, Candidate, search
+from shoal.planner.search import SAME, Asked, Candidate, least_memory_bytes, search
+from shoal.planner.start_up import whole_elements
 
 PART_WORDS = {
     "matrix": "matrix products",
@@ -88,16 +89,18 @@ def layout_text(layout: Layout) -> str:
 
 def why_before(first: Candidate, second: Candidate) -> str:
     """One sentence: what the first layout has over the second, and what it pays for it."""
-    if first.fits and not second.fits:
+    if first.verdict.starts and not second.verdict.starts:
+        return f"starts, unlike {layout_text(second.case.layout)}"
+    if first.runs and not second.runs:
         lacking = bytes_text(-second.verdict.margin_bytes)
         return f"{layout_text(second.case.layout)} lacks {lacking}"
     ratio = second.time.step_s / first.time.step_s - 1
-    if first.verdict.word == "fits" and second.verdict.word == "tight":
+    if first.verdict.after == "fits" and second.verdict.after == "tight":
         faster = f", which would be {-ratio:.0%} faster" if ratio < -SAME else ""
         return f"fits for sure, unlike {layout_text(second.case.layout)}{faster}"
     if abs(ratio) <= SAME or ratio < 0:
         said = f"within {max(SAME, -ratio):.0%}"
-        if first.verdict.word == second.verdict.word:
+        if first.verdict.after == second.verdict.after:
             return f"{said} of {layout_text(second.case.layout)}, and plainer"
         return f"{said} of {layout_text(second.case.layout)}, with more memory left"
     names = {*first.time.parts, *second.time.parts}
@@ -121,6 +124,25 @@ def dies_first(candidate: Candidate) -> str:
     name = max(parts, key=lambda k: parts[k])
     share = parts[name] / candidate.memory.peak_bytes
     return f"{name} ({bytes_text(parts[name])}, {share:.0%} of the peak): {GROWS[name]}"
+
+
+def starting(best: Candidate) -> str:
+    """Why a layout whose steps fit does not start, and what would; "" if it does."""
+    if best.verdict.starts:
+        return ""
+    case, memory = best.case, best.memory
+    device = least_memory_bytes(case.cluster)
+    weights_bytes = 4 * whole_elements(case) * (2 if case.compute == "fp64" else 1)
+    # The part that is kept beside the whole shrinks with it.
+    share = (memory.start_bytes - case.cluster.device.reserved_bytes) / whole_elements(case)
+    most = (device - case.cluster.device.reserved_bytes) / share
+    return (
+        f"every rank first puts all {count_text(whole_elements(case))} weights "
+        f"({bytes_text(weights_bytes)}) on its device, and only then keeps its part: "
+        f"{bytes_text(memory.start_bytes)} of {bytes_text(device)}. Dividing them while they are "
+        f"built comes next; until then models of up to {count_text(most)} parameters start here, "
+        f"or this one on devices of {bytes_text(memory.start_bytes)}"
+    )
 
 
 def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> Layout:
@@ -169,11 +191,11 @@ def ask_guide(best: Candidate, asked: Asked) -> tuple[str, Candidate | None]:
         other = search(model, cluster, replace(asked, layout=layout, degrees=(), zero=None))[0]
     except PlanError as failure:
         return f"{words}, which is not legal here ({failure})", None
-    if not other.fits:
+    if not other.runs:
         return f"{words}: lacks {bytes_text(-other.verdict.margin_bytes)}, so overruled", other
     slower = other.time.step_s / best.time.step_s - 1
     took = seconds_text(other.time.step_s)
-    if other.verdict.word == "tight" and best.verdict.word == "fits":
+    if other.verdict.after == "tight" and best.verdict.after == "fits":
         return f"{words}: {took}, but its memory is tight, so overruled", other
     if slower <= SAME:
         return f"{words}: as fast, {took}", other

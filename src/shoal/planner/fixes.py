@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.base.estimate import Case
+from shoal.base.layout import Layout
 from shoal.base.policies import RECOMPUTE
 from shoal.base.schedules import SPLIT_BACKWARD
 from shoal.planner.memory import predict_memory
@@ -25,40 +26,54 @@ CHANGES: tuple[Change, ...] = (
     ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 8)),
     ("train.micro_batch={micro_batch}", lambda c: _smaller(c, c.micro_batch)),
     ("memory.recompute=full", lambda c: _recompute(c, "full")),
-    ("layout.strategy=zero1", lambda c: _stage(c, 1)),
-    ("layout.strategy=zero2", lambda c: _stage(c, 2)),
-    ("layout.strategy=fsdp", lambda c: _stage(c, 3)),
+    ("{stage}", lambda c: _stage(c, 1)),
+    ("{stage}", lambda c: _stage(c, 2)),
+    ("{stage}", lambda c: _stage(c, 3)),
     ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
 )
 """Settings that lower the peak, one at a time."""
 
 
 def fixes(case: Case) -> list[tuple[str, Candidate]]:
-    """What to set so that a case fits, the cheapest first; pairs of settings if one is not enough.
+    """What to set so that a case fits; pairs of settings where no single one is enough.
 
-    Gives   (settings as a user types them, what is then foreseen); [] if nothing here helps
+    Gives   (settings as a user types them, what is then foreseen): what fits for sure first, then
+            what is tight, of each the fastest first; [] if nothing here helps
     """
-    single = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
-    if single:
-        return single
-    pairs = []
-    for place, (first, change) in enumerate(CHANGES):
-        made = change(case)
-        for second, other in CHANGES[place + 1 :]:
-            if made and (both := other(made)):
-                pairs.append((f"{first} {second}", both))
-    return _that_fit(pairs)
+    found = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
+    if not any(candidate.verdict.after == "fits" for _, candidate in found):
+        pairs = []
+        for place, (first, change) in enumerate(CHANGES):
+            made = change(case)
+            for second, other in CHANGES[place + 1 :]:
+                if made and first != second and (both := other(made)):
+                    pairs.append((f"{first} {second}", both))
+        both_fit = _that_fit(pairs)
+        # A pair that is tight as well has nothing over a single setting that is.
+        found += [one for one in both_fit if not found or one[1].verdict.after == "fits"]
+    return sorted(found, key=lambda one: (one[1].verdict.after != "fits", one[1].time.step_s))
 
 
 def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
-    found = []
+    found: dict[str, Candidate] = {}
     for name, case in tried:
         memory = predict_memory(case)
         word = verdict(memory, least_memory_bytes(case.cluster))
-        if word.word != "no":
-            text = name.format(micro_batch=case.micro_batch)
-            found.append((text, Candidate(case, memory, predict_time(case), word)))
-    return sorted(found, key=lambda pair: pair[1].time.step_s)
+        if word.after != "no":  # what no setting changes, the start, is told apart
+            text = name.format(micro_batch=case.micro_batch, stage=_stage_text(case.layout))
+            found[text] = Candidate(case, memory, predict_time(case), word)
+    return list(found.items())
+
+
+def _stage_text(layout: Layout) -> str:
+    """The layout's stage as a user sets it: a name, or degrees where other axes are split too.
+
+    >>> _stage_text(Layout(dp_shard=8, zero=3)), _stage_text(Layout(tp=2, dp_shard=4, zero=1))
+    ('layout.strategy=fsdp', 'layout.dp_shard=4 layout.zero=1')
+    """
+    if layout.processes == layout.data_degree and layout.ep == 1:
+        return f"layout.strategy={layout.strategy}"
+    return f"layout.dp_shard={layout.dp_shard} layout.zero={layout.zero}"
 
 
 def _recompute(case: Case, policy: str) -> Case | None:

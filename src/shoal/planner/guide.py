@@ -13,6 +13,7 @@ from shoal.base.facts import MachineFacts
 from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout, expand
 from shoal.base.schedules import canonical, copies, settle_schedule
 from shoal.base.units import bytes_text, count_text
+from shoal.config.sections import LayoutSection
 from shoal.planner.bubble import bubble_s
 from shoal.planner.schedules import legal
 
@@ -36,6 +37,40 @@ def default_processes(machine: MachineFacts) -> int:
     if machine.gpus:
         return machine.gpus
     return 2 if machine.cores >= 2 else 1
+
+
+def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
+    """Returns how many processes a layout wants where nobody says; of one island.
+
+    >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
+    >>> [processes_of(LayoutSection(**given), machine) for given in ({}, {"tp": 4}, {"threads": 2})]
+    [2, 4, 1]
+    """
+    if degrees := section.degrees():
+        return Layout.of(degrees).processes
+    alone = section.strategy in ("single", "dp") or section.threads
+    return 1 if alone else default_processes(machine)
+
+
+MOST_PER_CORE = 64
+"""Processes that a core may be shared by: more do nothing but wait for each other."""
+
+
+def check_cores(processes: int, machine: MachineFacts) -> None:
+    """Errors: PlanError for more processes than this machine's cores could ever serve.
+
+    >>> check_cores(3000, MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
+    Traceback (most recent call last):
+    shoal.base.errors.PlanError: launch.processes = 3000: this machine has 2 cores; nearest: \
+launch.processes=2
+    """
+    if machine.gpus or processes <= MOST_PER_CORE * machine.cores:
+        return
+    cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    raise PlanError(
+        f"launch.processes = {processes}: this machine has {cores}; nearest: "
+        f"launch.processes={default_processes(machine)}"
+    )
 
 
 def choose_layout(
@@ -72,6 +107,8 @@ def choose_layout(
         )
         _check_name(strategy, layout)
         return layout, f"layout given: {layout.text()}"
+    if strategy == "auto" and (threads or zero is not None):  # what else would carry them
+        strategy = "dp" if threads else {0: "ddp", 1: "zero1", 2: "zero2"}.get(zero or 0, "zero3")
     if strategy != "auto":
         layout = expand(
             strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks

@@ -1,8 +1,10 @@
 """The shape of a model from its Hugging Face config.json: which key means which number.
 
 Understood: llama, mistral, qwen2, qwen3, gemma, mixtral, deepseek_v2 and v3, their mixtures of
-experts (decoders with the same keys), bert, gpt2, vit. What a file leaves out has that family's
-default; a key that has none is named in the error.
+experts (decoders with the same keys), falcon, opt, bloom, bert, gpt2, vit. What a file leaves out
+has that family's default; a key that has none is named in the error. What is no stack of equal
+blocks of attention (an encoder beside a decoder, state spaces, hybrids) is refused, since the same
+keys mean another model there; another family with a decoder's keys is taken for one, and told.
 
 Source   transformers, configuration_*.py of each family
 """
@@ -16,6 +18,46 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, nearest
 from shoal.base.shape import Transformer
+
+KNOWN = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"),
+    *("gemma3_text", "deepseek_v2", "deepseek_v3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss"),
+    *("falcon", "opt", "bloom", "phi", "phi3", "olmo", "olmo2", "olmoe", "cohere", "cohere2"),
+    *("granite", "starcoder2", "stablelm", "smollm3", "glm", "glm4", "bert", "roberta"),
+    *("vit", "deit"),
+)
+"""Values of model_type whose keys mean what they mean here."""
+
+TIED = ("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "falcon", "opt", "bloom", "bert")
+"""Families whose head is the embedding where the file does not say so."""
+
+UNLIKE = {
+    "is_encoder_decoder": "has an encoder beside its decoder",
+    "encoder_layers": "has an encoder beside its decoder",
+    "relative_attention_num_buckets": "has an encoder beside its decoder",
+    "state_size": "has no attention",
+    "time_step_rank": "has no attention",
+    "attn_layer_period": "mixes layers of several kinds",
+    "hybrid_override_pattern": "mixes layers of several kinds",
+    "layers_block_type": "mixes layers of several kinds",
+    "mamba_d_state": "mixes layers of several kinds",
+}
+"""Keys that no stack of equal blocks has, and what they say of a model."""
+
+
+def assumed(source: str | Path) -> str:
+    """Returns what is taken for granted about a config.json's family; "" where it is known.
+
+    Errors   as `from_config`
+    """
+    _, found = _read(Path(source))
+    inner = found.get("text_config")
+    if isinstance(inner, Mapping):
+        return "a config.json of several parts: its text model alone is planned"
+    kind = str(found.get("model_type", "llama"))
+    if kind in KNOWN:
+        return ""
+    return f"model_type {kind} is not known here: planned as a decoder of equal blocks by its keys"
 
 
 def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
@@ -32,11 +74,22 @@ def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
     inner = found.get("text_config")
     config = _Config(where, inner if isinstance(inner, Mapping) else found)
     kind = str(config.found.get("model_type", "llama"))
+    _check_alike(config, kind)
     if kind in ("gpt2", "gpt_bigcode"):
         return _from_gpt2(config)
     if kind in ("vit", "deit"):
         return _from_vit(config)
     return _from_decoder(config, kind)
+
+
+def _check_alike(config: _Config, kind: str) -> None:
+    """Errors: ConfigError for a model that the same keys do not describe."""
+    for key, why in UNLIKE.items():
+        if config.found.get(key):
+            raise ConfigError(
+                f"{config.where}: model_type {kind} {why}, which no arithmetic here counts; "
+                f"nearest: model.build=pkg.mod:function, whose layers are traced"
+            )
 
 
 def _read(path: Path) -> tuple[str, Mapping[str, Any]]:
@@ -91,8 +144,10 @@ class _Config:
 
 def _from_decoder(config: _Config, kind: str) -> Transformer:
     """Llama and its like; Mixtral's, Qwen's and DeepSeek's experts and latents by their keys."""
-    heads = config.whole("num_attention_heads")
-    width = config.whole("intermediate_size")
+    heads = config.whole("num_attention_heads", "n_head", "n_heads", "num_heads")
+    hidden = config.whole("hidden_size", "d_model", "dim", "n_embed", "n_embd")
+    usual = 4 * hidden if kind in ("falcon", "bloom") else None
+    width = config.whole("intermediate_size", "ffn_dim", "ffn_hidden_size", default=usual)
     experts = config.whole("num_local_experts", "n_routed_experts", "num_experts", default=0)
     latent: tuple[int, ...] = ()
     head_size = config.whole("head_dim", default=0)
@@ -107,20 +162,22 @@ def _from_decoder(config: _Config, kind: str) -> Transformer:
     shared = config.whole("shared_expert_intermediate_size", default=0)
     shared = shared or config.whole("n_shared_experts", default=0) * expert_ffn
     bert = kind in ("bert", "roberta")
-    activation = str(config.found.get("hidden_act", "gelu" if bert else "silu"))
+    plain = bert or kind in ("falcon", "bloom", "opt")
+    activation = str(config.found.get("hidden_act", "gelu" if plain else "silu"))
+    few = 1 if config.flag("multi_query", kind == "falcon") and kind == "falcon" else heads
     return Transformer(
         name=config.name,
-        layers=config.whole("num_hidden_layers"),
-        hidden=config.whole("hidden_size"),
+        layers=config.whole("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        hidden=hidden,
         heads=heads,
-        kv_heads=config.whole("num_key_value_heads", default=heads),
+        kv_heads=config.whole("num_key_value_heads", "num_kv_heads", default=few),
         ffn=width,
         vocabulary=config.whole("vocab_size"),
         head_size=head_size,
-        positions=config.whole("max_position_embeddings") if bert else 0,
+        positions=config.whole("max_position_embeddings") if bert or kind == "opt" else 0,
         gated=activation in ("silu", "swish", "swiglu", "gelu_pytorch_tanh") and not bert,
-        norm="layer" if bert or "layer_norm_eps" in config.found else "rms",
-        tied=config.flag("tie_word_embeddings", bert),
+        norm="layer" if plain or "layer_norm_eps" in config.found else "rms",
+        tied=config.flag("tie_word_embeddings", kind in TIED),
         biases=bert,
         dropout=config.share("hidden_dropout_prob", "resid_pdrop"),
         window=config.whole("sliding_window", default=0)
@@ -133,6 +190,7 @@ def _from_decoder(config: _Config, kind: str) -> Transformer:
         shared_ffn=shared,
         dense_layers=config.whole("first_k_dense_replace", default=0),
         latent=latent,
+        context=config.whole("max_position_embeddings", default=0),
     )
 
 

@@ -6,6 +6,7 @@
     backward  the same without the loss, + what the backward of one block holds: recomputed
               activations, gradients on their way, gathered weights and inputs
     update    states + what the optimizer's step holds
+    start     before the first step, told beside the peak: all weights on every device (`start_up`)
 
 The fullest of the first, second and last stage counts: in between, fewer micro-batches are kept and
 neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.05198); Narayanan et al.
@@ -14,6 +15,7 @@ neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.0519
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.base.errors import PlanError, one_of
@@ -23,11 +25,13 @@ from shoal.planner.activations import Activations, activations, shares, waiting_
 from shoal.planner.frameworks import Framework, framework
 from shoal.planner.on_way import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
 from shoal.planner.stage_cut import Stage, cut, is_block
+from shoal.planner.start_up import start_bytes
 from shoal.planner.states import WIDTHS, Elements, state_bytes
 from shoal.planner.transients import (
     Sharded,
     block_share,
     carried_bytes,
+    frozen_bytes,
     head_share,
     idle_bytes,
     local_elements,
@@ -82,12 +86,15 @@ def predict_memory(
     >>> model = model_facts(published("llama-3-8b"), 8192, 2)
     >>> found = predict_memory(Case(model, Layout(dp_shard=8, zero=3), node, 8, 1))
     >>> round(found.parts["weights"] / 2**30, 2), found.when
-    (3.74, 'loss')
+    (3.74, 'backward')
     """
     _check(case)
     habits = habits or framework(case.framework)
     found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
-    return max(found, key=lambda estimate: estimate.peak_bytes)
+    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
+    whole = start_bytes(case)
+    context = case.cluster.device.reserved_bytes
+    return replace(fullest, start_bytes=whole + context) if whole else fullest
 
 
 def _check(case: Case) -> None:
@@ -120,6 +127,7 @@ def _candidates(case: Case, stage: int | None) -> list[int]:
 def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     elements = rank_sum(case, stage.units, stage.tied)
     weights, gradients, optimizer = state_bytes(case, elements, wide_elements(case, stage))
+    weights += frozen_bytes(case, stage)
     sharded = sharded_bytes(case, stage)
     if gathers_on_gloo(case):
         instants = _instants_on_gloo(case, habits, stage, elements)

@@ -89,6 +89,20 @@ def parameters(
     return COUNTS[resolved.family](**resolved.arguments)
 
 
+def blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
+    """How many blocks of model `name` a pipeline deals out; None where only its code knows.
+
+    Arguments and errors as in `resolve`.
+
+    >>> blocks("gpt", {"layers": 6}), blocks("mlp")
+    (6, None)
+    """
+    if is_foreign(name):
+        return None
+    layers = resolve(name, arguments).arguments.get("layers")
+    return layers if isinstance(layers, int) and family_of(name) != "mlp" else None
+
+
 def _unknown_model(name: str) -> str:
     names = ", ".join([*FAMILIES, *PUBLISHED])
     close = nearest(name, [*FAMILIES, *PUBLISHED])
@@ -100,7 +114,7 @@ def _unknown_model(name: str) -> str:
 
 
 def _unknown_argument(model: str, key: str, allowed: list[str]) -> str:
-    close = nearest(key, allowed)
+    close = nearest(key, [*allowed, "name", "build", "loss", "call"])  # the section's own keys too
     hint = f"nearest: model.{close}" if close else f"it has {', '.join(allowed)}"
     return f"model.{key}: no such argument of {model}; {hint}"
 

@@ -23,7 +23,7 @@ from shoal.base.schedules import canonical, copies
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.stage_cut import Stage, is_bare, is_block
 from shoal.planner.states import WIDTHS, Elements, shard_counts
-from shoal.planner.transients import head_elements, rank_sum
+from shoal.planner.transients import gathered_elements, head_elements
 
 BUCKETS_IN_FLIGHT = 2
 """Buckets that zero2 leaves on their way (`shoal.parallel.zero.IN_FLIGHT`)."""
@@ -136,11 +136,7 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
     wide = max(4, width)
     reduced = case.reduce_bytes or wide
     own = 1 / shard_counts(case)[0]
-    blocks = [(unit, count) for unit, count in stage.blocks if not is_bare(unit)]
-    sizes = [
-        sum(rank_sum(case, [(unit, 1.0)])) for unit, count in blocks for _ in range(round(count))
-    ]
-    root = sum(rank_sum(case, stage.units, stage.tied)) - sum(sizes)
+    sizes, root = gathered_elements(case, stage)
     held, head = wide * root, wide * head_elements(case, stage)
     moments = []
     if sizes:

@@ -37,10 +37,14 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 2048)
     )
 
 
+_LLAMA_CONTEXT = {"llama": 2048, "llama-2": 4096, "llama-3": 8192, "llama-3.1": 131072}
+
+
 def _llama(
     name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocabulary: int
 ) -> Transformer:
-    return Transformer(name, layers, hidden, heads[0], heads[1], ffn, vocabulary)
+    context = _LLAMA_CONTEXT.get(name.rpartition("-")[0], 0)
+    return Transformer(name, layers, hidden, heads[0], heads[1], ffn, vocabulary, context=context)
 
 
 def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int, words: int) -> Transformer:
@@ -170,6 +174,23 @@ _SAME = {"-instruct": "", "-hf": "", "-base": "", "meta-": "", "_": "-", "llama2
 _SAME |= {"llama3": "llama-3", "gpt3": "gpt-3", "gpt2": "gpt-2", "/": "-"}
 
 
+def find(name: str) -> Transformer | None:
+    """Returns the shape of a published model, None for any other name.
+
+    >>> find("Llama-3.1-405B").layers, find("hf:here")
+    (126, None)
+    """
+    return SHAPES.get(name.strip().lower()) or SHAPES.get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    """The name without capitals, underscores and usual suffixes."""
+    key = name.strip().lower()
+    for old, new in _SAME.items():
+        key = key.replace(old, new)
+    return key
+
+
 def published(name: str) -> Transformer:
     """The shape of a published model.
 
@@ -179,13 +200,9 @@ def published(name: str) -> Transformer:
     >>> published("Llama-3.1-405B").layers, published("vit-b").patch
     (126, 768)
     """
-    key = name.strip().lower()
-    if key in SHAPES:
-        return SHAPES[key]
-    for old, new in _SAME.items():
-        key = key.replace(old, new)
-    if key in SHAPES:
-        return SHAPES[key]
+    if found := find(name):
+        return found
+    key = _plain(name)
     close = nearest(key, SHAPES)
     hint = f"nearest: {close}; " if close else ""
     raise ConfigError(
@@ -194,4 +211,4 @@ def published(name: str) -> Transformer:
     )
 
 
-__all__ = ["SHAPES", "from_config", "published"]
+__all__ = ["SHAPES", "find", "from_config", "published"]

@@ -6,9 +6,11 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
     machine {name, device, kind, devices, own_devices, nodes, per_node, memory_bytes, inside,
              across, source, calibration, groups, islands},
     batch, compute, notes [text], searched, fitting, guide text, advice {mixed|islands: text},
+    starting text ("" where the best layout starts),
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
-              accumulate, recompute, offload, runs_here, verdict fits|tight|no, margin_bytes,
+              accumulate, recompute, offload, runs_here, verdict fits|tight|no, starts, after
+              fits|tight|no (the steps alone), start_bytes, margin_bytes (of the steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
               hidden {part: s}, sent {link: bytes},
               peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
@@ -23,7 +25,7 @@ from typing import Any
 from shoal.base.cluster import Cluster
 from shoal.base.estimate import ModelFacts
 from shoal.planner.advice import advice
-from shoal.planner.explain import ask_guide, dies_first, shape_text, why_before
+from shoal.planner.explain import ask_guide, dies_first, shape_text, starting, why_before
 from shoal.planner.fixes import fixes
 from shoal.planner.search import Asked, Candidate, least_memory_bytes
 
@@ -50,12 +52,13 @@ def plan_record(
         "notes": list(notes),
         "searched": len(candidates),
         "fitting": sum(candidate.fits for candidate in candidates),
-        "guide": "" if given or not best.fits else ask_guide(best, asked)[0],
+        "guide": "" if given or not best.runs else ask_guide(best, asked)[0],
+        "starting": starting(best),
         "advice": dict(advice(best)),
         "fixes": [],
         "layouts": [],
     }
-    if not best.fits:
+    if not best.runs:
         record["fixes"] = [
             {"set": text, "step_s": made.time.step_s, "peak_bytes": made.memory.peak_bytes}
             for text, made in fixes(case)[:3]
@@ -131,6 +134,9 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "offload": case.offload,
         "runs_here": candidate.built,
         "verdict": candidate.verdict.word,
+        "starts": candidate.verdict.starts,
+        "after": candidate.verdict.after,
+        "start_bytes": memory.start_bytes,
         "margin_bytes": candidate.verdict.margin_bytes,
         "step_s": time.step_s,
         "step_low_s": time.low_s,

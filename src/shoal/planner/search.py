@@ -44,8 +44,8 @@ class Asked:
     batch        samples per step over all ranks
     layout       exactly this one · degrees  some axes alone, the others are searched
     zero         what dp_shard splits
-    micro_batch, recompute, compute, offload, defer_sync, compiled  as in the configuration
-    optimizer_bytes  of the optimizer's state per fp32 element
+    micro_batch  samples per forward pass · accumulate  micro-batches per rank and step, 0: any
+    recompute … compiled   of the same meaning as in `Case` (see `case_settings`)
     schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
     built        only layouts that `auto` may take in a run here
     """
@@ -54,17 +54,28 @@ class Asked:
     layout: Layout | None = None
     degrees: tuple[tuple[str, int], ...] = ()
     zero: int | None = None
-    optimizer_bytes: int = 8
     micro_batch: int | None = None
+    accumulate: int = 0
     recompute: str | None = None
     compute: str = "bf16"
+    reduce_bytes: int = 0
     offload: str = "none"
+    sequence_parallel: bool = True
+    loss: str = "chunked"
     defer_sync: bool = False
     average: bool = False
+    optimizer_bytes: int = 8
     compiled: bool = False
     schedule: str = ""
     chunks: int = 1
     built: bool = False
+
+
+SETTINGS = (
+    *("compute", "reduce_bytes", "offload", "sequence_parallel", "loss", "defer_sync"),
+    *("average", "optimizer_bytes", "compiled"),
+)
+"""Fields that a `Case` has from what was asked as they are; recompute alone is searched."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,11 @@ class Candidate:
     def fits(self) -> bool:
         """Whether it may be tried."""
         return self.verdict.word != "no"
+
+    @property
+    def runs(self) -> bool:
+        """Whether its steps fit, once it has started."""
+        return self.verdict.after != "no"
 
     @property
     def built(self) -> bool:
@@ -144,9 +160,15 @@ def _nothing(model: ModelFacts, cluster: Cluster, asked: Asked) -> str:
     degree = asked.layout.data_degree if asked.layout else cluster.devices // (tp * pp)
     if pp > 1 and (why := _no_schedule(pp, degree, asked)):
         return why
-    unit = (asked.micro_batch or 1) * degree
-    legal = max(unit, asked.batch // unit * unit)
+    unit = (asked.micro_batch or 1) * (asked.accumulate or 1) * degree
+    if asked.micro_batch and asked.accumulate:
+        legal = unit
+    else:
+        lower = asked.batch // unit * unit
+        near = (n for n in (lower, lower + unit) if n)
+        legal = min(near, key=lambda n: abs(n - asked.batch))
     each = f" in micro-batches of {asked.micro_batch}" if asked.micro_batch else ""
+    each += f", {asked.accumulate} of them per rank" if asked.accumulate else ""
     return (
         f"train.batch = {asked.batch}: nothing divides it over {cluster.devices} devices{each}; "
         f"nearest: train.batch={legal}"
@@ -175,11 +197,15 @@ def least_memory_bytes(cluster: Cluster) -> float:
 
 
 def ranked(found: list[Candidate]) -> list[Candidate]:
-    """What fits by step time, near ties by plainness; then what is tight; then the rest."""
-    others = sorted((c for c in found if not c.fits), key=lambda c: c.memory.peak_bytes)
+    """What fits by step time, near ties by plainness; then what is tight; then the rest.
+
+    What does not start is ranked by what would run after it, behind all that does.
+    """
+    others = sorted((c for c in found if not c.runs), key=lambda c: c.memory.peak_bytes)
     ordered: list[Candidate] = []
-    for word in ("fits", "tight"):
-        same = sorted((c for c in found if c.verdict.word == word), key=lambda c: c.time.step_s)
+    for starts, word in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
+        like = (c for c in found if (c.verdict.starts, c.verdict.after) == (starts, word))
+        same = sorted(like, key=lambda c: c.time.step_s)
         if same:
             bound_s = same[0].time.step_s * (1 + SAME)
             best = min((c for c in same if c.time.step_s <= bound_s), key=_strain)
@@ -215,16 +241,10 @@ def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[C
                     chunks=chunks,
                     ep=layout.ep,
                     expert_tp=1 if layout.ep > 1 else 0,
-                    compute=asked.compute,
-                    recompute="none",
-                    offload=asked.offload,
-                    defer_sync=asked.defer_sync,
-                    average=asked.average,
-                    optimizer_bytes=asked.optimizer_bytes,
-                    compiled=asked.compiled,
+                    **{name: getattr(asked, name) for name in SETTINGS},
                 )
                 for candidate in _lightest_recompute(case, asked, capacity):
-                    room |= candidate.fits
+                    room |= candidate.runs
                     yield candidate
             if not room:  # more samples at once need more memory still
                 break
@@ -248,9 +268,9 @@ def _lightest_recompute(case: Case, asked: Asked, capacity: float) -> Iterator[C
         tried = replace(case, recompute=policy)
         memory = predict_memory(tried)
         word = verdict(memory, capacity)
-        if word.word != "no" or policy == policies[-1]:
+        if word.after != "no" or policy == policies[-1]:
             yield Candidate(tried, memory, predict_time(tried), word)
-        if word.word == "fits":
+        if word.after == "fits":
             return
 
 
@@ -274,7 +294,8 @@ def _every_layout(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator
                 data = devices // (tp * cp * pp)
                 if asked.batch % data:
                     continue
-                for split in _data_splits(data, cluster.per_node // min(cluster.per_node, tp), pp):
+                inside = cluster.per_node // min(cluster.per_node, tp)
+                for split in _data_splits(data, inside, pp, dict(asked.degrees)):
                     yield replace(split, tp=tp, cp=cp, pp=pp)
 
 
@@ -316,11 +337,13 @@ def _pipeline_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator
             yield pp
 
 
-def _data_splits(data: int, inside: int, pp: int) -> Iterator[Layout]:
+def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iterator[Layout]:
     """What the data-parallel ranks may hold; with a pipeline, parameters stay whole.
 
     Gathering sharded blocks again for every micro-batch of a pipeline multiplies the traffic by
     their number, so zero 3 is left out there.
+
+    inside   data-parallel ranks of a node · given   degrees that the user fixed
     """
     yield Layout(dp_replicate=data)
     if data == 1:
@@ -330,7 +353,8 @@ def _data_splits(data: int, inside: int, pp: int) -> Iterator[Layout]:
         return
     yield Layout(dp_shard=data, zero=2)
     yield Layout(dp_shard=data, zero=3)
-    for shard in sorted({inside, 4 * inside, 16 * inside}):
+    asked = {given.get("dp_shard", 1), data // given.get("dp_replicate", data)}
+    for shard in sorted({inside, 4 * inside, 16 * inside} | asked):
         if 1 < shard < data and data % shard == 0:
             yield Layout(dp_replicate=data // shard, dp_shard=shard, zero=3)
 
@@ -340,9 +364,10 @@ def _micro_batches(layout: Layout, asked: Asked) -> Iterator[int]:
     share, rest = divmod(asked.batch, layout.data_degree)
     if rest:
         return
-    if asked.micro_batch:
-        if share % asked.micro_batch == 0:
-            yield asked.micro_batch
+    if asked.micro_batch or asked.accumulate:
+        size = asked.micro_batch or share // asked.accumulate
+        if size and share % size == 0 and asked.accumulate in (0, share // size):
+            yield size
         return
     before = 0.0
     for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
-from shoal.base.schedules import SPLIT_BACKWARD, canonical, copies, stages_per_rank
+from shoal.base.schedules import SPLIT_BACKWARD, canonical, check_stages, copies, stages_per_rank
 from shoal.planner.partition import partition
 from shoal.planner.schedules import make_schedule
 
@@ -122,8 +122,21 @@ def is_block(unit: UnitFacts) -> bool:
 
 
 def is_bare(unit: UnitFacts) -> bool:
-    """Whether a unit is one layer: fsdp leaves it in the root, and it has one matrix."""
+    """Whether a unit is one layer, so that it has one matrix."""
     return 0 < unit.operations <= BARE_OPERATIONS
+
+
+def root_share(unit: UnitFacts) -> float:
+    """Share of a unit's elements that fsdp gathers with the root: all that lies in no block.
+
+    >>> root_share(UnitFacts("embedding", parameters=8)), root_share(UnitFacts("block"))
+    (1.0, 0.0)
+    >>> root_share(UnitFacts("block0", parameters=6, frozen_parameters=2, rooted_parameters=8))
+    1.0
+    """
+    if not is_block(unit):
+        return 1.0
+    return unit.rooted_parameters / max(1, unit.parameters + unit.frozen_parameters)
 
 
 def block_count(model: ModelFacts) -> int:
@@ -148,7 +161,7 @@ def _repeated(model: ModelFacts) -> tuple[int, int]:
 def cut(case: Case, index: int) -> Stage:
     """The units of pipeline rank `index`.
 
-    Errors  PlanError for more ranks than blocks
+    Errors  PlanError for more stages than blocks
     """
     units, ranks = case.model.units, case.layout.pp
     if ranks == 1:
@@ -157,11 +170,7 @@ def cut(case: Case, index: int) -> Stage:
         return Stage(0, every, [pair for pair in every if is_block(pair[0])], head)
     first, stop = _repeated(case.model)
     total = block_count(case.model)
-    if ranks > total:
-        raise PlanError(
-            f"layout.pp = {ranks}: more stages than the {total} blocks of {case.model.name}; "
-            f"nearest legal: layout.pp={max(1, total)}"
-        )
+    check_stages(case.layout.schedule, ranks, case.layout.chunks, total, case.model.name)
     runs = _runs(case, index, total)
     held = [pair for start, end in runs for pair in _held(list(units[first:stop]), start, end)]
     every = list(held)

@@ -27,7 +27,10 @@ WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element of the weights that compute sees."""
 
 
-STATE_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "lion": 4, "sgd": 4, "muon": 4}
+STATE_BYTES = {
+    **{"adamw": 8, "adam": 8, "lamb": 8, "lion": 4, "sgd": 4, "muon": 4},
+    **{"adagrad": 4, "rmsprop": 4, "asgd": 4, "adafactor": 0},
+}
 """Optimizer state per fp32 element, by optimizer.name; others: as Adam."""
 
 

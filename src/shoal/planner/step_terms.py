@@ -22,7 +22,7 @@ from typing import NamedTuple
 from shoal.base.estimate import Case, UnitFacts
 from shoal.base.schedules import canonical, copies
 from shoal.planner.collectives import Cost, Group, all_reduce, group_of
-from shoal.planner.stage_cut import is_bare
+from shoal.planner.stage_cut import root_share
 from shoal.planner.states import Elements, shard_counts
 from shoal.planner.step_habits import Habits, habits_of
 from shoal.planner.step_parts import (
@@ -105,13 +105,13 @@ def step_terms(case: Case) -> StepTerms:
     held = copies(canonical(case.schedule)) if case.layout.pp > 1 else 1
     full = _times(max(stages, key=lambda stage: stage.parameters), held)
     one = Elements(block.parameters - block.experts, block.experts)
-    bare = _bare_share(case, inner)
+    rooted = _rooted(case, inner)
     sync = data_sync(
         case,
         habits,
-        full.blocks if bare < 1 else 0.0,
-        Elements(one.dense * (1 - bare), one.experts * (1 - bare)),
-        full.outside + bare * full.blocks * sum(one),
+        full.blocks if rooted < 1 else 0.0,
+        Elements(one.dense * (1 - rooted), one.experts * (1 - rooted)),
+        full.outside + rooted * full.blocks * sum(one),
     )
     waits_s, beside_s = _update(case, full)
     total = sync.total(case.accumulate) + full.sent.times(case.accumulate)
@@ -196,12 +196,12 @@ def _kinds(stages: int, blocks: int) -> list[_Kind]:
     return [_Kind(1, ends, ends, True, False), middle, _Kind(1, ends, ends, False, True)]
 
 
-def _bare_share(case: Case, inner: Sequence[UnitFacts]) -> float:
-    """Of the weights that repeat, what is in bare layers: fsdp leaves those in the root."""
+def _rooted(case: Case, inner: Sequence[UnitFacts]) -> float:
+    """Share of the weights that repeat which fsdp leaves in the root."""
     whole = sum(unit.parameters * unit.count for unit in inner)
     if case.layout.zero < 3 or not whole:
         return 0.0
-    return sum(unit.parameters * unit.count for unit in inner if is_bare(unit)) / whole
+    return sum(root_share(unit) * unit.parameters * unit.count for unit in inner) / whole
 
 
 def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> Stage:

@@ -111,8 +111,9 @@ def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) ->
     peak = peak_flops_per_s(device, case.compute)
     part = case.micro_batch / layout.cp
     split = part / layout.tp
-    again = repeated(case, habits, in_block)
-    fused = COMPILED_SHARE if case.compiled and in_block else 1.0
+    wrapped = in_block and unit.block != "-"  # recompute and the compiler find blocks in lists
+    again = repeated(case, habits, wrapped)
+    fused = COMPILED_SHARE if case.compiled and wrapped else 1.0
     products = (unit.forward_flops - unit.attention_flops) * split
     one = products / (PRODUCTS_PER_BLOCK if in_block else 1)
     matrix = products / (peak * on_ladder(device.ladder_of(case.compute), one, 1.0))

@@ -25,7 +25,7 @@ from shoal.planner.activations import (
     waiting_head_bytes,
 )
 from shoal.planner.frameworks import Framework
-from shoal.planner.stage_cut import Stage, is_block
+from shoal.planner.stage_cut import Stage, root_share
 from shoal.planner.states import WIDTHS, Elements, keeps_gathered, rank_elements, shard_counts
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
@@ -51,6 +51,18 @@ def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0
         dense += one.dense * count
         experts += one.experts * count
     return Elements(dense + tied / case.layout.tp, experts)
+
+
+def frozen_bytes(case: Case, stage: Stage) -> float:
+    """Bytes of weights that do not train, as this rank keeps them; of peers they are not known.
+
+    No narrow copy is made of them; zero 3 shards them with the rest.
+    """
+    if case.framework != "shoal" or case.offload == "parameters":
+        return 0.0
+    elements = sum(unit.frozen_parameters * count for unit, count in stage.units) / case.layout.tp
+    shards = shard_counts(case)[0] if case.layout.zero == 3 else 1
+    return elements / shards * max(4, WIDTHS[case.compute])
 
 
 def wide_elements(case: Case, stage: Stage) -> float:
@@ -91,19 +103,46 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
         return Sharded()
     width = WIDTHS[case.compute]
     scatter = width + max(4, case.reduce_bytes)
-    sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.blocks]
+    sizes, root = gathered_elements(case, stage)
     largest = max(sizes, default=0.0)
-    root = sum(rank_sum(case, [(u, n) for u, n in stage.units if not is_block(u)]))
-    kept = root + 2 * largest  # the next block is gathered ahead
+    rooted = width  # of an element of the root
+    if case.framework == "shoal":  # whose root is gathered as it is kept
+        rooted = max(4, width)
+    ahead = min(2, len(sizes)) * largest  # the next block is gathered ahead
+    kept = rooted * root + width * ahead
     if keeps_gathered(case):  # else every micro-batch would gather again
-        kept = sum(rank_sum(case, stage.units, stage.tied))
+        kept = width * sum(rank_sum(case, stage.units, stage.tied))
     return Sharded(
-        gathered=width * kept,
-        flat=width * max(root, 2 * largest),
+        gathered=kept,
+        flat=max(rooted * root, width * ahead),
         block=scatter * largest,
-        head=width * head_elements(case, stage),  # waits for the rest of the root
-        root=scatter * root,
+        head=rooted * head_elements(case, stage),  # waits for the rest of the root
+        root=(scatter - width + rooted) * root,
     )
+
+
+def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
+    """Returns elements of what fsdp gathers on one rank: of each block, in order, and of the root.
+
+    Units that are parts of one larger block are gathered with it; frozen ones are gathered too.
+    """
+    sizes: list[float] = []
+    root, around = stage.tied / case.layout.tp, ""
+    for unit, count in stage.units:
+        one = sum(rank_sum(case, [(unit, 1.0)])) + unit.frozen_parameters / case.layout.tp
+        share = root_share(unit)
+        root += share * one * count
+        own = (1 - share) * one
+        if not own:
+            continue
+        if unit.block and unit.block != "-" and unit.block == around:
+            sizes[-1] += own * count
+        elif unit.block and unit.block != "-":
+            sizes.append(own * count)
+        else:
+            sizes += [own] * round(count)
+        around = unit.block
+    return sizes, root
 
 
 def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: Sharded) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from shoal.base.actions import Schedule
 from shoal.base.estimate import Case
 from shoal.planner.schedules import make_schedule
-from shoal.planner.stage_cut import Stage, cut, is_bare, repeated
+from shoal.planner.stage_cut import Stage, cut, root_share
 from shoal.planner.states import WIDTHS, shard_counts
 from shoal.planner.traffic import (
     Crossing,
@@ -98,8 +98,7 @@ def _schedule(case: Case) -> Schedule:
 def data_traffic(case: Case, stage: Stage) -> StepTraffic:
     """Bytes for gradients and weights over the data-parallel axes, of the rank's own part."""
     elements = sum(rank_sum(case, stage.units, stage.tied))
-    blocks = [unit for unit in repeated(case.model) if not is_bare(unit)]
-    inside = sum(rank_sum(case, [(u, n) for u, n in stage.units if u in blocks]))
+    inside = sum(n * (1 - root_share(u)) * sum(rank_sum(case, [(u, 1)])) for u, n in stage.units)
     width = WIDTHS[case.compute]
     wide = max(4, width)
     kept_wide = wide_elements(case, stage)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal.base.estimate import ModelFacts, UnitFacts
+from shoal.profile.blocks import ROOT, Blocks
 from shoal.profile.units import CONTAINERS
 from shoal.profile.watch import Tally
 
@@ -101,6 +102,8 @@ class _Row:
     loss_bytes: float = 0.0
     given_bytes: float = 0.0
     tied_to: str = ""
+    block: str = ""
+    rooted: int = 0
 
 
 class Rows:
@@ -108,6 +111,7 @@ class Rows:
 
     def __init__(self, twin: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
         self.twin, self.units = twin, units
+        self.blocks = Blocks(twin)
         self.batch, self.sequence, self.width = 1, 0, 0
         self.rows: dict[Any, _Row] = {}
         self.last: _Row | None = None
@@ -120,7 +124,10 @@ class Rows:
         """One more run of a unit, with its (split, plain) saved bytes."""
         trained, plain, frozen, tied_to = self._claim(path, module.parameters())
         self.called.add(path)
-        row = self.rows.setdefault((self._place(path), key, trained, frozen), _Row(path))
+        lies = self.blocks.of(path, module)
+        alike = (self._place(path), key, trained, frozen, lies.block)
+        row = self.rows.setdefault(alike, _Row(path, block=lies.block))
+        row.rooted = min(lies.rooted, trained + frozen)
         if row.call is None or call.working_bytes > row.call.working_bytes:
             row.call = call  # the first one's input may need no gradient
         row.count += 1
@@ -155,7 +162,9 @@ class Rows:
 
         One that makes its gradients in the forward pass does all three products there.
         """
-        row = self.rows["loss"] = _Row("loss", count=1, given_bytes=given, loss_bytes=peak)
+        row = self.rows["loss"] = _Row(
+            "loss", count=1, block=ROOT, given_bytes=given, loss_bytes=peak
+        )
         ahead = backward_flops < tally.flops
         row.glue.flops = (tally.flops + backward_flops) / 3 if ahead else tally.flops
         row.glue.elementwise_bytes = tally.elementwise_bytes
@@ -163,7 +172,7 @@ class Rows:
         self.last = row
 
     def _inputs(self) -> _Row:
-        return self.rows.setdefault("inputs", _Row("inputs", count=1))
+        return self.rows.setdefault("inputs", _Row("inputs", count=1, block=ROOT))
 
     def _claim(self, path: str, parameters: Any) -> tuple[int, int, int, str]:
         """Trained, plain, frozen elements that nobody counted yet, and who counted the others."""
@@ -197,6 +206,7 @@ class Rows:
         row.parameters += trained
         row.plain += plain
         row.frozen += frozen
+        row.rooted += trained + frozen
         row.tied_to = row.tied_to or tied_to
 
     def _front(self) -> _Row:
@@ -255,4 +265,6 @@ class Rows:
             working_bytes=working / b,
             loss_bytes=row.loss_bytes / b,
             tied_to=names.get(row.tied_to, row.tied_to),
+            block=row.block,
+            rooted_parameters=row.rooted,
         )

@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.profile._torch import pytree
+from shoal.profile.alone import alone
 
 
 def backward_flops(
     module: nn.Module, batch: Any, loss_sum: Callable[[nn.Module, Any], torch.Tensor]
 ) -> int | None:
-    """FLOP of `loss_sum(module, batch).backward()`; None if the module needs values, not shapes.
+    """FLOP of `loss_sum(module, batch).backward()`; None if that needs values, or other ranks.
 
     batch    a few samples, on any device
     Limits   operations that torch's counter does not know count as 0; a real copy of the model
@@ -31,7 +32,7 @@ def backward_flops(
     try:
         twin = meta_twin(module)
         shapes = pytree.tree_map(_to_meta, batch)
-        with FlopCounterMode(display=False) as counter:
+        with alone(), FlopCounterMode(display=False) as counter:
             loss_sum(twin, shapes).backward()
         return counter.get_total_flops()
     except Exception:  # whatever a user's module cannot do here, MFU is worth less than training

@@ -30,6 +30,7 @@ import torch
 
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
+from shoal.base.phases import phase
 from shoal.fabric import World
 from shoal.planner.measured import VERSION, cluster_of, machine_path
 from shoal.profile.disk import write_bytes_per_s
@@ -97,6 +98,7 @@ def measure_machine(
     return told
 
 
+@phase("measure the machine")
 def _rates(world: World, cache: Path, local: int, sizes: Sizes) -> dict[str, Any]:
     """Everything that takes time, once: the document's rates and seconds."""
     ahead_s, back_s = _operation(world, sizes)

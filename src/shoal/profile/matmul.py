@@ -2,7 +2,14 @@
 
 All ranks multiply square matrices at the same moment, since cores and memory are shared, and the
 sum of their rates is the machine's. The best of several rounds counts: MFU against a rate that was
-disturbed by something else would flatter. Cached per machine, dtype, threads and ranks.
+disturbed by something else would flatter. Cached per machine, dtype, threads and ranks, with the
+date; a start measures again, and keeps the better of both, where the known rate
+
+    was measured while something else had the cores      a thread got less than QUIET of a core
+    was passed by a run's steps                          `distrust`
+    has no date (an older version wrote it)
+
+and measures anew, whatever was known, after KEEP_DAYS: drivers and machines change.
 """
 
 from __future__ import annotations
@@ -11,13 +18,20 @@ import json
 import os
 import platform
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from shoal.base.lines import is_number, read_object
 from shoal.fabric import World
 
 ROUNDS = 6
+KEEP_DAYS = 30
+QUIET = 0.9
+DAY_S = 86400
+FILE = "matmul.json"
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -26,36 +40,83 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class Known:
+    """A rate as it is kept.
+
+    measured_s   when, seconds since 1970 · doubt  why it is to be measured again; "" if it is not
+    """
+
+    flops_per_s: float
+    measured_s: float
+    doubt: str = ""
+
+
 def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
     """FLOP/s of all ranks together in `precision` (fp64 … fp16); same value on every rank.
 
     cache    folder for the measured value; a run on the same machine reads it instead
     """
-    if precision == "fp16" and world.device.type == "cpu":
-        precision = "fp32"  # where fp16 is imitated, that is what multiplies
-    found = world.broadcast_json(_read(cache, _key(world, precision)) if world.is_first else None)
+    dtype, key = _multiplies(world, precision), _key(world, precision)
+    known = _read(cache, key) if world.is_first else None
+    fresh = known is not None and not known.doubt and not _is_old(known)
+    found = world.broadcast_json(known.flops_per_s if known is not None and fresh else None)
     if found:
         return float(found)
     world.barrier()
-    total = sum(world.gather_json(_measure(DTYPES[precision], world.device)))
+    told = world.gather_json(_measure(DTYPES[dtype], world.device))
+    now = Known(sum(rate for rate, _ in told), time.time())
+    if not all(quiet for _, quiet in told):
+        now = replace(now, doubt="busy")
+    if known is not None and not _is_old(known) and known.flops_per_s > now.flops_per_s:
+        now = replace(now, flops_per_s=known.flops_per_s)
     if world.is_first:
-        _write(cache, _key(world, precision), total)
-    return float(total)
+        _write(cache, key, now)
+    return float(world.broadcast_json(now.flops_per_s))
 
 
-def _measure(dtype: torch.dtype, device: torch.device) -> float:
+def distrust(world: World, precision: str, cache: Path) -> str:
+    """A run's steps passed the known rate: the next start measures again. Gives a line."""
+    key = _key(world, precision)
+    known = _read(cache, key)
+    if known is None:
+        return "MFU: steps pass this machine's matrix rate, which is measured at the next start"
+    _write(cache, key, replace(known, doubt="passed"))
+    day = time.strftime("%Y-%m-%d", time.localtime(known.measured_s))
+    return (
+        f"MFU: steps pass the {known.flops_per_s / 1e9:.1f} GFLOP/s that this machine's matrix "
+        f"products reached when they were measured ({day}), so it is left out; the next start "
+        f"measures again"
+    )
+
+
+def _is_old(known: Known) -> bool:
+    age_s = time.time() - known.measured_s
+    return not 0 <= age_s <= KEEP_DAYS * DAY_S
+
+
+def _multiplies(world: World, precision: str) -> str:
+    """The format that multiplies: where fp16 is imitated, that is fp32."""
+    return "fp32" if precision == "fp16" and world.device.type == "cpu" else precision
+
+
+def _measure(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
+    """(FLOP/s of this rank, whether it had its cores for itself)."""
     size = 8192 if device.type == "cuda" else 1024
     left = torch.rand(size, size, device=device).to(dtype)
     right = torch.rand(size, size, device=device).to(dtype)
     out = torch.empty(size, size, device=device, dtype=dtype)
-    best_s = float("inf")
+    best_s, busy_s = float("inf"), 0.0
     for _ in range(ROUNDS):
-        began_s = time.perf_counter()
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         torch.mm(left, right, out=out)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return 2 * size**3 / best_s
+        took_s = time.perf_counter() - began_s
+        if took_s < best_s:
+            best_s, busy_s = took_s, time.thread_time() - began_cpu_s
+    quiet = device.type == "cuda" or busy_s >= QUIET * best_s
+    return 2 * size**3 / best_s, quiet
 
 
 def _key(world: World, precision: str) -> str:
@@ -63,29 +124,30 @@ def _key(world: World, precision: str) -> str:
     if world.device.type == "cuda":
         chip = torch.cuda.get_device_name(world.device)
     return (
-        f"{platform.node()}/{chip}/{os.cpu_count()} cores/torch {torch.__version__}/{precision}/"
-        f"{torch.get_num_threads()} threads × {world.size}"
+        f"{platform.node()}/{chip}/{os.cpu_count()} cores/torch {torch.__version__}/"
+        f"{_multiplies(world, precision)}/{torch.get_num_threads()} threads × {world.size}"
     )
 
 
-def _read(cache: Path, key: str) -> float | None:
-    try:
-        value = json.loads((cache / "matmul.json").read_text()).get(key)
-        return float(value) if value else None
-    except (OSError, ValueError, AttributeError):
+def _read(cache: Path, key: str) -> Known | None:
+    found = read_object(cache / FILE).get(key)
+    if is_number(found) and found > 0:  # of an older version, which said no more
+        return Known(float(found), time.time(), "undated")
+    if not isinstance(found, dict):
         return None
+    kept: dict[str, Any] = found
+    rate, when, doubt = (kept.get(name) for name in ("flops_per_s", "measured_s", "doubt"))
+    if not (is_number(rate) and is_number(when) and isinstance(doubt, str) and rate > 0):
+        return None
+    return Known(float(rate), float(when), doubt)
 
 
-def _write(cache: Path, key: str, value: float) -> None:
-    path = cache / "matmul.json"
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        known = {}
+def _write(cache: Path, key: str, value: Known) -> None:
+    path = cache / FILE
     try:
         cache.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({**known, key: value}))
+        fresh.write_text(json.dumps({**read_object(path), key: asdict(value)}))
         fresh.replace(path)
     except OSError:
         return  # the cache only saves time

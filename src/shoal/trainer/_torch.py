@@ -1,5 +1,14 @@
 """Private names of torch that this room uses; tested on 2.13."""
 
-from torch.utils import _pytree as pytree
+from __future__ import annotations
 
-__all__ = ["pytree"]
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+__all__ = ["LoaderIterator", "pytree", "writes"]
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, by anything but `.data`."""
+    return tensor._version

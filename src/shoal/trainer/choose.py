@@ -8,7 +8,8 @@ decides (planner/guide.py).
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from shoal.base.errors import ShoalError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.layout import AXES, Layout
-from shoal.base.policies import check_compress
+from shoal.base.lines import read_object
+from shoal.base.phases import phase
+from shoal.base.policies import TensorPolicy, check_compress
 from shoal.base.units import seconds_text
 from shoal.config.sections import Config
 from shoal.data.sources import Source
@@ -26,8 +29,8 @@ from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.measured import read_measured
 from shoal.planner.search import Asked, Candidate, search
-from shoal.planner.states import STATE_BYTES, WIDTHS
-from shoal.trainer.foresee import facts_of
+from shoal.planner.states import WIDTHS
+from shoal.trainer.foresee import facts_of, settings_of
 from shoal.trainer.proof.material import asked_layout, portions
 
 Choice = tuple[dict[str, Any], str]
@@ -37,16 +40,35 @@ SHOWN = 3
 """Further layouts that the line names."""
 
 
+@phase("plan")
 def choose(config: Config, source: Source, world: World, folder: Path) -> Choice:
     """The layout of a run: as asked for, or the planner's choice if `auto` is asked for.
 
     folder   the run's, whose plan.json tells what was chosen before
     """
     asked = asked_layout(config.layout)
-    if asked != {"strategy": "auto"} or world.size == 1:
+    if not is_open(asked) or world.size == 1:
         return asked, ""
     found = world.broadcast_json(_choose(config, source, world, folder) if world.is_first else None)
-    return (found["layout"], found["why"]) if found else (asked, "")
+    if not found:
+        return asked, ""
+    beside = {key: value for key, value in asked.items() if key in BESIDE}
+    return {**found["layout"], **beside}, found["why"]
+
+
+BESIDE = tuple(one.name for one in fields(TensorPolicy))
+"""Keys of [layout] that say how layers would be split, and choose no layout."""
+
+
+def is_open(asked: Mapping[str, Any]) -> bool:
+    """Returns whether the planner chooses: neither a strategy nor a degree is given.
+
+    A stage (layout.zero) alone leaves open what carries it.
+
+    >>> is_open({"strategy": "auto", "zero": 2}), is_open({"strategy": "auto", "tp": 2})
+    (True, False)
+    """
+    return asked["strategy"] == "auto" and not asked.keys() - {"strategy", "zero", *BESIDE}
 
 
 def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[str, Any] | None:
@@ -62,13 +84,8 @@ def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[
         asked = Asked(
             batch=batch,
             micro_batch=micro_batch,
-            recompute=config.memory.recompute,
-            compute=compute,
-            offload=config.memory.offload,
-            defer_sync=config.train.defer_sync,
-            average=bool(config.optimizer.average),
-            compiled=config.train.compile != "none",
-            optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
+            zero=None if config.layout.zero < 0 else config.layout.zero,
+            **settings_of(config, compute),
             built=True,
         )
         candidates = [c for c in search(model, cluster, asked) if c.fits and _carries(config, c)]
@@ -82,12 +99,12 @@ def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[
 
 def _kept(folder: Path, processes: int) -> dict[str, Any] | None:
     """What an earlier start of this run chose on as many processes."""
+    plan = read_object(folder / "plan.json")
     try:
-        plan = json.loads((folder / "plan.json").read_text())
         layout = Layout(**plan["layout"])
         if plan["chosen"] and layout.processes == processes:
             return {"layout": degrees_of(layout), "why": plan["why"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ShoalError, ValueError, KeyError, TypeError):
         pass
     return None
 

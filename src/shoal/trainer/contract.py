@@ -7,6 +7,7 @@ that hold different numbers of targets weighs their samples unequally, silently.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, ShoalError
 from shoal.trainer._torch import pytree
 
 Loss = Callable[[Any, Any], Any]
@@ -33,7 +34,8 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     raise ConfigError(
         f"batch: (inputs, targets) or one dict is wanted, got {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-        + "; nearest: return (inputs, targets) from the dataset or collate function"
+        + "; nearest: return (inputs, targets) from the dataset or collate function; for a model "
+        'of several inputs ({"a": a, "b": b}, targets) with call="kwargs"'
     )
 
 
@@ -50,14 +52,47 @@ def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs."""
-    if call == "single":
-        return module(inputs)
-    if not isinstance(inputs, Mapping):
+    if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(
             f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "
             f"nearest: model.call=single"
         )
-    return module(**inputs)
+    try:
+        return module(inputs) if call == "single" else module(**inputs)
+    except ShoalError:
+        raise
+    except Exception as error:
+        line = _form_line(module, inputs, call, error)
+        if not line:
+            raise
+        raise ConfigError(line) from error
+
+
+def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> str:
+    """Why `forward` failed, if it wanted its inputs in another form; "" if that is not plain."""
+    names = list(inspect.signature(module.forward).parameters)
+    if call == "kwargs":
+        extra = [key for key in inputs if key not in names]
+        if not extra or "unexpected keyword argument" not in str(error):
+            return ""
+        return (
+            f"model: forward() takes no {', '.join(extra)}, and a batch that is one dict goes to "
+            f"it whole; nearest: ({{inputs}}, targets), a pair of the model's dict and the rest"
+        )
+    if isinstance(inputs, Mapping) and any(key in names for key in inputs):
+        takes = ", ".join(key for key in inputs if key in names)
+        return (
+            f"model: forward() takes {takes} by name and was given one dict "
+            f'({type(error).__name__}: {error}); nearest: call="kwargs" (model.call=kwargs)'
+        )
+    missing = isinstance(error, TypeError) and "missing" in str(error) and "forward()" in str(error)
+    if missing and isinstance(inputs, tuple | list) and len(inputs) > 1:
+        takes = ", ".join(f'"{name}": …' for name in names[: len(inputs)])
+        return (
+            f"model: forward() takes {len(inputs)} inputs and was given one tuple of them; "
+            f'nearest: a batch ({{{takes}}}, targets) with call="kwargs" (model.call=kwargs)'
+        )
+    return ""
 
 
 def sum_and_count(
@@ -163,7 +198,11 @@ def batch_length(batch: Any) -> int:
     for leaf in pytree.tree_leaves(_plain(batch)):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
             return int(leaf.shape[0])
-    raise ConfigError("batch: holds no tensor whose dim 0 counts samples")
+    held = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_plain(batch))})
+    raise ConfigError(
+        f"batch: holds no tensor whose dim 0 counts samples, but {', '.join(held) or 'nothing'}; "
+        f"nearest: samples of tensors or numbers, or a collate function that makes them of these"
+    )
 
 
 def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:

@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ConfigError
+from shoal.base.phases import counting
 from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss, sum_and_count
 from shoal.trainer.micro_batch import MicroBatch
 
 Metric = Callable[[Any, Any], Any]
+NONE, MORE, STOP = 0, 1, 2
+"""What a rank says before each of its micro-batches; the largest word counts for all."""
+
+
+class _StoppedError(Exception):
+    """A stop was asked for before the end; on all ranks alike."""
 
 
 @torch.no_grad()
@@ -26,14 +33,17 @@ def evaluate(
     batches: Iterable[Any],
     loss: Loss,
     metrics: Mapping[str, Metric],
-    *,
     call: str,
+    *,
+    stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """Means over all samples of all ranks.
 
     batches   this rank's micro-batches, pairs or dicts; ranks may hold different numbers
     metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
-    Gives     `loss`, one value per metric, and `targets`, the count that the loss was divided by
+    stop      asked before every micro-batch; where any rank says yes, all leave
+    Gives     `loss`, one value per metric, and `targets`, the count that the loss was divided by;
+              {} after a stop
     Errors    ConfigError for a loss or metric that returns a mean, or a metric of a taken name
     """
     for name in ("loss", "targets"):
@@ -44,8 +54,9 @@ def evaluate(
             )
     functions = {"loss": loss, **metrics}
     totals = torch.zeros(2, len(functions), dtype=torch.float64, device=program.world.device)
-    with _evaluating(program):
-        for batch, counted in _passes(program, batches):
+    most = getattr(batches, "most", 0)
+    with _evaluating(program) as stopped:
+        for batch, counted in counting("validation", most, _passes(program, batches, stop)):
             one = MicroBatch(program, loss, 0, 0, batch, call, 1.0, totals)
             outputs = program.forward(program, one)
             if outputs is None:
@@ -57,6 +68,8 @@ def evaluate(
                 if counted and program.speaks:
                     totals[0, column] += total
                     totals[1, column] += count
+    if stopped:
+        return {}
     program.world.sum(totals)
     sums, counts = totals.tolist()
     values = {
@@ -66,36 +79,51 @@ def evaluate(
     return {**values, "targets": counts[0]}
 
 
-def _passes(program: Program, batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+def _passes(
+    program: Program, batches: Iterable[Any], stop: Callable[[], bool] | None
+) -> Iterator[tuple[Any, bool]]:
     """(batch, whether it counts); where parameters are gathered, all ranks pass equally often.
 
     Errors: ConfigError on all ranks where one has nothing at all to run with the others.
     """
-    if not program.together or program.data.size == 1:
+    gathers = program.together and program.data.size > 1
+    if stop is None and not gathers:
         yield from ((batch, True) for batch in batches)
         return
+    group = program.data if stop is None else program.world
     own, batch = iter(batches), None
     while True:
         following = next(own, None)
         batch = batch if following is None else following
-        if not program.data.largest(int(following is not None)):
+        word = MORE if following is not None else NONE
+        word = group.largest(STOP if stop is not None and stop() else word)
+        if word == STOP:
+            raise _StoppedError
+        if word == NONE:
             return
-        if not program.data.all_true(batch is not None):
+        if gathers and not program.data.all_true(batch is not None):
             raise ConfigError(
                 f"run.evaluate: fewer micro-batches than ranks, and layout "
                 f"{program.plan.layout.strategy} runs the model on all ranks at once; nearest: "
                 f"more validation samples, or a smaller micro_batch"
             )
-        yield batch, following is not None
+        if gathers or following is not None:
+            yield batch, following is not None
 
 
 @contextmanager
-def _evaluating(program: Program) -> Iterator[None]:
-    """Evaluation mode inside, then every submodule's own mode again: some may be kept in it."""
+def _evaluating(program: Program) -> Iterator[list[bool]]:
+    """Evaluation mode inside, then every submodule's own mode again: some may be kept in it.
+
+    Gives a list that holds something once a stop has ended it.
+    """
     training = [m for m in program.module.modules() if m.training]
     program.module.eval()
+    stopped: list[bool] = []
     try:
-        yield
+        yield stopped
+    except _StoppedError:
+        stopped.append(True)
     finally:
         for done in program.on_evaluated:
             done()

@@ -13,19 +13,14 @@ debugger); torch.distributed puts its own around the one it finds, which is take
 from __future__ import annotations
 
 import os
-import site
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from shoal.base.errors import ClusterError, ShoalError
+from shoal.base.frames import user_place
 from shoal.fabric import World
-
-OWN_FOLDER = str(Path(__file__).resolve().parents[1])
-
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What gloo says on the ranks that wait for one that is gone."""
@@ -90,25 +85,3 @@ class ShoalErrorHook:
         place = user_place(trace)
         text = " ".join(str(error).split("\n"))
         return f"{rank}shoal: {f'{place}: ' if place else ''}{text}"
-
-
-def user_place(trace: TracebackType | None) -> str | None:
-    """`FILE:LINE` of the innermost frame outside of Shoal, installed packages and Python itself."""
-    foreign = tuple(_foreign_folders())
-    found: str | None = None
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        path = os.path.abspath(name)
-        if not name.startswith("<") and not path.startswith(foreign):
-            shown = os.path.relpath(path)
-            found = f"{Path(path).name if shown.startswith('..') else shown}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
-
-
-def _foreign_folders() -> Iterator[str]:
-    yield OWN_FOLDER + os.sep
-    for folder in (*site.getsitepackages(), site.getusersitepackages()):
-        yield folder + os.sep
-    for key in ("stdlib", "platstdlib"):
-        yield sysconfig.get_path(key) + os.sep

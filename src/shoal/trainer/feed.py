@@ -9,9 +9,10 @@ the same dataset gives the same one, so `for batch in run.loader(data)` is a new
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
@@ -19,6 +20,7 @@ from shoal.data.iterable import IterableLoader, open_loader
 from shoal.data.loader import Loader, is_indexed
 from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.trainer.brought import whole_data
 
 AnyLoader = Loader | IterableLoader
 
@@ -33,6 +35,26 @@ class Feed:
         self.state: list[dict[str, Any]] = []
         self._loaders: list[AnyLoader] = []
         self._settings: list[tuple[Any, int, Any]] = []
+        self._own_under_way = False
+
+    @property
+    def under_way(self) -> bool:
+        """Somebody stands in the middle of a loop over a loader, or over `run.steps`."""
+        return self._own_under_way or any(one.under_way for one in self._loaders)
+
+    def passes(self) -> int:
+        """How often the first loader came to its end, by the batches that were used."""
+        kept = self.state[0] if self.state else {}
+        if "samples" in kept:
+            return int(kept["position"]) // int(kept["samples"])
+        return int(kept.get("epoch", 0))
+
+    def at_end(self) -> bool:
+        """Whether the first loader's last used batch was the last of its epoch."""
+        kept = self.state[0] if self.state else {}
+        if "samples" in kept:
+            return int(kept["position"]) % int(kept["samples"]) == 0
+        return bool(kept) and kept["position"] == kept["epoch_start"]
 
     def open(self, dataset: Any, workers: int, collate: Any) -> AnyLoader:
         """A loader of this rank's micro-batches, where the stream over `dataset` stands.
@@ -59,15 +81,23 @@ class Feed:
         """
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
-        batches = getattr(data, "batch_sampler", None)
-        sampler = batches.sampler if type(batches) is BatchSampler else None
-        if type(sampler) in (RandomSampler, SequentialSampler) and self.world.size > 1:
+        entry = whole_data(getattr(data, "batch_sampler", None), getattr(data, "dataset", None))
+        told = self.world.gather_json(entry) if self.world.size > 1 else []
+        if told and entry is not None and all(one == entry for one in told):
             raise ConfigError(
-                f"run.steps: the DataLoader has a {type(sampler).__name__}, so each of "
-                f"{self.world.size} ranks would train on the whole dataset; nearest: "
-                f"run.steps(loader.dataset), or a DistributedSampler in the loader"
+                f"run.steps: the DataLoader has a {entry[0]}, so each of {self.world.size} ranks "
+                f"would train on the whole dataset; nearest: run.steps(loader.dataset), or a "
+                f"DistributedSampler in the loader"
             )
-        return data
+        return self._own(data)
+
+    def _own(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; while they are looped over, an epoch is under way."""
+        self._own_under_way = True
+        try:
+            yield from batches
+        finally:
+            self._own_under_way = False
 
     def consumed(self, batch: Any) -> None:
         """A step used `batch`: remember where its loader stands now."""
@@ -85,26 +115,30 @@ class Feed:
             if kept:
                 loader.restore(kept)
 
-    def validation(self, data: Any, workers: int, collate: Any) -> Iterator[Any]:
+    def validation(self, data: Any, workers: int, collate: Any) -> MicroBatches:
         """This rank's micro-batches of `data`, every sample once over all ranks.
 
         data   a dataset (split over ranks here), or an iterable of this rank's own batches
         """
         if isinstance(data, list) or not is_indexed(data):
-            return _flat(data)
+            return MicroBatches(data, len(data) if isinstance(data, list) else 0)
         return self.held_out(data, workers, collate)
 
-    def held_out(self, data: Any, workers: int, collate: Any) -> Iterator[Any]:
-        """As `validation`, for samples in any form: a dataset, a list, an iterable of samples."""
+    def held_out(self, data: Any, workers: int, collate: Any, micro_batch: int = 0) -> MicroBatches:
+        """As `validation`, for samples in any form: a dataset, a list, an iterable of samples.
+
+        micro_batch   samples per forward pass; 0: as in training
+        """
+        micro_batch = micro_batch or self.plan.micro_batch
         loader = open_loader(
             data,
-            batch=self.plan.micro_batch * self.plan.layout.data_degree,
+            batch=micro_batch * self.plan.layout.data_degree,
             workers=workers,
             collate=collate,
             shuffle=False,
-            **self._share(),
+            **{**self._share(), "micro_batch": micro_batch},
         )
-        return _flat(loader)
+        return MicroBatches(loader, len(loader) if isinstance(loader, Loader) else 0)
 
     def _share(self) -> dict[str, Any]:
         return {
@@ -115,9 +149,17 @@ class Feed:
         }
 
 
-def _flat(batches: Iterable[Any]) -> Iterator[Any]:
-    for batch in batches:
-        if isinstance(batch, StepBatch):
-            yield from (m.value for m in batch.micro_batches)
-        else:
-            yield batch
+@dataclass(frozen=True)
+class MicroBatches:
+    """One rank's micro-batches; `most`: how many the busiest rank has, 0 if that is not known."""
+
+    batches: Iterable[Any]
+    most: int
+
+    def __iter__(self) -> Iterator[Any]:
+        """One after another, of whatever they come in."""
+        for batch in self.batches:
+            if isinstance(batch, StepBatch):
+                yield from (m.value for m in batch.micro_batches)
+            else:
+                yield batch

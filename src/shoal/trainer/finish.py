@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
 
 import torch
 
+from shoal.base.phases import counting
 from shoal.data.sources import Source
 from shoal.models.llama import Llama
 from shoal.trainer.run import Run
 
 PROMPT = "def "
-SAMPLE_TOKENS = 96
+SAMPLE_TOKENS, AT_ONCE = 96, 8
+SAMPLE_S = 2.0
+"""So long a run may write: a look at what it learnt is worth no more. Large models write less."""
 
 
 def finish(
-    run: Run, source: Source, values: dict[str, float] | None, *, steps: int, wall_s: float
+    run: Run,
+    source: Source,
+    values: dict[str, float] | None,
+    *,
+    steps: int,
+    wall_s: float,
+    how: str = "completed",
 ) -> None:
     """Emit the last events of a run that reached its end; rank 0 speaks.
 
     values   of the last validation, or None without held-out data
+    how      it ended; after a ";" what went wrong
     """
     # Where parameters are gathered, a forward pass is everybody's.
     text = sample(run, source) if run.world.is_first or run.program.together else None
@@ -31,11 +43,23 @@ def finish(
     emit(
         "run_finished",
         step=run.step_count,
-        how="completed",
+        how=how,
         steps_here=steps,
         wall_s=wall_s,
         validation_loss=_finite(values["loss"]) if values else None,
     )
+
+
+def _in_time(run: Run, times: int) -> Iterator[int]:
+    """Numbers below `times`, at least one, until the time is over: rank 0's, where all write."""
+    began_s = time.perf_counter()
+    for number in counting("sample", times, range(times)):
+        yield number
+        goes_on = time.perf_counter() - began_s < SAMPLE_S
+        if run.program.together:
+            goes_on = run.world.broadcast_json(goes_on)
+        if not goes_on:
+            return
 
 
 def sample(run: Run, source: Source) -> str | None:
@@ -52,14 +76,16 @@ def sample(run: Run, source: Source) -> str | None:
     prompt = torch.tensor([tokenizer.encode(PROMPT).ids], device=run.world.device)
     generator = torch.Generator(device=run.world.device).manual_seed(run.settings.seed)
     with run.program.autocast():
-        tokens = generate(
-            run.model,
-            prompt,
-            steps=SAMPLE_TOKENS,
-            temperature=0.7,
-            generator=generator,
-            window=run.model.sequence,
-        )
+        tokens = prompt
+        for _ in _in_time(run, SAMPLE_TOKENS // AT_ONCE):
+            tokens = generate(
+                run.model,
+                tokens,
+                steps=AT_ONCE,
+                temperature=0.7,
+                generator=generator,
+                window=run.model.sequence,
+            )
     return tokenizer.decode(tokens[0].tolist())
 
 

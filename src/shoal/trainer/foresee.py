@@ -19,6 +19,7 @@ from shoal.base.errors import PlanError, ShoalError
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.files import cache_folder
+from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.schedules import DEFAULT
 from shoal.config.sections import Config
@@ -26,16 +27,18 @@ from shoal.data.fetch import join, kept_draws
 from shoal.data.loader import is_indexed
 from shoal.data.sources import Source
 from shoal.fabric import World
+from shoal.planner.case_settings import case_settings
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_facts import LANGUAGE, family_of
 from shoal.planner.own_family import own_family
 from shoal.planner.refit import learnt, note_run, share_of
-from shoal.planner.states import STATE_BYTES, WIDTHS
+from shoal.planner.states import WIDTHS
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
 from shoal.planner.travel import Travel, busiest
+from shoal.planner.validation import validation_micro_batch
 from shoal.profile.trace import trace_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
@@ -108,29 +111,32 @@ def held_now_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def settings_of(config: Config, compute: str) -> dict[str, Any]:
+    """Fields of a case that the configuration alone decides (`planner.case_settings`)."""
+    return case_settings(
+        model=config.model,
+        optimizer=config.optimizer,
+        train=config.train,
+        layout=config.layout,
+        precision=config.precision,
+        memory=config.memory,
+        compute=compute,
+    )
+
+
 def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> Case:
     """The run as the planner sees it."""
-    own = not config.model.build and family_of(config.model.name) in LANGUAGE
     return Case(
         model,
         plan.layout,
         cluster,
         plan.batch,
         plan.micro_batch,
-        compute=plan.precision,
-        reduce_bytes=2 if plan.reduce == "bf16" else 0,
-        recompute=plan.recompute,
-        offload=plan.offload,
-        loss="chunked" if own else "full",
-        defer_sync=plan.defer_sync,
-        average=bool(config.optimizer.average),
-        optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
-        compiled=plan.compile != "none",
-        sequence_parallel=plan.tensor.sequence_parallel != "off",
         schedule=plan.layout.schedule or DEFAULT,
         chunks=plan.layout.chunks,
         ep=plan.layout.ep,
         expert_tp=1 if plan.layout.ep > 1 else 0,
+        **settings_of(config, plan.precision),
     )
 
 
@@ -173,14 +179,17 @@ def prediction(case: Case, travel: Travel | None = None) -> dict[str, Any]:
     return {
         "step_s": time.step_s,
         "time": time.parts,
-        "peak_memory_bytes": memory.peak_bytes,
+        "peak_memory_bytes": memory.most_bytes,
+        "start_memory_bytes": memory.start_bytes,
         "allocated_bytes": memory.allocated_bytes,
         "memory": memory.parts,
         "sent_bytes": sent,
+        "validation_micro_batch": validation_micro_batch(case, memory),
         "machine": case.cluster.device.source,
     }
 
 
+@phase("plan")
 def foresee(
     config: Config, source: Source, plan: Plan, cluster: Cluster, travel: Travel | None = None
 ) -> dict[str, Any]:

@@ -5,13 +5,16 @@ The main job, `shoal compare` and `shoal prove` build the same run from the same
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, ShoalError, nearest
+from shoal.base.frames import user_place
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, ModelSection
@@ -20,6 +23,7 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of
 from shoal.optim.build import build_optimizer
+from shoal.planner.model_facts import FAMILIES, family_of
 from shoal.trainer.contract import Loss
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.proof.material import Material, asked_layout, portions
@@ -89,6 +93,7 @@ def material_of(
         micro_batch,
         call=config.model.call,
         seed=config.train.seed,
+        ours=not config.model.build and family_of(config.model.name) in FAMILIES,
         policies={
             "defer_sync": config.train.defer_sync,
             "recompute": config.memory.recompute,
@@ -100,7 +105,7 @@ def material_of(
 def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
     """The module that `[model]` names (`hf:PATH` too), or what the user's builder gives."""
     if section.build:
-        return import_object("model.build", section.build)(**section.arguments)
+        return call_builder(section.build, section.arguments)
     on_tokens = source.kind == "tokens"
     if not on_tokens:
         data = source.description.partition(": ")[0]
@@ -111,6 +116,50 @@ def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Modu
         vocabulary=source.vocabulary if on_tokens else None,
         sequence=sequence if on_tokens else None,
     )
+
+
+def call_builder(path: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """What the user's builder makes of the other keys of [model].
+
+    Errors: ConfigError for a key that it does not take, one that it needs, and for what it raises,
+    with the user's own line.
+    """
+    builder = import_object("model.build", path)
+    _check_arguments(path, builder, arguments)
+    try:
+        built: nn.Module = builder(**arguments)
+    except ShoalError:
+        raise
+    except Exception as error:
+        place = user_place(error.__traceback__)
+        failure = ConfigError(
+            f"model.build = {path}: {f'{place}: ' if place else ''}{type(error).__name__}: {error}"
+        )
+        failure.add_note("".join(traceback.format_exception(error)))  # for the log
+        raise failure from error
+    return built
+
+
+def _check_arguments(path: str, builder: Any, arguments: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(builder).parameters
+    except (TypeError, ValueError):
+        return  # some builtins have none
+    kinds = {one.kind for one in parameters.values()}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    taken = {name: one for name, one in parameters.items() if one.kind in by_name}
+    for name, value in arguments.items():
+        if name not in taken and inspect.Parameter.VAR_KEYWORD not in kinds:
+            close = nearest(name, taken)
+            hint = (
+                f"nearest: model.{close}={value}"
+                if close
+                else (f"it takes {', '.join(taken) or 'none'}")
+            )
+            raise ConfigError(f"model.{name}: {path}() takes no argument {name}; {hint}")
+    for name, one in taken.items():
+        if one.default is inspect.Parameter.empty and name not in arguments:
+            raise ConfigError(f"model.{name}: {path}() needs it; nearest: model.{name}=…")
 
 
 def import_loss(section: ModelSection) -> Loss:

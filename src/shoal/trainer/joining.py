@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
         Leftovers(feedback, inner.rank, _pieces(run, policy)),
         index=policy.index,
     )
-    plane = _connect(policy, inner)
+    plane = _connect(policy, inner, run.recorder.notice)
     merger = Merger(
         plane,
         inner,
@@ -167,7 +167,7 @@ def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
     return {name: size for told in inner.gather_json(mine) for name, size in told.items()}
 
 
-def _connect(policy: IslandsPolicy, inner: World) -> Plane:
+def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -> Plane:
     lane = str(inner.rank)
     at = policy.at or f"{LOOPBACK}:0"
     store = meet(at, policy.index, policy.count, deadline_s=MEET_S, lane=lane)
@@ -179,6 +179,7 @@ def _connect(policy: IslandsPolicy, inner: World) -> Plane:
         connections=policy.connections,
         host=at.rpartition(":")[0],
         deadline_s=MEET_S,
+        tell=tell,
     )
 
 

@@ -14,15 +14,18 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.base.errors import ShoalError, TrainingError
+from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
+from shoal.base.lines import is_number, read_object
+from shoal.base.phases import phase
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
 from shoal.config.sections import Config
@@ -32,9 +35,9 @@ from shoal.fabric import World, start_world
 from shoal.parallel.program import dtype_of
 from shoal.profile.flops import backward_flops
 from shoal.profile.machine import QUICK, measure_machine
-from shoal.profile.matmul import matmul_flops_per_s
+from shoal.profile.matmul import distrust, matmul_flops_per_s
 from shoal.profile.memory import forget_peak
-from shoal.trainer.choose import choose
+from shoal.trainer.choose import choose, is_open
 from shoal.trainer.contract import (
     batch_length,
     call_model,
@@ -92,7 +95,8 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     proven = _prove(config, source, world, folder, layout)
     more = {"folder": folder, "keep": config.checkpoint.keep}
     held_bytes = held_now_bytes()
-    run = open_run(config, source, world, layout, **more)
+    with phase("set up"):
+        run = open_run(config, source, world, layout, **more)
     if proven and world.is_first:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
@@ -115,7 +119,7 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     told = {
         "model": config.model.build or config.model.name,
         "why": why or run.plan.why,
-        "chosen": asked_layout(config.layout) == {"strategy": "auto"},
+        "chosen": is_open(asked_layout(config.layout)),
         "predicted": foreseen,
     }
     _describe(run, source, total_steps, folder, told)
@@ -148,12 +152,15 @@ def _describe(
     """
     rate = matmul_flops_per_s(run.world, run.plan.precision, cache_folder())
     run.recorder.machine_flops_per_s = rate
+    run.recorder.passed = partial(distrust, run.world, run.plan.precision, cache_folder())
     if not run.world.is_first:
         return
     plan = json.loads(run.plan.to_json())
     known = _known_flops(folder)
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
-    _write_plan(folder, {**plan, **details, **told})
+    unit = "tokens" if source.kind == "tokens" else "samples"
+    about = {"unit": unit, "device": run.world.device.type}
+    _write_plan(folder, {**plan, **details, **about, **told})
     run.recorder.flops_per_sample = known
     formats = _formats(run)
     emit = run.recorder.events.emit
@@ -200,10 +207,8 @@ def _write_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _known_flops(folder: Path) -> float | None:
-    try:
-        return json.loads((folder / "plan.json").read_text())["flops_per_sample"]
-    except (OSError, ValueError, KeyError):
-        return None
+    known = read_object(folder / "plan.json").get("flops_per_sample")
+    return known if is_number(known) else None
 
 
 def _count_flops(run: Run, batch: StepBatch) -> None:
@@ -225,9 +230,8 @@ def _count_flops(run: Run, batch: StepBatch) -> None:
     flops = backward_flops(program.twin or run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
-        with contextlib.suppress(OSError, ValueError):  # the plan is for readers
-            plan = json.loads((folder / "plan.json").read_text())
-            _write_plan(folder, {**plan, "flops_per_sample": flops / batch_length(few)})
+        plan = read_object(folder / "plan.json")
+        _write_plan(folder, {**plan, "flops_per_sample": flops / batch_length(few)})
 
 
 def _stop_on_signal(run: Run) -> dict[int, Any]:
@@ -242,7 +246,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     """Step to the end; save and validate on the way. Gives the exit code."""
     every = config.checkpoint.every or max(1, total_steps // 5)
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
+    validate = validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
     run.recorder.restart_clock()
     while run.step_count < total_steps:
@@ -250,25 +254,36 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
             if run.step_count == first_step:
                 _count_flops(run, batch)
                 run.recorder.restart_clock()
-            run.step(batch)
+                compiled = run.plan.compile != "none"
+                with phase("compile, first step" if compiled else "first step"):
+                    run.step(batch)
+            else:
+                run.step(batch)
             if run.stopping:
                 return _stop(run)
             if run.step_count >= total_steps:
                 break
             if config.train.validate_every and run.step_count % config.train.validate_every == 0:
                 validate()
+                if run.stopping:
+                    return _stop(run)
             if run.step_count % every == 0:
                 run.save(wait=False)
-    run.save()
-    values = validate()
-    wall_s = time.perf_counter() - began_s
-    finish(run, source, values, steps=run.step_count - first_step, wall_s=wall_s)
-    run.close()
-    return 0
-
-
-def _stop(run: Run) -> int:
+    run.skips.check_moved(first_step, run.step_count)
     saved = run.save()
+    values = validate()
+    if run.stopping:
+        return _stop(run, saved)
+    wall_s, steps = time.perf_counter() - began_s, run.step_count - first_step
+    how = "completed" if saved else "completed; the last checkpoint could not be written"
+    finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    run.close()
+    return 0 if saved else UNSAVED_CODE
+
+
+def _stop(run: Run, saved: Path | None = None) -> int:
+    """Save, unless this step was saved already, and leave; gives the exit code."""
+    saved = saved or run.save()
     if run.world.is_first:
         run.recorder.events.emit(
             "run_finished",
@@ -276,4 +291,4 @@ def _stop(run: Run) -> int:
             how="stopped on request" if saved else "stopped on request; the last save failed",
         )
     run.close()
-    return STOPPED if saved else 1
+    return STOPPED if saved else UNSAVED_CODE

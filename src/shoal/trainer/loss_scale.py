@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from shoal.trainer.step import NO_TARGET, Tally, Updated
+
 START, GROWTH_EVERY, LARGEST = 2.0**16, 2000, 2.0**24
 LEAST = 2.0**-24
 """Below 1, since the loss is a sum: over 2^18 targets this is 2^-6 of a mean loss."""
@@ -34,6 +36,15 @@ class LossScale:
         self.value = fixed if self.fixed else START
         self.clean = 0
         self.began = False
+
+    def lowered(self, done: Updated, tally: Tally) -> bool:
+        """Whether a step was lost to too large a scale, which is smaller now."""
+        if not done.skipped:
+            self.held()
+            return False
+        if tally.loss_broken or done.reason == NO_TARGET:
+            return False
+        return self.overflowed(tally.count / max(1, sum(tally.micro_batches)))
 
     def overflowed(self, targets: float = 1.0) -> bool:
         """After a skipped step; gives whether a smaller scale may still cure it.

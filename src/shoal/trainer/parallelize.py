@@ -6,6 +6,8 @@ Slurm: which processes there are is found in the environment.
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,8 +19,10 @@ import torch
 from torch import nn
 
 from shoal.base.batches import check_batch, default_micro_batch
-from shoal.base.errors import ConfigError, one_of
+from shoal.base.errors import ConfigError, ShoalError, UserError, nearest, one_of
 from shoal.base.facts import MachineFacts, usable_cores
+from shoal.base.frames import user_place
+from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import (
     COMPILE,
@@ -30,6 +34,7 @@ from shoal.base.policies import (
     TensorPolicy,
     check_compress,
 )
+from shoal.base.systems import untried
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
@@ -50,6 +55,7 @@ from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
 from shoal.trainer.settings import BuildOptimizer, RunSettings
 from shoal.trainer.state import model_parts
+from shoal.trainer.whole_state import give_masters
 
 DEFAULT_BATCH = 32
 
@@ -81,6 +87,7 @@ def parallelize(
     folder: str | Path | None = None,
     keep: int = 2,
     world: World | None = None,
+    **unknown: Any,
 ) -> Run:
     """Make a module train on every process that was started, computing what one process computes.
 
@@ -113,15 +120,14 @@ def parallelize(
     skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
                  checkpoints go · keep  newest checkpoints that stay
     world        the processes, if `World`s are made by hand (tests); default: found by itself
+    unknown      refused, with the argument that was meant
     Gives        a `Run`
     Errors       PlanError: layout and processes do not fit, ranks built different models, the
                  optimizer holds foreign parameters · CheckpointError: another process has the
                  folder · ConfigError: anything else that is not legal
     Source       design §5; the loss rule is design §6
     """
-    install()
-    world = world or start_world()
-    install().world = world
+    world = _begin(world, unknown, locals())
     _check_words(
         precision=precision, reduce=reduce, recompute=recompute, offload=offload, compile=compile
     )
@@ -131,11 +137,11 @@ def parallelize(
         module = formats.convert(module, compute)
     module = module.to(world.device)
     parameters = trainable(module)
-    if not parameters:
-        raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
-    _refuse_sparse(module)
+    said += narrow_weights(parameters, compute)
+    _refuse_untrainable(module, parameters)
     samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
     bound = rebind(optimizer, module, parameters)
+    _agree(world, {"optimizer": settings_of(bound)})
     plan = _plan(module, layout, world, samples, micro_batch, compute)
     travels = "" if reduce == "auto" or compute == "fp64" else reduce
     check_compress(compress, plan.layout.data_strategy, compute, travels)
@@ -153,8 +159,9 @@ def parallelize(
     program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
     plan, notices = cut_for(bound, program)
     program = compose(replace(program, plan=plan), seed=seed)
-    program.notices.extend(said + notices)
+    program.notices.extend(said + notices + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
+    program = give_masters(program)
     if offload == "optimizer":
         undo = stream_state(bound, world.device)
         program = replace(program, on_close=(*program.on_close, undo))
@@ -165,6 +172,7 @@ def parallelize(
         clip=clip,
         seed=seed,
         call=call,
+        batch=batch or 0,
         skip_limit=skip_limit,
         keep=keep,
         schedule=schedule,
@@ -181,6 +189,36 @@ def parallelize(
     return run
 
 
+def _begin(world: World | None, unknown: Mapping[str, Any], given: Mapping[str, Any]) -> World:
+    """Meet the other processes, which must have been given the same arguments."""
+    install()
+    _refuse_unknown(unknown)
+    world = world or start_world()
+    install().world = world
+    _agree(world, {name: given[name] for name in COMPARED})
+    return world
+
+
+COMPARED = (
+    "layout", "batch", "micro_batch", "precision", "reduce", "loss_scale", "average", "clip",
+    "seed", "call", "schedule", "total_steps", "defer_sync", "recompute", "offload", "compress",
+    "compile", "skip_limit",
+)  # fmt: skip
+"""Arguments that must be the same on every rank; those that are objects are compared elsewhere."""
+
+
+def _agree(world: World, said: Mapping[str, Any]) -> None:
+    """Errors: ConfigError, the same on all ranks, for an argument that differs between ranks."""
+    told = world.gather_json({name: str(value) for name, value in said.items()})
+    for rank, other in enumerate(told):
+        for name, value in told[0].items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"shoal.parallelize: {name} is {value} on rank 0 and {other[name]} on rank "
+                    f"{rank}; every rank must say the same, and run.loader deals the samples"
+                )
+
+
 WORDS = {
     "precision": PRECISIONS,
     "reduce": REDUCTIONS,
@@ -191,6 +229,30 @@ WORDS = {
 """Arguments of `parallelize` that are one of a few words."""
 
 
+ELSEWHERE = {
+    "batch_size": "batch",
+    "train_batch_size": "batch",
+    "lr": "torch.optim.AdamW(model.parameters(), lr=…) as the optimizer",
+    "epochs": "for epoch in run.epochs(…)",
+    "max_grad_norm": "clip",
+    "gradient_clipping": "clip",
+    "gradient_accumulation_steps": "batch and micro_batch",
+    "mixed_precision": "precision",
+    "dtype": "precision",
+    "strategy": "layout",
+}
+"""Names that other libraries have for arguments of `parallelize`, or for what is said elsewhere."""
+
+
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for an argument that there is none of, with the nearest."""
+    for name in unknown:
+        known = [n for n in inspect.signature(parallelize).parameters if n != "unknown"]
+        close = ELSEWHERE.get(name) or nearest(name, known)
+        hint = f"nearest: {close}" if close else f"there are {', '.join(known)}"
+        raise ConfigError(f"shoal.parallelize has no argument {name}; {hint}")
+
+
 def _check_words(**given: str) -> None:
     """Errors: ConfigError with the nearest right spelling."""
     for name, value in given.items():
@@ -198,6 +260,7 @@ def _check_words(**given: str) -> None:
             raise ConfigError(one_of(name, value, WORDS[name]))
 
 
+@phase("build")
 def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     """The module itself, or what a builder gives under this seed; nobody's generators move."""
     if isinstance(model, nn.Module):
@@ -205,13 +268,49 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
     with kept_draws():  # the builder's seed must not become the user's
         seed_draws(seed, "model")  # for those that draw from numpy or random
         torch.manual_seed(seed)
-        built = model()
+        try:
+            built = model()
+        except ShoalError:
+            raise
+        except Exception as error:
+            where = user_place(error.__traceback__)
+            told = UserError(
+                f"model: the builder raised {type(error).__name__}: {error}"
+                f"{f' ({where})' if where else ''}"
+            )
+            told.add_note("".join(traceback.format_exception(error)))
+            raise told from error
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model: the builder gave {type(built).__name__}, an nn.Module is wanted")
     return built
 
 
-def _refuse_sparse(module: nn.Module) -> None:
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer's class and the numbers of its groups."""
+    groups = [
+        {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list[str]:
+    """A line on weights that are too narrow to be stepped."""
+    narrow = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
+    if not narrow:
+        return []
+    kind = str(parameters[narrow[0]].dtype).removeprefix("torch.")
+    products = compute if compute in ("bf16", "fp16") else "bf16"
+    return [
+        f"model: {len(narrow)} of {len(parameters)} trainable tensors are {kind}, first: "
+        f"{narrow[0]}; updates smaller than their rounding are lost; nearest: model.float() "
+        f'before, and precision="{products}" for products in that format'
+    ]
+
+
+def _refuse_untrainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    if not parameters:
+        raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ConfigError(
@@ -246,6 +345,6 @@ def _plan(
     chosen, why = choose_layout(strategy, said, world.size, parameters, machine, **named)
     tensor.check(chosen.tp, chosen.cp)
     micro = micro_batch or default_micro_batch(batch)
-    accumulate = check_batch(batch, micro, chosen.data_degree)
+    accumulate = check_batch(batch, micro, chosen.data_degree, derived=not micro_batch)
     check_micro_batches(chosen, batch, micro)
     return Plan(chosen, why, batch, micro, accumulate, compute, parameters, tensor=tensor)

@@ -7,24 +7,29 @@ the stream positions [from, to) that the step consumed, and whether it was skipp
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.events import EventLog, append_line
+from shoal.base.lines import parse_step
 from shoal.fabric import World
 from shoal.profile.memory import gpu_utilisation
+
+UNREADABLE = math.inf
+"""In the place of the step of a damaged line: later than any."""
 
 
 class Recorder:
     """The run folder as one process sees it; without a folder nothing is written.
 
     flops_per_sample, machine_flops_per_s   set once known; MFU is null until then
+    passed   told once when steps pass the machine's rate; what it says is a notice
     Errors   ConfigError when the folder cannot be made
     """
 
@@ -38,6 +43,7 @@ class Recorder:
         self.world = world
         self.flops_per_sample: float | None = None
         self.machine_flops_per_s: float | None = None
+        self.passed: Callable[[], str] = lambda: ""
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
         self.waiting_since_s = time.perf_counter()
 
@@ -45,6 +51,11 @@ class Recorder:
         """One line for the user, by rank 0: an event, and through `logging`, for scripts."""
         if self.world.is_first:
             self.events.emit("notice", text=text)
+        self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """What an event tells already, for scripts that show none, by rank 0 through `logging`."""
+        if self.world.is_first:
             logging.getLogger("shoal").warning("shoal: %s", text)
 
     def data_wait_s(self) -> float:
@@ -66,9 +77,7 @@ class Recorder:
         step_s = now_s - self.waiting_since_s
         self.waiting_since_s = now_s
         sent, exposed_s = self.world.traffic.take()
-        mfu = None
-        if self.flops_per_sample and self.machine_flops_per_s and step_s > 0:
-            mfu = self.flops_per_sample * samples / step_s / self.machine_flops_per_s
+        mfu = self._mfu(samples, step_s)
         row = {
             **row,
             "step_s": step_s,
@@ -88,23 +97,53 @@ class Recorder:
             listen({"event": "step", "rank": self.world.rank, **row})
         return row
 
+    def _mfu(self, samples: int, step_s: float) -> float | None:
+        """The share of the machine's rate that a step used; None where that cannot be right."""
+        if not (self.flops_per_sample and self.machine_flops_per_s and step_s > 0):
+            return None
+        share = self.flops_per_sample * samples / step_s / self.machine_flops_per_s
+        if share <= 1:
+            return share
+        self.machine_flops_per_s = None
+        if self.world.is_first:
+            self.notice(self.passed())
+        return None
+
     def cut(self, step: int) -> None:
-        """Drop the lines of steps that will be run again, and a half-written last line."""
+        """Drop the lines of steps that will be run again, and a half-written last line.
+
+        Lines that cannot be read are put aside into `metrics.jsonl.damaged`, and told.
+        """
         if self.folder is None or not self.world.is_first:
             return
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError):
-                continue
+        # What follows the last line break is a line that a kill cut short.
+        lines = path.read_bytes().split(b"\n")[:-1]
+        kept = [line + b"\n" for line in lines if _step_of(line) <= step]
+        damaged = [line + b"\n" for line in lines if _step_of(line) == UNREADABLE]
         fresh = path.with_suffix(".fresh")
-        fresh.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(fresh, path)
+        try:
+            fresh.write_bytes(b"".join(kept))
+            if damaged:
+                with path.with_name(f"{path.name}.damaged").open("ab") as aside:
+                    aside.writelines(damaged)
+            os.replace(fresh, path)
+        except OSError as failure:  # a full disk must not stop training
+            self.notice(f"{path}: still holds steps after {step}: {failure.strerror}")
+            return
+        if damaged:
+            word = "line" if len(damaged) == 1 else "lines"
+            self.notice(
+                f"{path}: {len(damaged)} {word} that cannot be read, put aside into "
+                f"{path.name}.damaged"
+            )
+
+
+def _step_of(line: bytes) -> float:
+    record = parse_step(line)
+    return UNREADABLE if record is None else record["step"]
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from shoal.base.errors import ConfigError, ShoalError, TrainingError
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, TrainingError
 from shoal.config.sections import Config
 from shoal.data.loader import Loader
 from shoal.data.sources import Source
 from shoal.fabric.plane import IslandLost
-from shoal.islands.ballot import decide
+from shoal.islands.ballot import cure, decide
 from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Moment
 from shoal.islands.outer import all_finite
@@ -52,7 +52,7 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     if policy.regions > 1:  # the last merge is one of all islands
         last = -(-last // policy.far_period) * policy.far_period
     rounds = Rounds(run, joined, loader, last)
-    validate = validator(run, source, config.data.workers, on_labels=not config.model.loss)
+    validate = validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
     data = {"samples of data.source": rounds.loader.samples}
     agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every, **data})
@@ -246,12 +246,10 @@ class Rounds:
                 f"(last: {refusals(merges)[policy.index]}); its data or its machine are at fault"
             )
         if common.failures >= policy.refusals:
-            saved = all(ballot.saved for ballot in merge.ballots)
-            cure = "a lower optimizer.lr or islands.outer_lr" if saved else "mend that, and resume"
-            raise TrainingError(
-                f"islands: {common.failures} rounds in a row were discarded, last because "
-                f"{merge.why}; nearest: {cure}"
-            )
+            numbers, nearest = cure(merge.ballots)
+            line = f"islands: {common.failures} rounds in a row were discarded, last because "
+            kind = TrainingError if numbers else ClusterError
+            raise kind(f"{line}{merge.why}; nearest: {nearest}")
 
     def _well(self, merge: Merge, island: int) -> bool:
         """Whether the step of those that an island merged with happened."""

@@ -20,34 +20,35 @@ from shoal.base.plan import Plan
 from shoal.checkpoint.lease import RunLease
 from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
-from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.optim.average import WeightAverage
-from shoal.optim.schedule import lr_factor
-from shoal.optim.state import split_state
 from shoal.parallel.program import Program
 from shoal.profile.memory import peak_memory_bytes
+from shoal.trainer.brought import Brought
 from shoal.trainer.contract import Loss
+from shoal.trainer.epochs import Epochs
 from shoal.trainer.evaluate import Metric, evaluate
 from shoal.trainer.feed import Feed
 from shoal.trainer.loss_scale import LossScale
+from shoal.trainer.meeting import count_forwards, meeting_of, together
+from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.own_folder import refuse_old_checkpoints
 from shoal.trainer.record import Recorder
-from shoal.trainer.result import StepResult, counted
+from shoal.trainer.result import StepResult, counted, row_of
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.settings import RunSettings
 from shoal.trainer.share import busiest, own_micro_batches
 from shoal.trainer.skips import Skips
-from shoal.trainer.state import Beside, check_savable, restore_run, save_run
+from shoal.trainer.state import Beside, restore_run, save_run
 from shoal.trainer.step import (
-    NO_TARGET,
-    MovementCheck,
     Tally,
-    Updated,
     forward_backward,
     reducer_of,
     update,
 )
+from shoal.trainer.suspicions import FirstStep, evaluation_line
+from shoal.trainer.touched import Touched
+from shoal.trainer.whole_state import full_state
 
 
 class Run:
@@ -85,23 +86,24 @@ class Run:
         self._batch: Any = None
         self._spare: Any = None
         self._data_wait_s = 0.0
-        self._stop_wanted = False
-        self._closed = False
+        self._stop_wanted = self._closed = False
         self._restored: set[Path] = set()
         self.lease: RunLease | None = None
         fp16 = program.plan.precision == "fp16"
         self.loss_scale = LossScale(settings.loss_scale) if fp16 else None
-        self.saving = Saving(program.world, recorder.events.emit, recorder.notice)
+        self.saving = Saving(program.world, recorder.events.emit, recorder.warn)
         stepped = {name: one.parameter for name, one in program.local.items()}
         self.average = WeightAverage(settings.average, stepped) if settings.average else None
         self.skips = Skips(settings.skip_limit)
-        self._movement = MovementCheck()
-        self._state_checked = False
-        self._held = _parameters_held(optimizer)
+        self.guard = OptimizerGuard(optimizer, program, settings, recorder.notice)
+        self.epochs_done = Epochs(self.feed)
+        self._brought = Brought(program, settings.batch, recorder.notice)
+        self._evaluation_told = False
+        self.meeting = meeting_of(program.world)
+        self.meeting.join(program.world)
+        self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed)
+        self.program = count_forwards(program, self.meeting)
         self._tell()
-        if settings.schedule is not None:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
 
     @property
     def model(self) -> nn.Module:
@@ -123,14 +125,27 @@ class Run:
     ) -> Loader | IterableLoader:
         """Batches of a dataset in this run's order, each rank getting its own micro-batches.
 
-        dataset    map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`
+        dataset    map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`, the
+                   same on every rank
         Gives      an iterable over the steps of one epoch; iterating again is the next epoch
-        Errors     ConfigError for an object that is neither
         After `restore`, the first loader goes on where the checkpoint was taken. The same dataset
         gives the same loader again.
         """
         return self.feed.open(dataset, workers, collate)
 
+    @property
+    def epoch(self) -> int:
+        """How many epochs are over; counted by `epochs`, else by the first loader."""
+        return self.epochs_done.current
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of `count`, from 0; fewer after a `restore`.
+
+        A turn of the loop is an epoch; what was saved in the middle of one goes on there.
+        """
+        return self.epochs_done.turns(count, lambda: self.stopping)
+
+    @together("run.step")
     def step(self, batch: Any) -> StepResult:
         """Forward, backward, clip and update for one optimizer step.
 
@@ -145,7 +160,7 @@ class Run:
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
         """`step` over one epoch of a dataset, split over ranks here, or over this rank's batches.
 
-        Errors   as `step`; ConfigError for a DataLoader that gives every rank the whole dataset
+        Errors   also ConfigError for a DataLoader that gives every rank the whole dataset
         """
         for batch in self.feed.training(data, workers, collate):
             yield self.step(batch)
@@ -155,6 +170,7 @@ class Run:
         if self.world.is_first:
             sys.stdout.write(" ".join(map(str, values)) + "\n")
 
+    @together("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
         if self._closed:
@@ -170,14 +186,17 @@ class Run:
             self._restored.add(folder)
         self._data_wait_s = self.recorder.data_wait_s()
         self._batch = batch
+        self.touched.before(self.step_count + 1)
+        self._brought.look(self.step_count + 1, batch)
         cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
         micro_batches = own_micro_batches(batch, cut, self.program.data)
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
         spare = micro_batches[-1][1] if micro_batches else self._spare
+        first = self._first_step(micro_batches)
         self._tally = forward_backward(
             self.program,
             micro_batches,
-            self.loss,
+            first or self.loss,
             step=self.step_count,
             rounds=busiest(self.program, batch, len(micro_batches), has_spare=spare is not None),
             spare=spare,
@@ -186,53 +205,65 @@ class Run:
             stop=self._stop_wanted,
             save_failed=self.saving.report() == FAILED,
             peak_memory_bytes=peak_memory_bytes(self.world.device),
+            says=self.touched.says(self.step_count + 1),
         )
+        self.touched.agree(self.step_count + 1, self._tally.said)
+        self.touched.after()
+        if first is not None:
+            first.tell(self.recorder.notice)
         if not self._tally.broken:
             self._spare = spare  # one whose numbers are well, for a step that leaves nothing
         self.stopping = self._tally.stop
         if self._tally.save_failed:
             self.saving.settle()  # on all ranks; says what went wrong
 
+    @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
         if self._tally is None:
             raise ConfigError("run.update was called before run.forward_backward")
         tally, self._tally = self._tally, None
-        self._check_groups()
-        lr = self._set_lr()
-        watch = None if self._movement.done else self._movement
+        self.touched.between()
+        lr = self.guard.set_lr(self.step_count if self.lr_step is None else self.lr_step)
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        done = update(
-            self.program,
-            self.optimizer,
-            tally,
-            clip=self.settings.clip,
-            scale=scale,
-            watch=watch,
-            adjust=self.adjust,
-        )
+        with self.touched.stepping():
+            done = update(
+                self.program,
+                self.optimizer,
+                tally,
+                clip=self.settings.clip,
+                scale=scale,
+                watch=self.guard.watch,
+                adjust=self.adjust,
+            )
         self._tell()
         if not done.skipped:
-            self._check_first_update()
+            self.guard.check_first_update()
             if self.average is not None:
                 self.average.update()
-        self.step_count += 1
+        self.touched.after(self.step_count + 2)
+        self.step_count, self.epochs_done.steps = self.step_count + 1, self.epochs_done.steps + 1
         self.feed.consumed(self._batch)
         result = StepResult(
             self.step_count, done.loss, done.grad_norm, lr, counted(tally.count), done.skipped,
             done.reason,
         )  # fmt: skip
-        self._record(result, tally)
+        extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
+        row, samples = row_of(result, tally, self._batch, self._data_wait_s, extras)
+        self.recorder.step(row, samples=samples)
         batch, self._batch = self._batch, None
-        if self.loss_scale is not None and self._lowered(self.loss_scale, done, tally):
-            return result
-        if done.skipped:
-            emit = self.recorder.events.emit
+        emit = self.recorder.events.emit
+        if self.loss_scale is not None and self.loss_scale.lowered(done, tally):
+            if self.world.is_first:
+                scale = self.loss_scale.value
+                emit("loss_scale_lowered", step=self.step_count, ranks=tally.broken, scale=scale)
+        elif done.skipped:
             self.skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
         else:
             self.skips.moved()
         return result
 
+    @together("run.evaluate")
     def evaluate(
         self,
         data: Any,
@@ -240,21 +271,27 @@ class Run:
         *,
         workers: int = 0,
         collate: Any = None,
+        stops: bool = False,
     ) -> dict[str, float]:
         """Means of the loss and of metrics over every sample once, on all ranks together.
 
         data      a dataset (split over ranks here), or an iterable of this rank's own batches
         metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
-        Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks
+        stops     end early where `request_stop` was called; then `run.stopping` is true
+        Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop
         """
         batches = self.feed.validation(data, workers, collate)
+        stop = (lambda: self._stop_wanted) if stops else None
         with self._averaged():
             values = evaluate(
-                self.program, batches, self.loss, metrics or {}, call=self.settings.call
+                self.program, batches, self.loss, metrics or {}, self.settings.call, stop=stop
             )
+        self.stopping = self.stopping or not values
+        self.touched.after(self.step_count + 1)
         self.recorder.restart_clock()
         return values
 
+    @together("run.save")
     def save(self, folder: str | Path | None = None, *, wait: bool = True) -> Path | None:
         """Write a checkpoint; every rank must call it.
 
@@ -269,36 +306,60 @@ class Run:
         self.recorder.restart_clock()
         return path
 
+    @together("run.restore")
     def restore(self, folder: str | Path | None = None, *, step: int | None = None) -> bool:
         """Go on from the newest complete checkpoint of a run folder; every rank must call it.
 
         step     of the checkpoint that is wanted, and no other
-        Gives    False if there is none
         Errors   CheckpointError if its tensors do not fit this model or optimizer
+        Gives    False if there is none
         """
         self._tally, self.skips.in_a_row = None, 0
         chosen = self._folder(folder)
         self.saving.settle()  # what is still being written must not be taken for a leftover
         found = restore_run(self, chosen, step)
         self._restored.add(chosen)
+        self.guard.restored()
+        self.touched.after(self.step_count + 1)
         self.recorder.restart_clock()
         return found
+
+    @together("run.state_dict")
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model in the names of the user's module; every rank must call it.
+
+        Gives    on the CPU of every rank: parameters as they are stepped (fp32 under bf16, fp16)
+                 and persistent buffers, tied ones once; what is too large for that: `save`, and
+                 `shoal checkpoint export`
+        """
+        return full_state(self.program)
 
     def request_stop(self) -> None:
         """Ask for a stop; after the next step `run.stopping` is true on every rank alike."""
         self._stop_wanted = True
 
+    def __enter__(self) -> Run:
+        """`with shoal.parallelize(…) as run:` closes it at the end, unless an error ends it."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_what: object) -> None:
+        if kind is None and not self._closed:
+            self.close()
+
+    @together("run.close")
     def close(self) -> None:
         """Leave the other processes in an orderly way; call it last.
 
-        No hook of ours is left, and the model holds the weights as wide as they came. The optimizer
-        goes on holding what this rank stepped, and under fsdp the model stays sharded.
+        The model keeps the weights as wide as they came, without hooks of ours (under fsdp it stays
+        sharded), and the optimizer what this rank stepped.
         """
         self._closed = True
         self.saving.close()
+        self.touched.close()
         for undo in self.program.on_close:
             undo()
         self.world.close()
+        self.meeting.leave()
         if self.lease is not None:
             self.lease.release()
 
@@ -314,87 +375,15 @@ class Run:
             raise ConfigError('no run folder; nearest: shoal.parallelize(…, folder="runs/x")')
         return chosen
 
-    def _lowered(self, scale: LossScale, done: Updated, tally: Tally) -> bool:
-        """Whether this step was lost to a loss scale that was too large, and is smaller now."""
-        if not done.skipped:
-            scale.held()
-            return False
-        each = tally.count / max(1, sum(tally.micro_batches))
-        if tally.loss_broken or done.reason == NO_TARGET or not scale.overflowed(each):
-            return False
-        if self.world.is_first:
-            self.recorder.events.emit(
-                "loss_scale_lowered", step=self.step_count, ranks=tally.broken, scale=scale.value
-            )
-        return True
-
-    def _set_lr(self) -> float:
-        policy, total = self.settings.schedule, self.settings.total_steps
-        if policy is not None:
-            if total < 1:
-                raise ConfigError(
-                    f"total_steps = {total}: schedule = {policy.schedule} needs the length of the "
-                    f"run; give shoal.parallelize(…, total_steps=…)"
-                )
-            step = self.step_count if self.lr_step is None else self.lr_step
-            factor = lr_factor(policy, step, total)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-        groups = self.optimizer.param_groups
-        return float(groups[0]["lr"]) if groups else 0.0
-
     def _tell(self) -> None:
         while self.program.notices:
             self.recorder.notice(self.program.notices.pop(0))
 
-    def _check_groups(self) -> None:
-        if not self._state_checked and not any(g["lr"] for g in self.optimizer.param_groups):
-            self.recorder.notice("optimizer: every learning rate is 0, so nothing trains yet")
-        held = _parameters_held(self.optimizer)
-        if held != self._held:
-            raise ConfigError(
-                f"optimizer: holds {held} parameters, {self._held} when shoal.parallelize was "
-                f"called; change groups before, or save, and parallelize again"
-            )
-
-    def _check_first_update(self) -> None:
-        if not self._movement.done and self._movement.moved() is False:
-            raise ConfigError(
-                "optimizer: its first step moved no parameter that has a gradient: it steps over "
-                "other tensors than the model's; give parallelize a function params -> optimizer"
-            )
-        if not self._state_checked:
-            names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
-            names.update({p: n for n, p in self.program.frozen.items()})
-            # Refuses now what the first save could not write.
-            check_savable(split_state(self.optimizer, names)[0], "optimizer")
-            self._state_checked = True
-
-    def _record(self, result: StepResult, tally: Tally) -> None:
-        batch = self._batch
-        loaded = isinstance(batch, StepBatch)
-        extras: dict[str, Any] = {"skipped": result.skipped}
-        if self.loss_scale is not None:
-            extras["loss_scale"] = self.loss_scale.value
-        samples = 0
-        if loaded:
-            extras["samples"] = [batch.position, batch.next_position]
-            samples = batch.next_position - batch.position
-        self.recorder.step(
-            {
-                "step": result.step,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.lr,
-                "tokens": result.targets,
-                "data_wait_s": self._data_wait_s,
-                "peak_memory_bytes": max(tally.peak_memory_bytes),
-                "peak_memory_bytes_by_rank": tally.peak_memory_bytes,
-                **extras,
-            },
-            samples=samples,
-        )
-
-
-def _parameters_held(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+    def _first_step(self, micro_batches: list[tuple[int, Any]]) -> FirstStep | None:
+        """Looks at the loss of a run's first step; says when a model trains in evaluation mode."""
+        if not self._evaluation_told and (line := evaluation_line(self.model)):
+            self._evaluation_told = True
+            self.recorder.notice(line)
+        if self.guard.state_checked:
+            return None
+        return FirstStep(self.loss, self.model, micro_batches)

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.base.errors import UserError
+from shoal.base.phases import counting, phase
 from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
@@ -96,9 +97,10 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
     steps, compared = counts
     difference = None
     run.recorder.restart_clock()
-    for step in range(1, WARMUP_STEPS + steps + 1):
+    total = WARMUP_STEPS + steps
+    for step in counting("steps", total, range(1, total + 1)):
         run.step(next(batches))
-        if step == min(compared, WARMUP_STEPS + steps):  # between two steps, in no one's time
+        if step == min(compared, total):  # between two steps, in no one's time
             difference = _compare_weights(run, folder / REFERENCE)
             run.recorder.restart_clock()
     told = [row for row in rows if row["event"] == "step"]
@@ -124,6 +126,7 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
     return everyone
 
 
+@phase("memory")
 def _rest_bytes(run: Run, batches: Iterator[StepBatch]) -> int | None:
     """What a step holds beyond the states; None under `dp` on a CPU: its threads are not seen."""
     if run.plan.layout.threads > 1 and run.world.device.type == "cpu":

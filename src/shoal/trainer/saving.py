@@ -5,7 +5,7 @@
     save and wait        `save`: the last one of a run, or on request
     before restoring     `settle`: what is still being written must not be taken for a leftover
 
-A failed save is an event and a notice; the run is worth more than one checkpoint. Every rank makes
+A failed save is an event and a warning; the run is worth more than one checkpoint. Every rank makes
 the same calls in the same order.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.base.errors import CheckpointError
 from shoal.base.events import Emit
+from shoal.base.phases import phase
 from shoal.checkpoint.background import BackgroundSaver, Outcome
 from shoal.checkpoint.write import Piece, Saved, save
 from shoal.fabric import World
@@ -29,13 +30,13 @@ NOTHING, DONE, FAILED = 0, 1, 2
 class Saving:
     """The checkpoints of one run; the second process group is made by `prepare`, or `start`.
 
-    notice   shows one line to the user, from rank 0
+    warn   shows a failure, which is an event already, to whoever sees no events; from rank 0
     """
 
-    def __init__(self, world: World, emit: Emit, notice: Callable[[str], None]) -> None:
+    def __init__(self, world: World, emit: Emit, warn: Callable[[str], None]) -> None:
         self.world = world
         self._emit = emit
-        self._notice = notice
+        self._warn = warn
         self._saver: BackgroundSaver | None = None
 
     def prepare(self) -> BackgroundSaver:
@@ -47,6 +48,7 @@ class Saving:
             self._saver = BackgroundSaver(twin(self.world), self._emit)
         return self._saver
 
+    @phase("save")
     def start(
         self,
         root: Path,
@@ -63,6 +65,7 @@ class Saving:
         """
         self._tell(self.prepare().start(root, step, pieces, record, keep=keep, aliases=aliases))
 
+    @phase("save")
     def save(
         self,
         root: Path,
@@ -83,7 +86,7 @@ class Saving:
                 root, step, pieces, record, self.world, self._emit, keep=keep, aliases=aliases
             )
         except CheckpointError as failure:
-            self._notice(str(failure))
+            self._warn(str(failure))
             return None
 
     def report(self) -> int:
@@ -97,6 +100,7 @@ class Saving:
             return NOTHING
         return FAILED if outcome.failure is not None else DONE
 
+    @phase("finish the last save")
     def settle(self) -> Outcome | None:
         """Wait for the save in flight; its outcome, the same on all ranks, or None without one.
 
@@ -114,4 +118,4 @@ class Saving:
 
     def _tell(self, outcome: Outcome | None) -> None:
         if outcome is not None and outcome.failure is not None:
-            self._notice(str(outcome.failure))
+            self._warn(str(outcome.failure))

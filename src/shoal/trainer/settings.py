@@ -20,6 +20,7 @@ class RunSettings:
     clip: float = 0.0
     seed: int = 0
     call: str = "single"
+    batch: int = 0
     skip_limit: int = 5
     keep: int = 2
     schedule: OptimizerPolicy | None = None

@@ -21,10 +21,20 @@ class Skips:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_a_row = 0
+        self.any_moved = False
+        self.last_reason = "fp16 overflowed at every loss scale"
 
     def moved(self) -> None:
         """A step moved the weights."""
-        self.in_a_row = 0
+        self.in_a_row, self.any_moved = 0, True
+
+    def check_moved(self, first: int, last: int) -> None:
+        """Errors: TrainingError, on all ranks, if no step after `first` moved a weight."""
+        if last > first and not self.any_moved:
+            raise TrainingError(
+                f"steps {first + 1} – {last}: all were skipped: {self.last_reason}; no weight "
+                f"moved; {_cure(self.last_reason)}"
+            )
 
     def skipped(
         self, step: int, reason: str, broken: list[int], batch: Any, world: World, emit: Emit
@@ -34,7 +44,7 @@ class Skips:
         broken   ranks whose numbers are not finite
         Errors   TrainingError, on all ranks, at the `limit`-th in a row
         """
-        self.in_a_row += 1
+        self.in_a_row, self.last_reason = self.in_a_row + 1, reason
         mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
         if isinstance(batch, StepBatch):
             mine["micro_batches"] = [m.index for m in batch.micro_batches]
@@ -51,10 +61,14 @@ class Skips:
             )
         if self.in_a_row >= self.limit:
             where = ", ".join(f"rank {m['rank']}" for m in culprits) or "all ranks"
-            cure = "look at these samples, lower optimizer.lr, or set optimizer.clip"
-            if reason == NO_TARGET:
-                cure = "look at the data: every target is ignored"
             raise TrainingError(
                 f"step {step}: {reason} on {where}, {self.in_a_row} steps in a row "
-                f"(train.skip_limit); the weights are those of step {step - self.in_a_row}; {cure}"
+                f"(train.skip_limit); the weights are those of step {step - self.in_a_row}; "
+                f"{_cure(reason)}"
             )
+
+
+def _cure(reason: str) -> str:
+    if reason == NO_TARGET:
+        return "look at the data, where every target is ignored, or at the count that a loss gives"
+    return "look at these samples, lower optimizer.lr, or set optimizer.clip"

@@ -12,13 +12,17 @@ import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
+import msgspec
 import torch
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.phases import phase
 from shoal.base.shards import Shard
-from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.catalog import step_folder
+from shoal.checkpoint.faults import Damaged
+from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.tensorfile import DTYPES
 from shoal.checkpoint.write import Piece
@@ -29,6 +33,7 @@ from shoal.parallel.whole import held
 if TYPE_CHECKING:
     from shoal.trainer.run import Run
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
 
@@ -106,6 +111,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
         **({"average_updates": run.average.updates} if run.average else {}),
         **(run.beside.record() if run.beside is not None else {}),
+        **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
         **run.extra_record,
     }
     return parts, record
@@ -131,6 +137,7 @@ def check_savable(tensors: dict[str, torch.Tensor], where: str) -> None:
             )
 
 
+@phase("restore")
 def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
     """Take the newest complete checkpoint of `folder` back, or that of a step; False without one.
 
@@ -141,6 +148,7 @@ def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
     known = {name for names in run.world.gather_json(list(here)) for name in names}
 
     def wanted(manifest: Manifest) -> list[Shard]:
+        _check_record(manifest, folder)
         _check_names(manifest, here, known)
         shards = _wanted(manifest, here, local)
         if run.average is not None and "average_updates" in manifest.record:
@@ -154,6 +162,7 @@ def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
     record = loaded.manifest.record
     check_class(run.optimizer, record["optimizer"])  # before anything moves
     run.feed.restore(record["data"])
+    run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
     with torch.no_grad():
         for name, (tensor, shard) in here.items():
             if shard.slices:
@@ -179,6 +188,50 @@ def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
     if run.world.is_first:
         emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)
     return True
+
+
+class _Group(msgspec.Struct):
+    names: list[str]
+
+
+class _OptimizerRecord(msgspec.Struct):
+    kind: str = msgspec.field(name="class")
+    scalars: dict[str, dict[str, bool | int | float | str | None]]
+    groups: list[_Group]
+    sliced: list[str] = []
+
+
+class _LoaderRecord(msgspec.Struct):
+    position: Count = 0
+    epoch: Count = 0
+    epoch_start: Count = 0
+    samples: Count = 0
+
+
+class _Record(msgspec.Struct):
+    """What `run_state` writes and `restore_run` reads of a record; other keys are only shown."""
+
+    step: Count
+    data: list[_LoaderRecord]
+    optimizer: _OptimizerRecord
+    loss_scale: dict[str, float] = {}
+    average_updates: Count = 0
+
+
+def _check_record(manifest: Manifest, folder: Path) -> None:
+    """Errors: Damaged for a record that no run writes, so that an older checkpoint is tried."""
+    path = step_folder(folder / "checkpoints", manifest.step) / FILE_NAME
+    try:
+        record = msgspec.convert(manifest.record, type=_Record)
+    except (msgspec.ValidationError, RecursionError) as failure:
+        text = (
+            str(failure).replace("`$", "`record") if "`$" in str(failure) else f"record: {failure}"
+        )
+        raise Damaged(path, f"has a record that no run writes: {text}") from failure
+    if any(one and "position" not in one for one in manifest.record["data"]):
+        raise Damaged(path, "has a record that no run writes: `record.data` without position")
+    if record.step != manifest.step:
+        raise Damaged(path, f"is of step {manifest.step}, its record of step {record.step}")
 
 
 def _is_state(name: str) -> bool:
@@ -250,4 +303,4 @@ def _differences(run: Run, record: dict[str, Any]) -> list[str]:
         "seed": run.settings.seed,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    return [f"{k} was {record[k]}, is {v}" for k, v in now.items() if record.get(k) != v]
+    return [f"{k} was {record.get(k)}, is {v}" for k, v in now.items() if record.get(k) != v]

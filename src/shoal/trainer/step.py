@@ -38,6 +38,7 @@ class Tally:
     save_failed       some rank learnt that the save in flight failed
     moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
+    said              what else ranks had to say: a list over ranks for each number
     """
 
     loss_sum: float
@@ -51,6 +52,7 @@ class Tally:
     used: list[bool]
     micro_batches: list[int]
     peak_memory_bytes: list[int]
+    said: list[list[float]]
 
 
 def reducer_of(program: Program) -> Reducer:
@@ -73,6 +75,7 @@ def forward_backward(
     stop: bool = False,
     save_failed: bool = False,
     peak_memory_bytes: int = 0,
+    says: Sequence[float] = (),
 ) -> Tally:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
@@ -80,6 +83,7 @@ def forward_backward(
     rounds          micro-batches of the busiest rank · spare  a batch for passes without weight,
                     where layouts gather parameters and every rank must pass as often as any
     scale           what the loss is multiplied by before backward (fp16)
+    says            numbers below 2**52 that every rank shall learn, as many on each
     Gives           the tally; the program's local gradients are then sums over all ranks, scaled
     Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
                     frozen when the program was composed, both before anything was updated
@@ -98,7 +102,8 @@ def forward_backward(
     program.run(program, ready, reducer)
     reducer.finish()
     flags = [float(stop), float(program.moved()), float(save_failed)]
-    return _tally(program, sums, len(micro_batches), flags, peak_memory_bytes)
+    numbers = [float(len(micro_batches)), float(peak_memory_bytes), *says]
+    return _tally(program, sums, flags, numbers)
 
 
 def _check_frozen(program: Program) -> None:
@@ -113,21 +118,23 @@ def _check_frozen(program: Program) -> None:
 def _tally(
     program: Program,
     sums: torch.Tensor,
-    micro_batches: int,
     flags: list[float],
-    peak_memory_bytes: int,
+    numbers: Sequence[float],
 ) -> Tally:
-    """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags."""
+    """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags.
+
+    numbers   micro-batches, peak memory, and what else this rank says
+    """
     world, reducer = program.world, reducer_of(program)
     device, ranks = world.device, world.size
     magnitude = sums.abs().sum()
     for norm in reducer.local_norms():
         magnitude = magnitude + norm.to(torch.float64)
-    per_rank = torch.zeros(4, ranks, dtype=torch.float64, device=device)
+    rows = 2 + len(numbers)
+    per_rank = torch.zeros(rows, ranks, dtype=torch.float64, device=device)
     per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
-    per_rank[1, world.rank] = micro_batches
-    per_rank[2, world.rank] = peak_memory_bytes
-    per_rank[3, world.rank] = (~torch.isfinite(sums.sum())).double()
+    per_rank[1, world.rank] = (~torch.isfinite(sums.sum())).double()
+    per_rank[2:, world.rank] = sums.new_tensor(numbers)
     here = {name for name, used in zip(program.parameters, reducer.used(), strict=True) if used}
     used = sums.new_tensor([float(name in here) for name in program.names])
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
@@ -138,7 +145,7 @@ def _tally(
     )
     world.sum(vector)
     told = vector.tolist()
-    slots = [told[6 + k * ranks : 6 + (k + 1) * ranks] for k in range(4)]
+    slots = [told[6 + k * ranks : 6 + (k + 1) * ranks] for k in range(rows)]
     return Tally(
         loss_sum=told[0],
         count=told[1],
@@ -147,10 +154,11 @@ def _tally(
         moved=told[4] > 0,
         save_failed=told[5] > 0,
         broken=[rank for rank, flag in enumerate(slots[0]) if flag],
-        loss_broken=any(slots[3]),
-        micro_batches=[int(n) for n in slots[1]],
-        peak_memory_bytes=[int(n) for n in slots[2]],
-        used=[n > 0 for n in told[6 + 4 * ranks :]],
+        loss_broken=any(slots[1]),
+        micro_batches=[int(n) for n in slots[2]],
+        peak_memory_bytes=[int(n) for n in slots[3]],
+        said=slots[4:],
+        used=[n > 0 for n in told[6 + rows * ranks :]],
     )
 
 
@@ -190,7 +198,13 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 NORM_ROW = 4096
 """Elements whose squares are summed in their own format."""
 
-NO_TARGET = "no valid target in the whole step"
+NO_GRADIENT = (
+    "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), .item(), "
+    "or torch.no_grad()), or computed from something else"
+)
+"""What is wrong with a loss that leads nowhere."""
+
+NO_TARGET = "the loss counted no target"
 """Why a step is skipped whose targets are all ignored."""
 
 
@@ -214,10 +228,7 @@ def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
     if tally.count <= 0:
         return 0.0, NO_TARGET
     if not any(tally.used):
-        raise ConfigError(
-            "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), "
-            ".item(), or torch.no_grad()), or computed from something else"
-        )
+        raise ConfigError(NO_GRADIENT)
     norm = tally.norm / (tally.count * scale)
     return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
 

@@ -1,34 +1,87 @@
-"""Validation in the main job: the held-out loss beside what a model without context would reach."""
+"""Validation in the main job: the held-out loss beside what a model without context would reach.
+
+What one validation reads is bounded (`train.validate_samples`, else the share that was asked for),
+spread evenly over what is held out, and the same every time. Without gradients more samples fit
+into a forward pass than in training, and many small ones cost mostly calls; so the plan's larger
+micro-batch is taken where sums over samples stay what they are:
+
+    our models, our loss       every sample is reckoned alone: taken
+    other models, our loss     taken if the first samples give the same loss both ways; what couples
+                               samples (experts with a capacity, statistics of the batch) does not
+    a loss or a collate of     as in training: a loss may look across samples, and padding depends
+    the user's, mixtures       on what is joined
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from shoal.base.lines import is_number, read_object
+from shoal.base.units import seconds_text
+from shoal.config.sections import Config
+from shoal.data.loader import is_indexed
+from shoal.data.samples import EvenPart, First
 from shoal.data.sources import Source
-from shoal.models.loss import find_logits
+from shoal.models.loss import find_logits, token_loss
+from shoal.planner.model_facts import FAMILIES, family_of
 from shoal.trainer.contract import IGNORED_TARGET
 from shoal.trainer.run import Run
 
+SAME = 1e-5
+"""Relative difference of two losses that rounding explains, in any format of ours."""
 
-def validator(
-    run: Run, source: Source, workers: int, *, on_labels: bool
-) -> Callable[[], dict[str, float] | None]:
+FORWARD_SHARE = 1 / 3
+"""Of a training step's work, what its forward pass is."""
+
+Values = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a validation reads: samples (None: not known how many), in micro-batches of so many."""
+
+    data: Any
+    held: int | None
+    samples: int | None
+    micro_batch: int
+    why: str
+
+
+def validator(run: Run, source: Source, config: Config) -> Callable[[], Values | None]:
     """A function that evaluates the held-out data and emits `validated`; None without such data.
 
-    on_labels   the default loss is used, so images and the like have an accuracy as well
+    It gives None too when a stop was asked for meanwhile: then `run.stopping` is true. Says first,
+    at a fresh start, what it will read and how long that takes. Every rank calls both.
     """
-    images = source.kind == "samples" and on_labels
+    if source.validation is None:
+        return lambda: None
+    images = source.kind == "samples" and not config.model.loss
     baseline = "unigram entropy" if source.kind == "tokens" else "class entropy"
+    foreseen = run.world.broadcast_json(_foreseen(run) if run.world.is_first else None)
+    reading = _reading(run, source, config, int(foreseen.get("validation_micro_batch") or 0))
+    if run.world.is_first and run.step_count == 0:
+        run.recorder.events.emit("notice", text=_told(run, reading, config, foreseen.get("step_s")))
+    unsure = reading.micro_batch > run.plan.micro_batch and not _is_ours(config)
 
-    def validate() -> dict[str, float] | None:
-        if source.validation is None:
+    def validate() -> Values | None:
+        nonlocal reading, unsure
+        if unsure:
+            reading, unsure = _tried(run, source, reading, config.data.workers), False
+        began_s = time.perf_counter()
+        values = run.evaluate(
+            run.feed.held_out(
+                reading.data, config.data.workers, source.collate, reading.micro_batch
+            ),
+            {"accuracy": accuracy} if images else {},
+            stops=True,
+        )
+        if not values:
             return None
-        metrics = {"accuracy": accuracy} if images else {}
-        batches = run.feed.held_out(source.validation, workers, source.collate)
-        values = run.evaluate(batches, metrics)
         if run.world.is_first:
             run.recorder.events.emit(
                 "validated",
@@ -38,10 +91,88 @@ def validator(
                 targets=int(values["targets"]),
                 unigram_entropy=source.unigram_entropy,
                 baseline=baseline,
+                seconds=time.perf_counter() - began_s,
             )
         return values
 
     return validate
+
+
+def _foreseen(run: Run) -> dict[str, Any]:
+    """What plan.json foresees of the run, if anything."""
+    folder = run.recorder.folder
+    found = read_object(folder / "plan.json").get("predicted") if folder else None
+    return found if isinstance(found, dict) else {}
+
+
+def _reading(run: Run, source: Source, config: Config, fits: int) -> Reading:
+    """fits   samples per forward pass that need no more memory than a training step; 0: unknown"""
+    data = source.validation
+    held = len(data) if is_indexed(data) else None
+    limits = [n for n in (config.train.validate_samples, source.validation_samples) if n]
+    samples = held
+    if limits:
+        # Where parameters are gathered, every rank needs something to run with the others.
+        most = max(min(limits), run.plan.layout.data_degree)
+        if held is None:
+            data, samples = First(data, most), None
+        elif most < held:
+            data, samples = EvenPart(data, most, True), most
+    training = run.plan.micro_batch
+    why = ""
+    if run.loss is not token_loss:
+        why = "the loss may look across samples"
+    elif source.collate is not None:
+        why = "data.collate may pad to the longest sample"
+    elif run.plan.layout.threads > 1 or fits <= training:
+        why = "no larger one is known to fit"
+    if why or samples is None:
+        return Reading(data, held, samples, training, why)
+    own = samples // run.plan.layout.data_degree  # so that every rank has something to run
+    return Reading(data, held, samples, max(training, min(fits, own)), "")
+
+
+def _is_ours(config: Config) -> bool:
+    return not config.model.build and family_of(config.model.name) in FAMILIES
+
+
+def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
+    """`reading`, or with training's micro-batch where the larger one gives another loss."""
+    few = reading.micro_batch * run.plan.layout.data_degree
+    data = reading.data if few >= len(reading.data) else EvenPart(reading.data, few, True)
+    small, large = (
+        run.evaluate(run.feed.held_out(data, workers, source.collate, size))
+        for size in (run.plan.micro_batch, reading.micro_batch)
+    )
+    apart = abs(large["loss"] - small["loss"])
+    if large["targets"] == small["targets"] and apart <= SAME * abs(small["loss"]):
+        return reading
+    run.recorder.notice(
+        f"validation: {run.plan.micro_batch} samples at a time, as in training: with "
+        f"{reading.micro_batch} the loss of the same samples is {large['loss']:.6f}, not "
+        f"{small['loss']:.6f}, so the model looks across samples"
+    )
+    return replace(reading, micro_batch=run.plan.micro_batch)
+
+
+def _told(run: Run, reading: Reading, config: Config, step_s: Any) -> str:
+    """What a validation will read and take, in one line."""
+    what = "held-out samples"
+    if reading.samples is not None:
+        of = "" if reading.samples == reading.held else f" of {reading.held}"
+        what = f"{reading.samples}{of} held-out samples"
+    elif isinstance(reading.data, First):
+        what = f"the first {reading.data.samples} held-out samples"
+    size = f"{reading.micro_batch} at a time"
+    if reading.micro_batch == run.plan.micro_batch and reading.why:
+        size += f" as in training ({reading.why})"
+    every = config.train.validate_every
+    when = f"every {every} steps and at the end" if every else "at the end"
+    text = f"validation {when}: {what}, {size}"
+    if not is_number(step_s) or reading.samples is None:
+        return text
+    each_s = step_s * reading.samples / run.plan.batch * FORWARD_SHARE
+    return f"{text}; about {seconds_text(each_s)} each time"
 
 
 def accuracy(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

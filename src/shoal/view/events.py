@@ -6,22 +6,30 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from shoal.base.lines import Record
 from shoal.base.units import bytes_text, count_text, seconds_text
 
-Record = dict[str, Any]
 SHOWN_RUNS = 6
+LONG_STEP_S = 5.0
+DAMAGED = (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError)
+"""What it raises to make text of a record whose fields are not what they should be."""
 
 
 def event_text(event: Record) -> str | None:
     """What to tell about an event, or None if it is for the log only.
 
     >>> event_text({"event": "restarting", "attempt": 1, "of": 3})
-    'restart 1 of 3, from the last checkpoint'
+    'restart 1 of 3, from the beginning: nothing was saved yet'
     >>> event_text({"event": "worker_started", "rank": 0, "pid": 4711}) is None
     True
     """
     tell = SENTENCES.get(str(event.get("event")))
-    return None if tell is None else printable(tell(event))
+    if tell is None:
+        return None
+    try:
+        return printable(tell(event))
+    except DAMAGED:
+        return f"{event.get('event')}: its line in events.jsonl is damaged"
 
 
 def printable(text: str) -> str:
@@ -61,7 +69,9 @@ def _notice(event: Record) -> str:
 
 def _restarting(event: Record) -> str:
     attempt, of = event.get("attempt", "?"), event.get("of", "?")
-    return f"restart {attempt} of {of}, from the last checkpoint"
+    saved = event.get("saved")
+    where = "the beginning: nothing was saved yet" if saved is None else f"step-{saved}"
+    return f"restart {attempt} of {of}, from {where}"
 
 
 def _damaged(event: Record) -> str:
@@ -73,9 +83,7 @@ def _damaged(event: Record) -> str:
 
 def _not_saved(event: Record) -> str:
     where = f" at step {event['step']}" if event.get("step") is not None else ""
-    return (
-        f"checkpoint{where} not saved: {event.get('reason', 'no reason given')}; training goes on"
-    )
+    return f"checkpoint{where} not saved: {event.get('reason', 'no reason given')}"
 
 
 def _saved(event: Record) -> str:
@@ -141,10 +149,12 @@ def numbers_text(values: Any) -> str:
 
 def _stopping(event: Record) -> str:
     who = f" at rank {event['rank']}" if event.get("rank") is not None else ""
-    return (
-        f"{signal_text(str(event.get('signal', 'a signal')))}{who}: saving, then stopping "
-        f"(Ctrl-C again stops at once)"
-    )
+    step_s = event.get("step_s") or 0.0
+    after = f" after this step (they take {seconds_text(step_s)})" if step_s >= LONG_STEP_S else ""
+    name = signal_text(str(event.get("signal", "a signal")))
+    if event.get("steps") is False:
+        return f"{name}{who}: stopping, before the first step"
+    return f"{name}{who}: saving{after}, then stopping (Ctrl-C again stops at once, unsaved)"
 
 
 def _validated(event: Record) -> str:

@@ -7,22 +7,23 @@ earlier step (it reads that file again from its beginning).
 
 from __future__ import annotations
 
-import json
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from shoal.base.files import saved_steps
+from shoal.base.lines import Record, parse_event, parse_object, parse_step, read_object
 
 
 class Tail:
     """Gives the lines of a growing JSON-lines file that were not given before.
 
-    path   may not exist yet; complete lines that are no JSON object are left out
+    path    may not exist yet · parse  a line's record; complete lines without one are left out
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, parse: Callable[[bytes], Record | None] = parse_object) -> None:
         self.path = path
+        self._parse = parse
         self._offset = 0
         self._last_line = b""
 
@@ -40,7 +41,7 @@ class Tail:
         except OSError:
             return [], False
         whole = text[: text.rfind(b"\n") + 1]
-        lines = whole.splitlines(keepends=True)
+        lines = [line + b"\n" for line in whole.split(b"\n")[:-1]]
         if lines:
             self._offset += len(whole)
             self._last_line = lines[-1]
@@ -51,35 +52,22 @@ class Tail:
         file.seek(self._offset - len(self._last_line))
         return bool(file.read(len(self._last_line)) == self._last_line)
 
-    def _parse(self, line: bytes) -> Record | None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        return record if isinstance(record, dict) else None
-
 
 class RunFolder:
     """One run's files; everything may be missing, as it is at the very start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = Tail(path / "metrics.jsonl")
-        self.events = Tail(path / "events.jsonl")
+        self.metrics = Tail(path / "metrics.jsonl", parse_step)
+        self.events = Tail(path / "events.jsonl", parse_event)
 
     def plan(self) -> Record:
         """plan.json; empty if there is none."""
-        try:
-            plan = json.loads((self.path / "plan.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return plan if isinstance(plan, dict) else {}
+        return read_object(self.path / "plan.json")
 
     def checkpoints(self) -> list[int]:
-        """Steps that have a complete checkpoint (its manifest is there), oldest first."""
-        manifests = (self.path / "checkpoints").glob("step-*/manifest.json")
-        names = [re.fullmatch(r"step-(\d+)", manifest.parent.name) for manifest in manifests]
-        return sorted(int(name[1]) for name in names if name)
+        """Steps that have a complete checkpoint, oldest first."""
+        return saved_steps(self.path)
 
 
 def last_session(events: list[Record]) -> list[Record]:

@@ -1,8 +1,9 @@
 """Shows a run while it goes: what happened as lines, where it stands as a live region.
 
 On a terminal the last two lines are redrawn in place (one dense step line, one bar); through a pipe
-they become one `key=value` line about every two seconds. All of it comes from the run folder, so
-the same view works on a copy.
+they become one `key=value` line every two seconds, more rarely the longer a run lasts. What is
+waited for (data, proof, first step, validation 12/40, save) stands there by name. All of it comes
+from the run folder, so the same view works on a copy.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from rich.text import Text
 
 from shoal.view.events import died_text, event_text, printable
 from shoal.view.folder import RunFolder, last_session
+from shoal.view.phases import Doing, Silence, read_doing
 from shoal.view.progress import Progress, coarse_text, fit
 
 Record = dict[str, Any]
 PIPE_EVERY_S = 2.0
+PIPE_SHARE = 1 / 25
+"""Of the time that passed: a log of a day needs no line every two seconds."""
+PIPE_AT_MOST_S = 60.0
 DRAW_EVERY_S = 0.25
 STYLES = {
     "worker_died": "red",
@@ -74,9 +79,13 @@ class LiveView:
         self.live: Live | None = None
         self.broken = False
         self.phase = "starting"
-        self.began_s, self.drawn_s = time.monotonic(), -math.inf
+        self.made_s = time.monotonic()
+        self.began_s, self.drawn_s = self.made_s, -math.inf
         self.drawn_step: int | None = None
         self.told_traceback = ""
+        self.since_s = _began_s(self.untold)
+        self.silence = Silence()
+        self.drawn_lengths: list[int] = []
 
     def tick(self) -> None:
         """Read what is new and show it; cheap if nothing is."""
@@ -121,9 +130,11 @@ class LiveView:
         last = self.progress.last
         if last is None or not records:
             return
-        if self.progress.total_steps is None:
-            steps = self.folder.plan().get("steps")
-            self.progress.total_steps = steps if isinstance(steps, int) else None
+        if not self.progress.plan:
+            self.progress.plan = self.folder.plan()
+            steps = self.progress.plan.get("steps")
+            if self.progress.total_steps is None and isinstance(steps, int):
+                self.progress.total_steps = steps
         if cut_back:
             self.drawn_step = last["step"]  # old news: what is left after the cut was run before
         elif self.phase != "stopping":
@@ -143,8 +154,11 @@ class LiveView:
 
     def _tell(self, event: Record) -> None:
         name = str(event.get("event"))
+        self.since_s = max(self.since_s, _began_s([event]))
         if name == "restarting":
             self.phase, self.began_s = "restarting", time.monotonic()
+        elif name == "validated":
+            self.progress.validated(event.get("loss"))
         elif name == "stop_requested":
             self.phase = "stopping"
         if name == "worker_died":
@@ -174,16 +188,28 @@ class LiveView:
             # Longer texts (tracebacks, code) keep their own lines, so that they can be copied.
             self.console.print(Text(text, style=style), soft_wrap=True)
             return
+        self.silence.broken()
         encoding = self.stream.encoding or "utf-8"
         self.stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         self.stream.flush()
 
     def _draw_line(self) -> None:
         now_s = time.monotonic()
-        if self._is_drawn() or (self.drawn_step and now_s - self.drawn_s < PIPE_EVERY_S):
+        if self._is_drawn() or (self.drawn_step and now_s - self.drawn_s < self._pause_s(now_s)):
+            if line := self.silence.line(self._doing()):
+                self.stream.write(f"{line}\n")
+                self.stream.flush()
             return
         self._draw_last()
         self.drawn_s = now_s
+
+    def _pause_s(self, now_s: float) -> float:
+        """Between lines through a pipe."""
+        return max(PIPE_EVERY_S, min(PIPE_AT_MOST_S, (now_s - self.made_s) * PIPE_SHARE))
+
+    def _doing(self) -> Doing:
+        """What the first worker says it is busy with; nothing of a worker that is gone."""
+        return read_doing(self.folder.path, self.since_s)
 
     def _draw_in_place(self) -> None:
         now_s = time.monotonic()
@@ -199,13 +225,26 @@ class LiveView:
         elif now_s - self.drawn_s < DRAW_EVERY_S:
             return
         self.drawn_s = now_s
-        self.live.update(self._region(self.console.width, now_s), refresh=True)
+        width = self.console.width
+        # A terminal that became narrower has broken the old lines: what they take more goes first.
+        broken = sum(max(0, length - 1) // width for length in self.drawn_lengths)
+        if broken:
+            self.stream.write("\r" + "\x1b[2K\x1b[1A" * broken)
+        region = self._region(width, now_s)
+        text = region if isinstance(region, Text) else region.renderables[0]
+        below = [] if isinstance(region, Text) else [width]
+        self.drawn_lengths = [text.cell_len if isinstance(text, Text) else width, *below]
+        self.live.update(region, refresh=True)
 
     def _region(self, width: int, now_s: float) -> Group | Text:
+        doing = self._doing()
         if self.progress.last is None or self.phase in ("restarting", "finishing"):
-            return Text(f"{self.phase} · {coarse_text(now_s - self.began_s)}", no_wrap=True)
+            seconds = coarse_text(now_s - self.began_s)
+            found = doing.words() if doing.phases else []
+            words = [f"{self.phase}: {found[0]}", *found[1:]] if found else [self.phase, seconds]
+            return Text(fit(words, width, " · ") or words[0][:width], no_wrap=True)
         dense = Text(self.progress.dense(width), no_wrap=True)
-        words = self.progress.waits()
+        words = doing.words() if doing.phases else self.progress.waits()
         if self.phase != "training":
             words.insert(0, self.phase)
         fraction = self.progress.fraction
@@ -218,3 +257,9 @@ class LiveView:
         bar = ProgressBar(total=1.0, completed=fraction, complete_style="cyan")
         row.add_row(bar, Text(beside))
         return Group(dense, row)
+
+
+def _began_s(events: list[Record]) -> float:
+    """When the workers were last started, by the wall clock; 0 where no event says so."""
+    starts = [e for e in events if e.get("event") in ("run_started", "restarting")]
+    return max((float(e.get("time_s") or 0.0) for e in starts), default=0.0)

@@ -74,7 +74,9 @@ def _table(record: Record, width: int) -> list[Line]:
     """One line per layout."""
     rows = record["layouts"]
     in_tokens = bool(record["model"]["sequence"])
-    head = ("", "layout", "step", "MFU", "tokens/s" if in_tokens else "samples/s", "memory", "")
+    # A core has no rated peak: what it is held against is its own measured matrix products.
+    share = "MFU" if record["machine"]["kind"] == "gpu" else "of matmul"
+    head = ("", "layout", "step", share, "tokens/s" if in_tokens else "samples/s", "memory", "")
     cells = [head]
     for row in rows:
         rate = row["tokens_per_s"] if in_tokens else row["samples_per_s"]
@@ -105,6 +107,8 @@ def _table(record: Record, width: int) -> list[Line]:
 
 def _verdict(row: Record) -> str:
     margin = bytes_text(abs(row["margin_bytes"]))
+    if not row["starts"] and row["after"] != "no":
+        return f"no, while starting; then {row['after']}"
     if row["verdict"] == "no":
         return f"no, lacks {margin}"
     return f"{row['verdict']}, {margin} {'free' if row['margin_bytes'] >= 0 else 'over'}"
@@ -119,7 +123,11 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
         f"memory of 1: {bytes_text(row['peak_bytes'])} ± {bytes_text(slack)} of "
         f"{bytes_text(capacity)} at its peak (in {row['when']}{at})"
     )
-    return [(head, "bold"), *_bars(row["memory"], row["peak_bytes"], bytes_text, width)]
+    lines = [(head, "bold"), *_bars(row["memory"], row["peak_bytes"], bytes_text, width)]
+    if row["start_bytes"] > min(row["peak_bytes"], capacity):
+        text = f"before that, while starting: {bytes_text(row['start_bytes'])}, all weights at once"
+        lines.append((text, "bold"))
+    return lines
 
 
 def _time_lines(row: Record, width: int) -> list[Line]:
@@ -166,7 +174,9 @@ def _bar(share: float) -> str:
 def _sentences(record: Record) -> list[tuple[str, str]]:
     best = record["layouts"][0]
     found: list[tuple[str, str]] = []
-    if best["verdict"] == "no":
+    if record["starting"]:
+        found.append(("start", f"no: {record['starting']}"))
+    if best["after"] == "no":
         fixes = record["fixes"]
         if fixes:
             first = fixes[0]

@@ -6,28 +6,38 @@ means of the last twenty steps, as one step is noise.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from typing import Any, TypeGuard
 
+from shoal.base.lines import Record, is_number
 from shoal.base.units import bytes_text, count_text, seconds_text
 
-Record = dict[str, Any]
 WINDOW_STEPS = 20
+LEAST_SHARE = 0.005
+"""Of the matrix rate: below it a model is too small for the figure to say anything."""
 
 
 class Progress:
-    """The state of a run, fed with records of `metrics.jsonl`."""
+    """The state of a run, fed with records of `metrics.jsonl`.
+
+    plan   plan.json, once it is there
+    """
 
     def __init__(self, total_steps: int | None) -> None:
         self.total_steps = total_steps
+        self.plan: Record = {}
         self.recent: deque[Record] = deque(maxlen=WINDOW_STEPS)
+        self.validations: list[float] = []
 
     def add(self, records: list[Record], cut_back: bool) -> None:
         """Take new steps; after a cut, forget those that were taken back."""
         if cut_back:
             self.recent.clear()
         self.recent.extend(record for record in records if "step" in record)
+
+    def validated(self, loss: object) -> None:
+        """Take the loss of a validation."""
+        if is_number(loss):
+            self.validations.append(loss)
 
     @property
     def last(self) -> Record | None:
@@ -46,13 +56,15 @@ class Progress:
         values = [record[key] for record in self.recent if is_number(record.get(key))]
         return sum(values) / len(values) if values else None
 
-    def tokens_per_s(self) -> float | None:
-        """Tokens of the recent steps by their seconds; else the steps' own figure."""
-        steps = [r for r in self.recent if is_number(r.get("tokens")) and r.get("step_s")]
-        seconds = sum(record["step_s"] for record in steps)
+    def rate(self) -> float | None:
+        """Tokens or samples of the recent steps by their seconds; else the steps' own figure."""
+        unit = unit_of(self.plan)
+        counts = [(amount(r, unit), r.get("step_s")) for r in self.recent]
+        known = [(count, step_s) for count, step_s in counts if count is not None and step_s]
+        seconds = sum(step_s for _, step_s in known)
         if seconds > 0:
-            return float(sum(record["tokens"] for record in steps) / seconds)
-        return self.mean("tokens_per_s")
+            return float(sum(count for count, _ in known) / seconds)
+        return self.mean("tokens_per_s") if unit == "tokens" else None
 
     def left_s(self) -> float | None:
         """Seconds to the end at the present pace."""
@@ -67,16 +79,21 @@ class Progress:
         if last is None:
             return []
         total = f"/{self.total_steps}" if self.total_steps else ""
-        rate, mfu, left_s = self.tokens_per_s(), self.mean("mfu"), self.left_s()
+        rate, mfu, left_s = self.rate(), self.mean("mfu"), self.left_s()
         memory, gpu = last.get("peak_memory_bytes"), self.mean("gpu_utilisation")
         comm_s, wait_s = self.mean("comm_exposed_s"), self.mean("data_wait_s")
+        if not last.get("comm_bytes", 1):
+            comm_s = None  # nobody to talk to
+        if mfu is not None and mfu < LEAST_SHARE:
+            mfu = None
         found = [
             ("step", f"{last['step']}{total}"),
             ("loss", own_text(last, "loss", ".4f")),
             ("grad_norm", own_text(last, "grad_norm", ".3f")),
+            ("validation", f"{self.validations[-1]:.4f}" if self.validations else None),
             ("lr", own_text(last, "lr", ".1e")),
-            ("tokens_per_s", None if rate is None else f"{rate:.0f}"),
-            ("mfu", None if mfu is None else f"{mfu:.1%}"),
+            (f"{unit_of(self.plan)}_per_s", None if rate is None else f"{rate:.0f}"),
+            ("matmul" if on_cpu(self.plan) else "mfu", None if mfu is None else f"{mfu:.1%}"),
             ("gpu", None if gpu is None else f"{gpu:.0%}"),
             ("memory", None if memory is None else bytes_text(memory)),
             ("comm", None if comm_s is None else seconds_text(comm_s)),
@@ -91,19 +108,26 @@ class Progress:
 
     def dense(self, width: int) -> str:
         """One line for a terminal: what fits of it, the more telling first."""
-        found = dict(self.fields())
-        rate = self.tokens_per_s()
+        found, unit = dict(self.fields()), unit_of(self.plan)
+        rate = self.rate()
         words = [
             ("step", "step {}"),
             ("loss", "loss {}"),
+            ("validation", self._validation_form()),
             ("grad_norm", "grad {}"),
-            ("tokens_per_s", f"{count_text(rate or 0)} tokens/s"),
+            (f"{unit}_per_s", f"{count_text(rate or 0)} {unit}/s"),
             ("mfu", "MFU {}"),
+            ("matmul", "{} of matmul rate"),
             ("memory", "{}/rank"),
             ("gpu", "GPU {}"),
             ("lr", "lr {}"),
         ]
         return fit([form.format(found[name]) for name, form in words if name in found], width)
+
+    def _validation_form(self) -> str:
+        best = min(self.validations, default=0.0)
+        is_best = not self.validations or self.validations[-1] <= best
+        return "val {}" if is_best else f"val {{}} (best {best:.4f})"
 
     def waits(self) -> list[str]:
         """What the second line says beside the bar: time left first, then the waits."""
@@ -112,9 +136,42 @@ class Progress:
         return [form.format(found[name]) for name, form in words if name in found]
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a field holds a finite number."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def unit_of(plan: Record) -> str:
+    """What a run counts: tokens, or samples where they are none.
+
+    >>> unit_of({}), unit_of({"unit": "samples"})
+    ('tokens', 'samples')
+    """
+    return "samples" if plan.get("unit") == "samples" else "tokens"
+
+
+def amount(record: Record, unit: str) -> float | None:
+    """Tokens or samples of one step; None where its line does not say.
+
+    >>> amount({"tokens": 64, "samples": [32, 40]}, "samples"), amount({"tokens": 64}, "tokens")
+    (8, 64)
+    """
+    if unit == "tokens":
+        return record["tokens"] if is_number(record.get("tokens")) else None
+    span = record.get("samples")
+    known = isinstance(span, list) and len(span) == 2 and all(map(is_number, span))
+    return span[1] - span[0] if known and span is not None else None
+
+
+def on_cpu(plan: Record) -> bool:
+    """Whether the rate that steps are held against is a CPU's own, measured by a short test."""
+    return plan.get("device") == "cpu"
+
+
+def share_text(mfu: float, plan: Record) -> str:
+    """The share of the machine's matrix rate; a CPU has no peak that others could look up.
+
+    >>> share_text(0.4, {}), share_text(0.4, {"device": "cpu"}), share_text(0.0001, {})
+    ('MFU 40.0%', "40.0% of machine's matmul rate", '')
+    """
+    if mfu < LEAST_SHARE:
+        return ""
+    return f"{mfu:.1%} of machine's matmul rate" if on_cpu(plan) else f"MFU {mfu:.1%}"
 
 
 def own_text(record: Record, key: str, form: str) -> str | None:

@@ -19,7 +19,7 @@ def proof_text(report: Report, worst: int = WORST) -> str:
 
     worst   how many parameters of each trajectory are shown, the farthest first
     """
-    lines = [verdict_line(report)]
+    lines = [verdict_line(report), *(f"  {text}" for text in report["said"])]
     for trajectory in report["trajectories"]:
         lines += ["", *_trajectory(trajectory, worst)]
     if report["cause"]:

@@ -6,41 +6,68 @@ Counts and times are of the last session only: a resumed run's earlier steps wer
 from __future__ import annotations
 
 import statistics
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from shoal.base.lines import Record, is_number
 from shoal.base.units import bytes_text, count_text, seconds_text
-from shoal.view.events import died_text, number_text, numbers_text, printable, signal_text
+from shoal.view.events import DAMAGED, died_text, number_text, numbers_text, printable, signal_text
 from shoal.view.folder import RunFolder, last_session
 from shoal.view.islands import islands_row
-from shoal.view.progress import is_number
+from shoal.view.progress import amount, share_text, unit_of
 
-Record = dict[str, Any]
 LABEL_WIDTH = 13
+LEAST_WIDTH = 40
 
 
-def summary(folder: Path) -> str:
-    """What a run folder tells about its last session, as a few lines of at most 80 columns."""
+def summary(folder: Path, width: int = 80) -> str:
+    """What a run folder tells about its last session, as a few lines of at most `width` columns."""
     run = RunFolder(folder)
     events = last_session(run.events.read()[0])
     start = _first_step(events)
-    steps = [record for record in run.metrics.read()[0] if record.get("step", 0) > start]
-    rows = [
-        ("trained", _trained(steps, events)),
-        ("step", _speed(steps)),
-        ("memory", _memory(steps)),
-        ("sent", _sent(steps)),
-        ("foreseen", _foreseen(run.plan(), steps)),
-        ("islands", islands_row(events, _islands_foreseen(run.plan()))),
-        ("waited", _waited(steps)),
-        ("restarts", _restarts(events)),
-        ("skipped", _skipped(events)),
-        ("validation", _validation(events)),
-        ("checkpoints", _checkpoints(run, events)),
+    steps = [record for record in run.metrics.read()[0] if record["step"] > start]
+    plan = run.plan()
+    rows: list[tuple[str, Callable[[], str]]] = [
+        ("trained", lambda: _trained(steps, plan)),
+        ("took", lambda: _took(steps, events)),
+        ("step", lambda: _speed(steps, plan)),
+        ("memory", lambda: _memory(steps)),
+        ("sent", lambda: _sent(steps)),
+        ("foreseen", lambda: _foreseen(plan, steps)),
+        ("islands", lambda: islands_row(events, _islands_foreseen(plan))),
+        ("waited", lambda: _waited(steps)),
+        ("restarts", lambda: _restarts(events)),
+        ("skipped", lambda: _skipped(events)),
+        ("validation", lambda: _validation(events)),
+        ("checkpoints", lambda: _checkpoints(run, events)),
     ]
-    lines = [_ending(events, steps)]
-    lines += [f"  {label:<{LABEL_WIDTH}}{_short(text)}" for label, text in rows if text]
+    lines = textwrap.wrap(
+        _told(lambda: _ending(events, steps, run.checkpoints())), max(LEAST_WIDTH, width)
+    )
+    for label, tell in rows:
+        if text := _told(tell):
+            lines += _row(label, text, max(LEAST_WIDTH, width))
     return "\n".join(lines)
+
+
+def _told(tell: Callable[[], str]) -> str:
+    """A row's text; empty where the records that it is made of were damaged."""
+    try:
+        return tell()
+    except DAMAGED:
+        return ""
+
+
+def _row(label: str, text: str, width: int) -> list[str]:
+    """A label and its text, which goes on below itself; of very long ones two lines."""
+    found = textwrap.wrap(text, width - LABEL_WIDTH - 2, break_on_hyphens=False)
+    if len(found) > 2:
+        found = [found[0], f"{found[1][: width - LABEL_WIDTH - 3]}…"]
+    return [
+        f"  {label if number == 0 else '':<{LABEL_WIDTH}}{line}"
+        for number, line in enumerate(found)
+    ]
 
 
 def _named(events: list[Record], name: str) -> list[Record]:
@@ -53,11 +80,11 @@ def _first_step(events: list[Record]) -> int:
         if event.get("event") == "restarting":
             return 0
         if event.get("event") == "resumed":
-            return int(event.get("step") or 0)
+            return int(event["step"]) if is_number(event.get("step")) else 0
     return 0
 
 
-def _ending(events: list[Record], steps: list[Record]) -> str:
+def _ending(events: list[Record], steps: list[Record], saved: list[int]) -> str:
     at = f" at step {steps[-1]['step']}" if steps else " before the first step"
     deaths = [event for event in _named(events, "worker_died") if event.get("fatal")]
     if deaths:
@@ -68,35 +95,53 @@ def _ending(events: list[Record], steps: list[Record]) -> str:
         how, mark, trouble = str(ends[-1].get("how", "finished")).partition(";")
         return printable(f"{how}{at}{by}{mark}{trouble}")
     if stops:
-        return f"stopped{at}{by}; the end was not recorded"
+        newest = f"the newest checkpoint is step-{saved[-1]}" if saved else "nothing was saved"
+        return f"stopped{at}{by}; {newest}"
     return f"no end recorded; last seen{at}"
 
 
-def _trained(steps: list[Record], events: list[Record]) -> str:
+def _trained(steps: list[Record], plan: Record) -> str:
     if not steps:
         return ""
-    tokens = sum(record["tokens"] for record in steps if is_number(record.get("tokens")))
-    times = [event["time_s"] for event in events if is_number(event.get("time_s"))]
-    took = f" in {seconds_text(max(times) - min(times))}" if len(times) > 1 else ""
+    total = sum(amount(record, unit_of(plan)) or 0 for record in steps)
+    times = _values(steps, "step_s")
+    took = f" in {seconds_text(sum(times))}" if times else ""
     word = "step" if len(steps) == 1 else "steps"
     loss = number_text(steps[-1].get("loss"), 4)
-    return f"{len(steps)} {word}, {count_text(tokens)} tokens{took}; last loss {loss}"
+    return f"{len(steps)} {word}, {count_text(total)} {unit_of(plan)}{took}; last loss {loss}"
+
+
+def _took(steps: list[Record], events: list[Record]) -> str:
+    """The session's seconds, and what of them were no steps."""
+    times = [event["time_s"] for event in events if is_number(event.get("time_s"))]
+    if len(times) < 2 or not steps:
+        return ""
+    began = [e["time_s"] for e in _named(events, "compute_started") if is_number(e.get("time_s"))]
+    parts = {
+        "starting": min(began) - min(times) if began else 0.0,
+        "steps": sum(_values(steps, "step_s")),
+        "validation": sum(_values(_named(events, "validated"), "seconds")),
+    }
+    told = [f"{seconds_text(seconds)} {word}" for word, seconds in parts.items() if seconds >= 0.05]
+    return f"{seconds_text(max(times) - min(times))}: {', '.join(told)}"
 
 
 def _values(steps: list[Record], key: str) -> list[float]:
     return [record[key] for record in steps if is_number(record.get(key))]
 
 
-def _speed(steps: list[Record]) -> str:
+def _speed(steps: list[Record], plan: Record) -> str:
     # The first step of a session pays for warm-up and says little about the others.
     steady = steps[1:] or steps
     if not (times := _values(steady, "step_s")):
         return ""
     parts = [f"{seconds_text(statistics.median(times))} median"]
-    if rates := _values(steady, "tokens_per_s"):
-        parts.append(f"{count_text(statistics.median(rates))} tokens/s")
+    unit = unit_of(plan)
+    timed = [(amount(record, unit), record.get("step_s")) for record in steady]
+    if rates := [done / step_s for done, step_s in timed if done and is_number(step_s) and step_s]:
+        parts.append(f"{count_text(statistics.median(rates))} {unit}/s")
     if mfus := _values(steady, "mfu"):
-        parts.append(f"MFU {statistics.median(mfus):.1%}")
+        parts += filter(None, [share_text(statistics.median(mfus), plan)])
     return ", ".join(parts)
 
 
@@ -156,6 +201,8 @@ def _waited(steps: list[Record]) -> str:
     parts = []
     for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data")):
         waits = _values(steps, key)
+        if key == "comm_exposed_s" and not any(record.get("comm_bytes") for record in steps):
+            continue  # nobody to talk to
         if waits and total_s > 0:
             mean_s = sum(waits) / len(waits)
             parts.append(f"{seconds_text(mean_s)} {word} ({sum(waits) / total_s:.1%})")
@@ -195,7 +242,3 @@ def _checkpoints(run: RunFolder, events: list[Record]) -> str:
     names = ", ".join(f"step-{step}" for step in complete[-3:])
     earlier = f" and {len(complete) - 3} earlier" if len(complete) > 3 else ""
     return f"{names}{earlier}{size}"
-
-
-def _short(text: str, width: int = 80 - LABEL_WIDTH - 2) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

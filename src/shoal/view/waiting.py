@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any, TextIO
+
+from shoal.view.phases import Silence, read_doing
+from shoal.view.progress import fit
 
 Record = dict[str, Any]
 
@@ -31,13 +35,16 @@ class Waiting:
         self.quiet, self.told = quiet, skip
         self.text, self.began_s = "starting processes", time.monotonic()
         self.unit = "samples"
+        self.began: int | None = None
         self.on_terminal = stream.isatty()
+        self.silence, self.since_s = Silence(), time.time()
 
     def tick(self) -> None:
         """Read what is new and show it; cheap."""
         for record in self._new():
             self.unit = record.get("unit", self.unit)
             if "began" in record:
+                self.began = record["began"]
                 layout, parts = self.asked[record["began"]]
                 self.text = (
                     f"measuring {layout} × {parts} (row {record['began'] + 1} of {len(self.asked)})"
@@ -46,9 +53,17 @@ class Waiting:
             elif "row" in record and not self.on_terminal and not self.quiet:
                 self.stream.write(self._key_values(record) + "\n")
                 self.stream.flush()
+                self.silence.broken()
+        doing = read_doing(self.path.parent, self.since_s)
         if self.on_terminal:
             waited_s = math.floor(time.monotonic() - self.began_s)
-            self.stream.write(f"\r{self.text} · {waited_s} s\x1b[K")
+            what = [doing.names()] if doing.phases else []
+            width = shutil.get_terminal_size().columns - 1
+            text = fit([self.text, f"{waited_s} s", *what], width, " · ") or self.text[:width]
+            self.stream.write(f"\r{text}\x1b[K")
+            self.stream.flush()
+        elif not self.quiet and (line := self.silence.line(doing)):
+            self.stream.write(f"{self._row_values()}{line}\n")
             self.stream.flush()
 
     def finish(self) -> None:
@@ -64,6 +79,12 @@ class Waiting:
         lines = self.path.read_text().splitlines()[self.told :]
         self.told += len(lines)
         return [json.loads(line) for line in lines]
+
+    def _row_values(self) -> str:
+        if self.began is None:
+            return ""
+        layout, parts = self.asked[self.began]
+        return f"layout={layout} processes={parts} "
 
     def _key_values(self, record: Record) -> str:
         layout, parts = self.asked[record["row"]]

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import BugError, ConfigError
 from shoal.base.islands import IslandsPolicy
 from shoal.islands.method import Method
-from shoal.islands.outer import Build, Outer
+from shoal.islands.outer import Build, Outer, hash_of
 
 
 def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
@@ -55,12 +55,54 @@ def spread(gram: Sequence[Sequence[float]]) -> float:
 
 
 class OwnWeights(Outer):
-    """Outer weights that no other island has."""
+    """Outer weights that no other island has, so none can say whether they are right.
+
+    A pair votes on the bits of the mean that both step with. Of its own weights and momentum each
+    island remembers a hash from one step to the next: memory that changed meanwhile is found.
+    """
+
+    def __init__(self, local: Mapping[str, Tensor], build: Build) -> None:
+        super().__init__(local, build)
+        self._stepped_with = ""
+        self._sealed = {name: self._seal(name) for name in self.weights}
 
     def digest(self) -> str:
         """Of what all islands hold alike: names and shapes."""
         alike = sorted((name, list(weight.shape)) for name, weight in self.weights.items())
         return hashlib.sha256(repr(alike).encode()).hexdigest()
+
+    def agreed(self) -> str:
+        """Of names, shapes, and the mean that was stepped with."""
+        return hashlib.sha256((self.digest() + self._stepped_with).encode()).hexdigest()
+
+    def step(self, mean: Mapping[str, Tensor]) -> bool:
+        """Propose W', u' from the pair's mean message. Gives whether they are sound."""
+        changed = [name for name in mean if self._seal(name) != self._sealed[name]]
+        self.trouble = (
+            f"its own outer weights or momentum of {changed[0]} are not what it committed: its "
+            f"memory changed"
+            if changed
+            else ""
+        )
+        if changed:
+            return False
+        self._stepped_with = hash_of(mean)
+        return self.propose({name: self.weights[name] + part for name, part in mean.items()})
+
+    def commit(self) -> None:
+        """See `Outer.commit`."""
+        moved = list(self._before or {})
+        super().commit()
+        self._sealed.update({name: self._seal(name) for name in moved})
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Outer.load`."""
+        super().load(tensors)
+        self._sealed = {name: self._seal(name) for name in self.weights}
+
+    def _seal(self, name: str) -> str:
+        state = {key: part for key, part in self._state(name).items() if isinstance(part, Tensor)}
+        return hash_of({"": self.weights[name], **state})
 
 
 class NoLoCo(Method):
@@ -129,4 +171,6 @@ class NoLoCo(Method):
 
     def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
         """Propose φ', δ' from the pair's mean message; see the module."""
-        return outer.propose({name: outer.weights[name] + part for name, part in mean.items()})
+        if not isinstance(outer, OwnWeights):
+            raise BugError("islands: noloco steps weights that another method opened")
+        return outer.step(mean)

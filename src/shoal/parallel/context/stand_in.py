@@ -83,7 +83,7 @@ class ContextForward(SplitForward):
             for name, p in zip(split.shapes, held, strict=True)
         ]
         held += [self.insides.tensor(name) for name in split.buffers]
-        outputs = split.run(self.axis, *held, *flat)
+        outputs = self.programs.code(split)(self.axis, *held, *flat)
         labelled = zip(outputs, split.outputs, strict=True)
         return split.rebuild([self._leaves(value, label) for value, label in labelled])
 

@@ -49,8 +49,7 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> Applied:
     stand_ins: list[StandIn] = []
     for group in split.classes:
         programs = Programs(group.split, group.bare)
-        if group.graph:
-            programs.note(group.call.args, group.call.kwargs)
+        programs.note(group.call.args, group.call.kwargs)
         for name in group.names:
             stand_ins.append(SplitForward(name, module.get_submodule(name), programs, axis))
     stand_ins += install(module, split.tables, axis, split.scattered)

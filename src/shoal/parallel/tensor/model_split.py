@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest, one_of
+from shoal.base.phases import phase
 from shoal.parallel._torch import pytree
 from shoal.parallel.echo import as_cheaply, echoing
 from shoal.parallel.tensor.capture import Call, CallLog, bare, first_calls, noting
@@ -37,6 +38,7 @@ from shoal.parallel.trunk import Run, Trunk, find_trunk
 WISHES = ("whole", "column", "row")
 
 
+@phase("split layers")
 def plan_split(
     module: nn.Module,
     run: Run,

@@ -62,6 +62,28 @@ def rewrite(
     return module, tuple(writer.exchanges)
 
 
+def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
+    """The same program for a compiler, which makes code of what stands between the exchanges.
+
+    They, shared attention and a user's autograd functions are Python, and run as they are.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(run.graph, {}))
+    for node in graph.nodes:
+        if isinstance(node.target, FunctionType):
+            node.target = _uncompiled(node.target)
+    return fx.GraphModule(run, graph)
+
+
+def _uncompiled(function: FunctionType) -> Callable[..., Any]:
+    """The function, which the compiler leaves alone, under a name that generated code can hold."""
+    left: Any = torch.compiler.disable(function)
+    left.__name__ = left.__qualname__ = function.__name__
+    left.__module__ = function.__module__
+    named: Callable[..., Any] = left
+    return named
+
+
 class _Writer:
     def __init__(self, labelling: Labelling, sums: Sums, attention: Shared | None) -> None:
         self.labelling, self.sums, self.problem = labelling, sums, labelling.problem

@@ -33,15 +33,12 @@ class BlockClass:
     names   of the layers in the model · split  for the sample's kind of input
     bare    one of them without numbers, for tracing other kinds of input
     call    the sample's call of the first one
-    graph   whether the split has a graph for that call; one that was kept from an earlier start
-            has none, and no call
     """
 
     names: tuple[str, ...]
     split: BlockSplit
     bare: nn.Module
     call: Call
-    graph: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Equal blocks share their graphs: a graph holds no numbers of its block.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import pytree
+from shoal.parallel._torch import function_modes, pytree, unwatched
 from shoal.parallel.program import StandIn
 from shoal.parallel.tensor.exchange import Axis
 from shoal.parallel.tensor.labels import Label, Split
+from shoal.parallel.tensor.rewrite import between_exchanges
 from shoal.parallel.tensor.sequence import Deal, is_shard, local_of, show, whole_of
 from shoal.parallel.tensor.split_block import BlockSplit, NotSplit, again
 from shoal.parallel.tensor.trace import Untraceable
@@ -59,7 +60,7 @@ class Insides:
         )
         modes = tuple(part.training for part in self.parts)
         formats = tuple(getattr(part, key).dtype for part, key in self.parameters)
-        return structure, told, modes, formats
+        return structure, told, modes, formats, tuple(map(type, function_modes()))
 
 
 class Programs:
@@ -68,11 +69,21 @@ class Programs:
     def __init__(self, split: BlockSplit, bare: nn.Module) -> None:
         self.first, self.bare = split, bare
         self.known: dict[Hashable, BlockSplit] = {}
+        self.compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        self.compiled: dict[int, Callable[..., Any]] = {}
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The sample's kind of input is what the first graph serves."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_shard)
         self.known[Insides(self.bare).kind(leaves, structure)] = self.first
+
+    def code(self, split: BlockSplit) -> Callable[..., Any]:
+        """What runs a graph: itself, or compiled code between its exchanges."""
+        if self.compiler is None:
+            return split.run
+        if id(split) not in self.compiled:
+            self.compiled[id(split)] = self.compiler(between_exchanges(split.run).forward)
+        return self.compiled[id(split)]
 
     def make(self, name: str, block: nn.Module, leaves: list[Any], structure: Any) -> BlockSplit:
         """The graph for another kind of input.
@@ -82,7 +93,8 @@ class Programs:
         wholes = [_as_whole(leaf) if is_shard(leaf) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(wholes, structure)
         try:
-            with _like(self.bare, block):
+            # It may be needed in the middle of a forward pass that somebody follows.
+            with unwatched(), _like(self.bare, block):
                 try:
                     return again(self.first, self.bare, args, kwargs)
                 except NotSplit:  # a sequence that does not divide: whole inputs and outputs
@@ -114,13 +126,23 @@ class SplitForward(StandIn):
             self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
         ]
         held = [self.insides.tensor(name) for name in (*split.shapes, *split.buffers)]
-        outputs = split.run(self.axis, *held, *flat)
+        outputs = self.programs.code(split)(self.axis, *held, *flat)
         return split.rebuild(
             [
                 self._leaves(value, label)
                 for value, label in zip(outputs, split.outputs, strict=True)
             ]
         )
+
+    def compile_inside(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+        """The graphs, which all equal layers share, become code."""
+        self.programs.compiler = compiler
+        return True
+
+    def take_away(self) -> None:
+        """Leave the layer as it was; nothing is compiled any more."""
+        self.programs.compiler = None
+        super().take_away()
 
     def _enters(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.errors import BugError
 from shoal.parallel._torch import pytree
 from shoal.parallel.tensor.exchange import Axis
 from shoal.parallel.tensor.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
@@ -44,8 +43,6 @@ class Trial:
     """
 
     def __init__(self, block: nn.Module, group: BlockClass, axis: Axis) -> None:
-        if not group.graph:
-            raise BugError(f"{group.names[0]}: a split that was kept had been checked")
         self.axis, self.split = axis, group.split
         self.generator = torch.Generator().manual_seed(1)
         self.args, self.kwargs = pytree.tree_map_only(

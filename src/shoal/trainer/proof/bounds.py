@@ -17,6 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+AS_IS = 1e-6
+"""What a model's own casts to float32 may make of rounding: it rounds to 24 bits, some times."""
+
 SUM_EPSILON = 2.0**-19
 LATER_EPSILON = {"fp32": 8 * 2.0**-18, "bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11}
 
@@ -53,3 +56,17 @@ def bounds_for(precision: str, optimizer: str) -> Bounds:
         return Bounds(1e-12, math.inf, 1e-10, 1e-10)
     later = LATER_EPSILON[precision]
     return Bounds(SUM_EPSILON, later if optimizer == "sgd" else math.inf, later, later)
+
+
+def within(optimizer: str) -> Bounds:
+    """How near both sides must be where a model casts to float32 on its way, its casts as they are.
+
+    What AdamW makes of rounding noise where a gradient is 0 is no smaller than a step, so only
+    gradients are held to it there.
+
+    >>> within("sgd").weights, within("adamw").weights
+    (1e-06, inf)
+    """
+    if optimizer == "sgd":
+        return Bounds(AS_IS, AS_IS, AS_IS, AS_IS)
+    return Bounds(AS_IS, math.inf, math.inf, math.inf)

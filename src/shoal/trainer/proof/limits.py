@@ -8,13 +8,18 @@ float64 kernel, nothing is proven and nothing is refused: the reason is told.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import psutil
 import torch
 
 from shoal.base.units import bytes_text, seconds_text
+from shoal.fabric import World
+from shoal.profile.alone import CollectiveAlone
 from shoal.trainer.run import Run
 
+T = TypeVar("T")
 STATES = 5
 """Copies of the parameters that one training process holds: weights, gradients, two states, one
 temporary."""
@@ -22,6 +27,10 @@ temporary."""
 
 class CannotProve(Exception):
     """The twin cannot run; the text is the reason, and no fault of the layout."""
+
+
+class NoFloat64(CannotProve):
+    """The model does not run in float64: it may in another format."""
 
 
 def check_memory(run: Run, steps: int, beside: int) -> None:
@@ -62,11 +71,43 @@ class Clock:
             )
 
 
+def on_all(world: World, work: Callable[[], T]) -> T:
+    """Do what may fail on every rank. Errors: CannotProve on all of them if it did on one."""
+    try:
+        result, failed = work(), ""
+    except Exception as failure:
+        result, failed = None, reason(failure)
+    told = next((text for text in world.gather_json(failed) if text), "")
+    if told or result is None:
+        raise CannotProve(told)
+    return result
+
+
 def reason(failure: Exception) -> str:
     """Why the twin broke down, as one line."""
     if isinstance(failure, CannotProve):
         return str(failure)
+    waits = collective(failure)
+    if waits is not None:
+        return (
+            f"the model takes part in a collective of its own ({waits.name} at {waits.where}), "
+            f"which one process cannot do alone; what it computes on several ranks has no "
+            f"reference in one"
+        )
     line = str(failure).strip().splitlines()[0] if str(failure).strip() else ""
     if isinstance(failure, torch.OutOfMemoryError | MemoryError):
         return f"memory: {line}"
     return f"the model does not run in this precision: {type(failure).__name__}: {line}"
+
+
+def of_format(failure: Exception) -> bool:
+    """Whether another number format may help."""
+    other = CannotProve | torch.OutOfMemoryError | MemoryError
+    return not isinstance(failure, other) and collective(failure) is None
+
+
+def collective(failure: BaseException | None) -> CollectiveAlone | None:
+    """The collective at which it broke down, whatever a library made of that."""
+    while failure is not None and not isinstance(failure, CollectiveAlone):
+        failure = failure.__cause__ or failure.__context__
+    return failure

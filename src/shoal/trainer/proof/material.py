@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from shoal.base.batches import default_micro_batch
+from shoal.base.layout import AXES
 from shoal.config.sections import LayoutSection, TrainSection
 from shoal.data.fetch import draws_nothing, first_samples, kept_draws
 from shoal.data.loader import is_indexed
@@ -34,6 +35,7 @@ class Material:
     layout              as `shoal.parallelize` takes it
     batch, micro_batch  samples per step over all ranks, per forward pass
     full_steps          full steps in the epoch that the proof sees, before the short one
+    ours                the module is one of Shoal's own, which may be built without numbers
     policies            what else `shoal.parallelize` is told on the layout's side only: defer_sync,
                         recompute, offload; never compress, which changes numbers on purpose
     """
@@ -48,12 +50,18 @@ class Material:
     call: str = "single"
     seed: int = 0
     full_steps: int = 2
+    ours: bool = False
     policies: Mapping[str, Any] = field(default_factory=dict)
 
     def small(self, degree: int) -> Material:
         """The same with two small micro-batches per rank and step; `degree` data-parallel ranks."""
         micro_batch = min(self.micro_batch, 2)
         return replace(self, micro_batch=micro_batch, batch=2 * degree * micro_batch, full_steps=1)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch that a proof sees; fewer where the dataset is shorter."""
+        return epoch_samples(self.batch, self.micro_batch, self.full_steps)
 
     def trial(self) -> Trial:
         """Trains on the first samples of the data, epoch after epoch."""
@@ -76,13 +84,17 @@ class Material:
         return train
 
 
+ELSEWHERE = ("strategy", *AXES, "ep", "zero", "compress")
+"""Keys of [layout] that are taken by name above, or that are no part of a layout (compress)."""
+
+
 def asked_layout(section: LayoutSection) -> dict[str, Any]:
     """The [layout] section as `shoal.parallelize` takes it."""
     given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
     if section.zero >= 0:
         given["zero"] = section.zero
     plain = LayoutSection()
-    for key in ("threads", "schedule", "chunks", "strict", "sequence_parallel", "split"):
+    for key in (one.name for one in fields(LayoutSection) if one.name not in ELSEWHERE):
         if getattr(section, key) != getattr(plain, key):
             given[key] = getattr(section, key)
     return given
@@ -99,8 +111,7 @@ def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
     The short step has one full micro-batch and a half one (of two samples at least, since layers
     such as BatchNorm cannot train on one). Datasets that are shorter stay as they are.
     """
-    half = max(2, micro_batch // 2) if micro_batch > 2 else 0
-    samples = full_steps * batch + micro_batch + half
+    samples = epoch_samples(batch, micro_batch, full_steps)
     if not is_indexed(data):
         # What trains afterwards must find the data, and the generators, as they were.
         state = copy.deepcopy(data.state_dict()) if hasattr(data, "state_dict") else None
@@ -110,6 +121,12 @@ def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
             data.load_state_dict(state)
         return few
     return data if len(data) <= samples else Head(data, samples)
+
+
+def epoch_samples(batch: int, micro_batch: int, full_steps: int) -> int:
+    """Samples of the full steps and of the short one, see `head`."""
+    half = max(2, micro_batch // 2) if micro_batch > 2 else 0
+    return full_steps * batch + micro_batch + half
 
 
 class Head:

@@ -1,9 +1,11 @@
 """Two small steps on the layout and in one process, before a training run on several processes.
 
-    fresh start only    a restart, or a run that goes on from a checkpoint, was proven when it began
+    until it ended      a run's folder says that its proof began and how it ended (proof.json): one
+                        that was killed, or hung until it was, is begun again by the next attempt,
+                        `MOST_BEGUN` times; a run that goes on from a checkpoint had its proof
     once                per model (its code, names, shapes), loss, layout, processes and versions,
                         Shoal's own source among them; "equal" is kept in the cache folder
-    in the workers      which have met already; nothing is started and nothing is written to the run
+    in the workers      which have met already; nothing is started
     refuses             on a proven difference only; what cannot be proven is said and let through
 
 Source: design §5; nobody else ships it, so the cost must stay at seconds: `BUDGET_S` bounds it.
@@ -11,12 +13,15 @@ Source: design §5; nobody else ships it, so the cost must stay at seconds: `BUD
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +29,18 @@ import torch
 from torch import nn
 
 from shoal import __version__
-from shoal.base.errors import TrainingError
+from shoal.base.errors import ShoalError, TrainingError
 from shoal.base.files import cache_folder, write_whole
+from shoal.base.phases import phase
+from shoal.base.units import seconds_text
 from shoal.checkpoint.catalog import find
 from shoal.data.cache import content_key
 from shoal.fabric import World
+from shoal.profile.alone import CollectiveAlone, alone
 from shoal.trainer.parallelize import build_module
 from shoal.trainer.proof.battery import OPTIMIZERS, SGD, Battery, Report
+from shoal.trainer.proof.estimate import expected_seconds
+from shoal.trainer.proof.limits import collective
 from shoal.trainer.proof.material import Material
 
 BUDGET_S = 30.0
@@ -38,9 +48,14 @@ BUDGET_S = 30.0
 
 STEPS = 2
 PLAIN = (bool, int, float, str)
+NAME = "proof.json"
+
 RESTARTS = ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+MOST_BEGUN = 2
+"""Attempts that a proof may cost a run: one that ends none of them is told, and training begins."""
 
 
+@phase("proof")
 def prove_before(
     material: Material, world: World, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> str:
@@ -50,41 +65,140 @@ def prove_before(
     Gives    the line that the user should read; empty where nothing was done
     Errors   TrainingError with the first difference and its likely cause if they differ
     """
-    if world.size == 1 or not fresh(world, folder, environ):
+    if world.size == 1:
+        return ""
+    attempts = Attempts(folder, content_key(_text(folder / "run.toml"), world.size))
+    restarted = any(environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+    begun = world.broadcast_json(attempts.begun(restarted) if world.is_first else None)
+    if begun is None:
         return ""
     if isinstance(material.data, Iterator):
         return "proof: not proven: the data can be read once only; training goes on"
+    if begun >= MOST_BEGUN:
+        return (
+            f"proof: not proven: begun {begun} times and ended neither time (the run was killed, "
+            f"hung or broke off); training goes on"
+        )
     known: Any = None
-    key = ""
+    key, expected_s = "", 0.0
     if world.is_first:
-        key = proof_key(material, world)
-        known = _read().get(key)
-    if world.broadcast_json(known) is not None:
+        key, known, expected_s = _look(material, world)
+        attempts.write(begun + 1, known["verdict"] if known else "")
+    known, expected_s = world.broadcast_json([known, expected_s])
+    if known is not None:
         return ""
-    report = quick_battery(material, world.size).prove(world, material.layout, material.policies)
+    if expected_s > BUDGET_S:
+        if world.is_first:
+            attempts.write(begun + 1, "not proven")
+        return too_long(expected_s, folder)
+    battery = quick_battery(material, world.size, BUDGET_S)
+    report = battery.prove(world, material.layout, material.policies)
     if report["verdict"] == "different":
         raise TrainingError(refusal(report))
-    if world.is_first and report["verdict"] == "equal":
+    if world.is_first:
+        attempts.write(begun + 1, report["verdict"])
+    if key and report["verdict"] == "equal":
         kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
         _write({**_read(), key: kept})
     return line(report)
 
 
-def quick_battery(material: Material, degree: int) -> Battery:
-    """Two steps of SGD on small micro-batches, the second step a short one."""
+@dataclass(frozen=True)
+class Attempts:
+    """A run's attempts at its proof, kept in its folder. Rank 0 alone reads and writes.
+
+    Format   <run>/proof.json: {"of": the configuration and the processes, "begun": attempts,
+             "verdict": of the one that ended, "" before}
+    """
+
+    folder: Path
+    of: str
+
+    def begun(self, restarted: bool) -> int | None:
+        """Attempts that did not end; None where nothing is left to prove.
+
+        restarted   by a launcher, with the same code; else whatever was proven may have changed
+        """
+        if find(self.folder / "checkpoints"):
+            return None
+        if not restarted:
+            return 0
+        try:
+            told = json.loads(_text(self.folder / NAME))
+            if told["of"] != self.of:
+                return 0
+            return None if told["verdict"] else int(told["begun"])
+        except (ValueError, LookupError, TypeError):
+            return 0
+
+    def write(self, begun: int, verdict: str) -> None:
+        """Keep how far the proof is; on a full disk the next attempt proves again."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            told = {"of": self.of, "begun": begun, "verdict": verdict}
+            write_whole(self.folder / NAME, json.dumps(told))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _look(material: Material, world: World) -> tuple[str, Any, float]:
+    """(key of this proof, what is kept under it, seconds that one process would take).
+
+    The key is empty where a model cannot be built by one process alone.
+    """
+    module = _structure(material)
+    if module is None:
+        return "", None, 0.0
+    key = proof_key(material, module, world)
+    known = _read().get(key)
+    if known is not None:
+        return key, known, 0.0
+    small, expected_s = material.small(world.size), 0.0
+    with contextlib.suppress(CollectiveAlone), alone():
+        expected_s = expected_seconds(module, small, world.device)
+    return key, None, expected_s
+
+
+def _structure(material: Material) -> nn.Module | None:
+    """The module, whose numbers do not matter here: ours is built without any.
+
+    None where a model cannot be built by one process alone.
+    """
+    try:
+        with alone(), torch.device("meta") if material.ours else nullcontext():
+            return build_module(material.build, material.seed)
+    except (CollectiveAlone, ShoalError) as failure:
+        if collective(failure) is None:  # a builder's exception arrives as the user's error
+            raise
+        return None
+
+
+def too_long(expected_s: float, folder: Path) -> str:
+    """What is said where one process would take longer than it may: one line."""
+    return (
+        f"proof: not proven: time: {STEPS} steps in one process would take about "
+        f"{seconds_text(expected_s)}, {seconds_text(BUDGET_S)} are allowed; training goes on; "
+        f"alone it is proven by: shoal prove --quick {folder / 'run.toml'}"
+    )
+
+
+def quick_battery(material: Material, degree: int, budget_s: float | None = None) -> Battery:
+    """Two steps of SGD on small micro-batches, the second step a short one.
+
+    budget_s   for the one process; None where the proof is all that was asked for
+    """
     return Battery(
         material.small(degree).trial(),
         optimizers={SGD: OPTIMIZERS[SGD]},
         steps=STEPS,
         seed=material.seed,
-        budget_s=BUDGET_S,
+        budget_s=budget_s,
     )
-
-
-def fresh(world: World, folder: Path, environ: Mapping[str, str]) -> bool:
-    """Whether the run begins here: no restart of any launcher, no checkpoint. Rank 0 decides."""
-    restarted = any(environ.get(name, "0") not in ("", "0") for name in RESTARTS)
-    return bool(world.broadcast_json(not restarted and not find(folder / "checkpoints")))
 
 
 def line(report: Report) -> str:
@@ -96,22 +210,26 @@ def line(report: Report) -> str:
         f"proof: {report['layout']} computes what one process computes: "
         f"{len(trajectory['parameters'])} parameters, {report['steps']} steps in float64, largest "
         f"difference {trajectory['largest']['gradient']:.0e} ({report['seconds']:.1f} s; once per "
-        f"model, layout and versions)"
+        f"model, layout and versions){said(report)}"
     )
+
+
+def said(report: Report) -> str:
+    """What was done to the model for the proof's sake, as the end of a line."""
+    return "".join(f"; {text}" for text in report["said"])
 
 
 def refusal(report: Report) -> str:
     """Why training is refused: layout, first difference, likely cause, what to do."""
     return (
         f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
-        f"process computes: {report['cause']['text']}. `shoal prove` shows every parameter; "
-        f"train.prove=off trains all the same"
+        f"process computes: {report['cause']['text']}{said(report)}. `shoal prove` shows every "
+        f"parameter; train.prove=off trains all the same"
     )
 
 
-def proof_key(material: Material, world: World) -> str:
-    """A hash of all that a quick proof depends on; builds the model once to see its code."""
-    module = build_module(material.build, material.seed)
+def proof_key(material: Material, module: nn.Module, world: World) -> str:
+    """A hash of all that a quick proof of `material`, which builds `module`, depends on."""
     layout = material.layout
     return content_key(
         model_parts(module),

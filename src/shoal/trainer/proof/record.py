@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shoal.base.phases import counting
 from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.parallel.same_weights import tensor_digest
@@ -60,6 +61,7 @@ class Record:
     degrees          of all axes of the layout · held  who holds a parameter, where that is divided
     ep, experts      ranks to which experts are dealt · parameters that are stacks of them
     apart            for each row, parameters whose holders have different gradients
+    casts            lines of code whose casts to a narrower format were lifted
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -80,6 +82,7 @@ class Record:
     ep: int = 1
     experts: list[str] = field(default_factory=list)
     apart: list[dict[str, Apart]] = field(default_factory=list)
+    casts: tuple[str, ...] = ()
 
 
 def record(side: Side, trial: Trial) -> Record:
@@ -97,7 +100,7 @@ def record(side: Side, trial: Trial) -> Record:
         found.start.update(_kept(side, label, gather_weights(run.program)))
 
     side.on_run = begin
-    for label, result in trial(side):
+    for label, result in counting("steps", side.steps, trial(side)):
         gradients, used = gather_gradients(side.runs[label].program)
         mine = {name: gradients[name] for name in gradients if name in used}
         found.rows.append(Row.of(label, result))

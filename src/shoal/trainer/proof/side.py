@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from shoal.trainer.parallelize import parallelize
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
 from shoal.trainer.settings import BuildOptimizer
+
+JITTER = 2.0**-50
+"""A share of a weight: its last bits in float64, about what adding dozens of numbers in another
+order makes."""
 
 NOISE_SHARE, NOISE_FLOOR = 0.05, 0.01
 """Noise = floor + share of the parameter's root mean square."""
@@ -39,6 +44,9 @@ class Side:
     policies        more of `shoal.parallelize`'s arguments (defer_sync, recompute, …)
     on_run          called with every run as it is made, before its first step
     runs            filled by `parallelize`: label → run
+    jitter          every weight is changed in its last bits: what the model makes of that is
+                    rounding, and no mistake of a layout
+    said            what was done to the models for the proof's sake
     """
 
     world: World
@@ -50,7 +58,10 @@ class Side:
     seed: int = 3
     on_run: Callable[[str, Run], None] = lambda label, run: None
     policies: Mapping[str, Any] = field(default_factory=dict)
+    jitter: bool = False
     runs: dict[str, Run] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
     def parallelize(
         self,
@@ -69,8 +80,16 @@ class Side:
                 `torch.manual_seed`) · label  names the run where a trial has several
         Errors  as `shoal.parallelize`
         """
+
+        def made() -> nn.Module:
+            module = build()
+            if self.precision == "fp64":
+                self.said += plain_experts(module, self.undo)
+            perturb(module, label)
+            return jittered(module) if self.jitter else module
+
         run = parallelize(
-            lambda: perturb(build(), label),
+            made,
             self.optimizer,
             loss,
             self.layout,
@@ -85,6 +104,7 @@ class Side:
             world=self.world,
             **self.policies,
         )
+        run.touched.watching = False  # a proof says itself what differs, and where
         self.runs[label] = run
         self.on_run(label, run)
         return run
@@ -98,11 +118,28 @@ class Side:
         for run in self.runs.values():
             for undo in run.program.on_close:
                 undo()
-        self.runs = {}
+        for undo in self.undo:
+            undo()
+        self.runs, self.undo = {}, []
 
 
 Trial = Callable[[Side], Iterable[tuple[str, StepResult]]]
 """Makes runs, trains them, yields (label, result) after every step of each; may go on for ever."""
+
+
+def plain_experts(module: nn.Module, undo: list[Callable[[], None]]) -> list[str]:
+    """Let transformers' layers of experts compute them one by one: grouped products lack float64.
+
+    undo   gets what puts the model's configuration back, which other models may share
+    Gives  what was done, as lines for the verdict
+    """
+    kind, plain = "_experts_implementation", "eager"
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    found = [c for c in configs.values() if getattr(c, kind, plain) not in (plain, None)]
+    for config in found:
+        undo.append(partial(setattr, config, kind, getattr(config, kind)))
+        setattr(config, kind, plain)
+    return ["experts computed one by one (their grouped product has no float64)"] if found else []
 
 
 def perturb(module: nn.Module, label: str = "") -> nn.Module:
@@ -117,8 +154,39 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
                 continue
             key = hashlib.blake2b(f"{label}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            size = float(torch.linalg.vector_norm(parameter.detach().double().cpu()))
-            scale = NOISE_FLOOR + NOISE_SHARE * size / parameter.numel() ** 0.5
-            parameter.add_((noise * scale).to(parameter))
+            stored = once(parameter.detach())
+            noise = torch.randn(stored.shape, generator=generator, dtype=torch.float64)
+            size = float(torch.linalg.vector_norm(stored.double().cpu()))
+            scale = NOISE_FLOOR + NOISE_SHARE * size / stored.numel() ** 0.5
+            stored.add_((noise * scale).to(stored))
     return module
+
+
+def jittered(module: nn.Module) -> nn.Module:
+    """Change every number of every parameter by `JITTER`, up and down; gives the float64 module.
+
+    >>> module = nn.Linear(2, 1, bias=False)
+    >>> before = module.weight.detach().double()
+    >>> [round(share) for share in ((jittered(module).weight / before - 1) / JITTER)[0].tolist()]
+    [1, -1]
+    """
+    module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                stored = once(parameter.detach())
+                at = torch.arange(stored.numel(), device=stored.device).view(stored.shape)
+                stored.mul_(1 + (1 - 2 * (at % 2).double()) * JITTER)
+    return module
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """The view of an expanded tensor in which every stored number comes once.
+
+    >>> once(torch.zeros(3, 1).expand(3, 5)).shape
+    torch.Size([3, 1])
+    """
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and step == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

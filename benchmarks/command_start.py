@@ -1,0 +1,95 @@
+"""CPU seconds of `shoal train` from exec to step 0, by what it was busy with.
+
+All processes of the command count, the finished ones too: user and system time of the whole tree,
+read ten times a second, so a phase that is shorter may be missed and counts to its neighbour.
+`startup.py --command` prints the row; also of an older source, which has no phases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MODEL = ("model.dim=768", "model.layers=11", "data.sequence=256")
+DATA = ("data.source=text:{docs}/*.md", "data.tokenizer=bpe:8192")
+RUN = ("layout.strategy=ddp", "launch.processes=2", "train.batch=8", "train.micro_batch=2")
+LOOK_S = 0.1
+
+
+def start_of_command(source: Path, cache: Path, deadline_s: float) -> dict[str, Any]:
+    """Start 76 M parameters on ddp × 2 and kill it when step 0 is about to run.
+
+    source   a checkout whose `src` is measured · cache  SHOAL_CACHE, kept between starts
+    Gives    wall_s, cpu_s, and cpu_s by phase, in the order in which they came
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        docs = Path(__file__).resolve().parent.parent / "docs"
+        words = [word.format(docs=docs) for word in (*MODEL, *DATA, *RUN)]
+        command = [sys.executable, "-m", "shoal", "train", *words, "train.steps=2"]
+        began_s = time.monotonic()
+        with (Path(folder) / "out").open("w") as out:
+            process = subprocess.Popen(
+                [*command, f"run.folder={folder}", "run.name=start"],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(source / "src"),
+                    "SHOAL_CACHE": str(cache),
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            return _watch(psutil.Process(process.pid), Path(folder) / "start", began_s, deadline_s)
+        finally:
+            for one in _tree(psutil.Process(process.pid)):
+                one.kill()
+            process.wait()
+
+
+def _watch(root: psutil.Process, run: Path, began_s: float, deadline_s: float) -> dict[str, Any]:
+    phases: dict[str, float] = {}
+    before_s, name = 0.0, "command line"
+    while True:
+        cpu_s = _cpu_s(root)
+        phases[name] = phases.get(name, 0.0) + cpu_s - before_s
+        before_s, wall_s = cpu_s, time.monotonic() - began_s
+        events = (run / "events.jsonl").read_text() if (run / "events.jsonl").exists() else ""
+        if "compute_started" in events:
+            return {"wall_s": wall_s, "cpu_s": cpu_s, "cpu_s_by_phase": phases}
+        if wall_s > deadline_s or root.status() == psutil.STATUS_ZOMBIE:
+            raise RuntimeError(f"no step 0 after {wall_s:.0f} s")
+        name = _phase(run / "phase.json") or name
+        time.sleep(LOOK_S)
+
+
+def _phase(path: Path) -> str:
+    try:
+        return "/".join(row["name"] for row in json.loads(path.read_text())["phases"])
+    except (OSError, ValueError):
+        return ""
+
+
+def _tree(root: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _cpu_s(root: psutil.Process) -> float:
+    total = 0.0
+    for process in _tree(root):
+        try:
+            total += sum(process.cpu_times()[:4])
+        except psutil.Error:
+            continue
+    return total

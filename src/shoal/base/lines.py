@@ -1,0 +1,83 @@
+"""Reads what a run wrote about itself, although a disk, an editor or a crash may have damaged it.
+
+A run folder's JSON is for readers: one bad byte in it must not stop a run, a resume or a picture.
+So a line or a file that is no JSON object counts as not there, and a field of a step that is not
+the number it should be is left out. Checkpoints are read elsewhere, and take nothing on trust.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TypeGuard
+
+Record = dict[str, Any]
+
+STEP_NUMBERS = (
+    "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes",
+    "comm_exposed_s", "data_wait_s", "gpu_utilisation",
+)  # fmt: skip
+"""Fields of a line of metrics.jsonl that are numbers, or null where a number was not finite."""
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a field holds a finite number.
+
+    >>> is_number(3), is_number(True), is_number("3"), is_number(float("inf")), is_number(10**400)
+    (True, False, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def parse_object(text: str | bytes) -> Record | None:
+    """The JSON object in a line or a file; None if it holds none.
+
+    >>> parse_object('{"step": 1}'), parse_object(b"null"), parse_object(b"\\xff"), parse_object("")
+    ({'step': 1}, None, None, None)
+    >>> parse_object("[" * 100_000) is None
+    True
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_object(path: Path) -> Record:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        return parse_object(path.read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def parse_step(text: str | bytes) -> Record | None:
+    """One line of metrics.jsonl: its step, and of the other fields those that can be what they say.
+
+    >>> parse_step('{"step": 3, "loss": null, "lr": "0.1", "tokens": 8}')
+    {'step': 3, 'loss': None, 'tokens': 8}
+    >>> parse_step('{"step": "3"}') is None
+    True
+    """
+    found = parse_object(text)
+    if found is None or not is_number(found.get("step")) or found["step"] != int(found["step"]):
+        return None
+    numbers = {key for key in STEP_NUMBERS if found.get(key) is not None}
+    return {key: v for key, v in found.items() if key not in numbers or is_number(v)}
+
+
+def parse_event(text: str | bytes) -> Record | None:
+    """One line of events.jsonl; None without the event's name.
+
+    >>> parse_event('{"event": "notice", "text": "a"}'), parse_event('{"event": 1}')
+    ({'event': 'notice', 'text': 'a'}, None)
+    """
+    found = parse_object(text)
+    return found if found is not None and isinstance(found.get("event"), str) else None

@@ -1,0 +1,130 @@
+"""What a process is busy with, told while it lasts: import, proof, first step, validation 120/299.
+
+Any room says it where the work is done, and nothing happens unless somebody listens:
+
+    with phase("validation", of=299) as told:      phases nest: `proof`, in it `build`
+        for batch in batches:
+            told.step()
+
+Who listens is set per thread (`listen`), so what runs beside training, a save in the background,
+stays silent. A worker tells its run folder (`tell_folder`): one small file, `phase.json`, always
+the newest state, which `view` reads. It is no log: what happened stands in events.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
+FILE_NAME = "phase.json"
+EVERY_S = 0.2
+"""Progress within a phase is told so often; a new phase at once."""
+
+
+@dataclass
+class Phase:
+    """One thing that takes time: how much of it is done, of how much; 0 where that is not known."""
+
+    name: str
+    of: int = 0
+    done: int = 0
+    began_s: float = field(default_factory=time.time)
+
+    def step(self, count: int = 1) -> None:
+        """So much more is done."""
+        self.done += count
+        if (teller := _TELLER.get()) is not None:
+            teller.progressed()
+
+
+Hear = Callable[[list[Phase]], None]
+"""Receives what is going on, the outermost phase first; empty when nothing is."""
+
+
+class Teller:
+    """The phases of one thread that are under way, and who hears of them."""
+
+    def __init__(self, hear: Hear) -> None:
+        self.hear = hear
+        self.phases: list[Phase] = []
+        self.told_s = 0.0
+
+    def changed(self) -> None:
+        """A phase began or ended."""
+        self.told_s = time.monotonic()
+        self.hear(self.phases)
+
+    def progressed(self) -> None:
+        """Something was done; told now and then."""
+        if time.monotonic() - self.told_s >= EVERY_S:
+            self.changed()
+
+
+_TELLER: ContextVar[Teller | None] = ContextVar("teller", default=None)
+
+
+def listen(hear: Hear | None) -> None:
+    """From here on `hear` is told what this thread does; None: nobody is."""
+    _TELLER.set(None if hear is None else Teller(hear))
+
+
+@contextlib.contextmanager
+def phase(name: str, of: int = 0) -> Iterator[Phase]:
+    """Say that `name` is going on until the block ends.
+
+    name   one or two words for a person · of  how many `step`s it will take; 0 if not known
+
+    >>> heard = []
+    >>> listen(lambda phases: heard.append(" ".join(f"{p.name} {p.done}/{p.of}" for p in phases)))
+    >>> with phase("proof", of=2) as told:
+    ...     told.done = 1
+    ...     with phase("build"):
+    ...         pass
+    >>> heard
+    ['proof 0/2', 'proof 1/2 build 0/0', 'proof 1/2', '']
+    >>> listen(None)
+    """
+    found, teller = Phase(name, of), _TELLER.get()
+    if teller is None:
+        yield found
+        return
+    teller.phases.append(found)
+    teller.changed()
+    try:
+        yield found
+    finally:
+        teller.phases.remove(found)
+        teller.changed()
+
+
+def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
+    """The items, each told as one `step` of phase `name` when its successor is asked for.
+
+    >>> list(counting("copy", 2, "ab"))
+    ['a', 'b']
+    """
+    with phase(name, of) as told:
+        for item in items:
+            yield item
+            told.step()
+
+
+def tell_folder(folder: Path) -> None:
+    """From here on `folder/phase.json` says what this thread is busy with."""
+    path, half = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+
+    def hear(phases: list[Phase]) -> None:
+        record = {"time_s": time.time(), "phases": [asdict(one) for one in phases]}
+        with contextlib.suppress(OSError):  # it is for readers; a full disk must stop nobody
+            half.write_text(json.dumps(record))
+            os.replace(half, path)
+
+    listen(hear)

@@ -1,0 +1,152 @@
+"""How `shoal train` ends: the exit status, what was lost if anything, and what to type next.
+
+130 and 143 promise that `--resume` goes on from the last step that was made. So a stop is held
+against what lies on disk: steps that no checkpoint holds make it exit status 1, and are told.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.base.lines import Record
+from shoal.cli.islands import islands_of
+from shoal.launch import Outcome
+from shoal.view import RunFolder
+from shoal.view.folder import last_session
+
+UNSAVED_STATUS = 1
+LEAD = len("or train longer: ")
+"""Columns that stand before a command, at most."""
+HEADER_BYTES = 200
+"""Of a rank's log that holds nothing but its first line."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a session leaves behind.
+
+    began   whether it came to its first step
+    made    its last step, 0 if it made none · saved  step of the newest checkpoint, or None
+    reason  why the last save failed, if one did
+    """
+
+    folder: Path
+    began: bool
+    made: int
+    saved: int | None
+    reason: str = ""
+
+    @staticmethod
+    def of(folder: Path) -> Ending:
+        """Read from the run folder; of a session that was restarted, its last attempt."""
+        run = RunFolder(folder)
+        events = last_session(run.events.read()[0])
+        restarts = [i for i, event in enumerate(events) if event["event"] == "restarting"]
+        attempt = events[restarts[-1] :] if restarts else events
+        steps = [record["step"] for record in run.metrics.read()[0]]
+        made = max(steps, default=0) if any(map(_began, attempt)) else 0
+        began = any(map(_began, events))
+        failed = [str(e.get("reason")) for e in events if e["event"] == "checkpoint_failed"]
+        saved = max(run.checkpoints(), default=None)
+        return Ending(folder, began, made, saved, failed[-1] if failed else "")
+
+    @property
+    def lost(self) -> int:
+        """Steps that were made and that no checkpoint holds."""
+        return max(0, self.made - (self.saved or 0))
+
+    def status(self, outcome: Outcome) -> int:
+        """The exit status: that of the outcome, but of a stop only where all was saved."""
+        unsaved = self.saved is None or self.lost
+        return UNSAVED_STATUS if outcome.status == "stopped" and unsaved else outcome.exit_code
+
+    def trouble(self, outcome: Outcome) -> str:
+        """The line for standard error; empty where nothing went wrong."""
+        if outcome.status == "failed":
+            return outcome.message
+        if outcome.status == "unsaved":
+            newest = "there is none" if self.saved is None else f"the newest is step-{self.saved}"
+            why = f" ({self.reason})" if self.reason else ""
+            return f"{outcome.message}{why}: {newest}, so {self.words()} lost"
+        if outcome.status == "stopped" and self.made and self.status(outcome) == UNSAVED_STATUS:
+            return f"{outcome.message}; nothing was saved: {self.words()} lost"
+        # A clean stop needs no words; one that lost something has them after the signal's name.
+        return outcome.message if ";" in outcome.message else ""
+
+    def words(self) -> str:
+        """The steps that were lost."""
+        if self.lost == 1:
+            return f"step {self.made} is"
+        return f"steps {self.made - self.lost + 1} – {self.made} are"
+
+    def next(self, outcome: Outcome) -> str:
+        """What to type now."""
+        return next_lines(self.folder, self.status(outcome), outcome.status, self.saved)
+
+    def is_empty(self, outcome: Outcome) -> bool:
+        """Whether a stop came so early that the folder holds nothing anybody would look for."""
+        logs = (self.folder / "logs").glob("rank-*.log")
+        quiet = all(log.stat().st_size < HEADER_BYTES for log in logs)
+        bare = self.saved is None and not (self.folder / "metrics.jsonl").exists()
+        return outcome.status == "stopped" and bare and quiet
+
+    def forget(self) -> str:
+        """Remove such a folder; gives the last line."""
+        shutil.rmtree(self.folder)
+        return "stopped before the first step: nothing to save, and no run folder is left"
+
+
+def _began(event: Record) -> bool:
+    return event["event"] == "compute_started"
+
+
+def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
+    """The run folder and the next command; how: `status` of an Outcome."""
+    shown = f"run folder: {folder}\nnext: "
+    islands = islands_of(folder)  # their merged weights are the same
+    resume = command("shoal", "train", "--resume", str(folder))
+    again = command("shoal", "train", str(folder / "run.toml"))
+    if status == 0:
+        source = str(islands[0] if islands else folder)
+        export = command("shoal", "checkpoint", "export", source, "model.safetensors")
+        longer = command("shoal", "train", "--resume", str(folder), "train.steps=N")
+        return f"{shown}{export}\nor train longer: {longer}"
+    held = saved is not None or bool(islands)
+    if how == "unsaved":
+        return f"{shown}mend that, then: {resume if held else again}"
+    if held:
+        return f"{shown}{resume}"
+    if how == "stopped":
+        return f"{shown}to begin again: {again}"
+    return f"{shown}mend the above, then start a new run"
+
+
+def told(text: str) -> str:
+    """A failure as lines for standard error; one line is broken at words on a narrow terminal."""
+    text = f"shoal: {text}"
+    if sys.stderr.isatty() and "\n" not in text:
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))
+    return text + "\n"
+
+
+def command(*words: str) -> str:
+    """A command as a shell takes it; on a narrow terminal over several lines, broken at words.
+
+    >>> command("shoal", "train", "--resume", "my runs/a")
+    "shoal train --resume 'my runs/a'"
+    """
+    on_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if on_terminal else sys.maxsize
+    lines = [""]
+    for word in map(shlex.quote, words):
+        room = width if len(lines) > 1 else width - LEAD
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > room:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)

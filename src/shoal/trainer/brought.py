@@ -1,0 +1,217 @@
+"""What ranks bring to the first steps, compared: each its own samples, and the same data on all.
+
+A loader of the user's own knows nothing of ranks: under torchrun it shows each of them the whole
+dataset, in the same order where seeds are equal. A dataset made of unseeded numbers is another one
+on every rank. Both train, and the loss goes down. So before the first forward passes ranks tell
+each other, in a few hundred bytes, how many samples they hold and a hash of them.
+
+    ranks that work on the same samples (tp, pp, cp)   must hold equal ones
+    ranks that do not                                  must not, unless they could by chance
+    batches of `run.loader`                            must come from the same dataset on all
+    batch=…                                            is what all ranks bring together
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from shoal.base.errors import ConfigError
+from shoal.data.fetch import digest_of, identity_of
+from shoal.data.step import StepBatch
+from shoal.parallel.program import Program
+from shoal.trainer._torch import LoaderIterator, pytree
+from shoal.trainer.contract import batch_length
+
+LOOKS = 3
+"""Steps of one's own batches that are compared, at most."""
+
+CHANCE_BITS = 32
+"""Information from which equal samples are no coincidence."""
+
+CURE = "nearest: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
+
+
+class Brought:
+    """Compares the first batches of a run over ranks.
+
+    batch   samples of a step over all ranks, if the user said so; 0: not said
+    """
+
+    def __init__(self, program: Program, batch: int, notice: Callable[[str], None]) -> None:
+        self.program, self.batch, self.notice = program, batch, notice
+        self.looks = 0
+        self._alike_bits = 0.0
+        self._alike = True
+        self._short = 0
+
+    def look(self, step: int, batch: Any) -> None:
+        """Compare what ranks bring to a step; all of them call it.
+
+        Errors   ConfigError, the same on all ranks
+        """
+        loaded, world = isinstance(batch, StepBatch), self.program.world
+        shared = world.size > self.program.data.size
+        compared = self.looks < LOOKS and (shared or not loaded)
+        if not compared and not (isinstance(batch, StepBatch) and batch.probe):
+            return
+        self.looks += 1
+        mine = self._told(batch)
+        if world.size == 1:
+            if not loaded:
+                self._check_size(step, [mine])
+            return
+        told: list[dict[str, Any]] = world.gather_json(mine)
+        if len({one["loaded"] for one in told}) > 1:
+            raise ConfigError(
+                "batch: some ranks bring a batch of run.loader and others one of their own; every "
+                "rank must take its batches from the same place"
+            )
+        self._check_probes(told)
+        self._check_equal(step, told)
+        if loaded:
+            return
+        shares = list({one["place"]: one for one in told}.values())
+        self._check_other(step, shares)
+        self._check_size(step, shares)
+        if not self._short and (len(shares) == 1 or not self._alike):
+            self.looks = LOOKS  # nothing is left to doubt
+
+    def _told(self, batch: Any) -> dict[str, Any]:
+        loaded = isinstance(batch, StepBatch)
+        values = batch.values if isinstance(batch, StepBatch) else [batch]
+        told: dict[str, Any] = {
+            "loaded": loaded,
+            "place": self.program.data.rank,
+            "samples": 0 if loaded else batch_length(batch),
+            "hash": digest_of(values),
+            "bits": 0.0 if loaded else _information(batch),
+            "probe": list(batch.probe) if loaded else [],
+            "loaders": [],
+        }
+        if not loaded and self.looks == 1 and self.program.data.size > 1:
+            told["loaders"] = _whole_loaders(told["samples"])
+        return told
+
+    def _check_probes(self, told: Sequence[dict[str, Any]]) -> None:
+        """Errors: ConfigError where ranks read different data as the same."""
+        first = told[0]["probe"]
+        for rank, one in enumerate(told):
+            if one["probe"] != first:
+                raise ConfigError(
+                    f"run.loader: the data differ between rank 0 ({_shown(first)}) and rank {rank} "
+                    f"({_shown(one['probe'])}): every rank must give the same dataset, which "
+                    f"run.loader deals out. Was it made without a seed (torch.manual_seed), or "
+                    f"dealt to ranks already? Such batches of your own go to run.step(batch)"
+                )
+
+    def _check_equal(self, step: int, told: Sequence[dict[str, Any]]) -> None:
+        """Errors: ConfigError where ranks that work on the same samples hold others."""
+        first: dict[int, int] = {}
+        for rank, one in enumerate(told):
+            other = first.setdefault(one["place"], rank)
+            if told[other]["hash"] != one["hash"]:
+                raise ConfigError(
+                    f"step {step}: ranks {other} and {rank} hold different samples, and layout "
+                    f"{self.program.plan.layout.text()} has them work on the same ones; nearest: "
+                    f"run.loader(dataset), or the same seed where data are made (torch.manual_seed)"
+                )
+
+    def _check_other(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
+        """Errors: ConfigError where all ranks read the whole data, or the same samples."""
+        ranks = len(shares)
+        if ranks == 1:
+            return
+        for name, *what in shares[0]["loaders"]:
+            if all([name, *what] in other["loaders"] for other in shares[1:]):
+                raise ConfigError(
+                    f"run.step: the DataLoader has a {name}, so each of {ranks} ranks would train "
+                    f"on the whole dataset; {CURE}"
+                )
+        hashes = [one["hash"] for one in shares]
+        self._alike = self._alike and len(set(hashes)) < ranks
+        self._alike_bits += min(one["bits"] for one in shares)
+        if self._alike and self._alike_bits >= CHANCE_BITS:
+            again = next(place for place, key in enumerate(hashes) if key in hashes[:place])
+            raise ConfigError(
+                f"step {step}: ranks {hashes.index(hashes[again])} and {again} brought the same "
+                f"{shares[again]['samples']} samples, so each would count twice: a loader of your "
+                f"own shows every rank the same data; {CURE}"
+            )
+
+    def _check_size(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
+        """Errors: ConfigError where the batch that was asked for is another one."""
+        brought = sum(one["samples"] for one in shares)
+        if not self.batch or brought == self.batch:
+            return
+        many = "" if len(shares) == 1 else f" ({' + '.join(str(s['samples']) for s in shares)})"
+        line = (
+            f"step {step}: batch = {self.batch} samples over all ranks were asked for, and "
+            f"{brought}{many} were brought"
+        )
+        if brought > self.batch or brought == self._short:
+            raise ConfigError(
+                f"{line}; nearest: run.loader(dataset), which cuts and deals such steps, or "
+                f"batch={brought}, if each rank brings samples of its own"
+            )
+        if self.looks == 1:  # the last step of an epoch may be short
+            self._short = brought
+            self.notice(f"{line}; a short last step may be so, others are refused")
+
+
+def _shown(probe: Sequence[Any]) -> str:
+    return ", ".join(map(str, probe)) or "nothing"
+
+
+def _information(batch: Any) -> float:
+    """Bits that the values of a batch could tell apart, at most: numbers × log2 of unlike ones."""
+    bits = 0.0
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            some = leaf.detach().reshape(-1)[:4096]
+            bits += some.numel() * math.log2(max(1, some.unique().numel()))
+    return bits
+
+
+def _whole_loaders(samples: int) -> list[list[Any]]:
+    """DataLoaders that are being iterated, each over a dataset it does not deal to ranks.
+
+    samples   of the batch in hand: those of other sizes did not make it
+    Gives     [name of the sampler, length and hashes of two samples of the dataset], each
+    """
+    found = []
+    for one in gc.get_objects():
+        if not issubclass(type(one), LoaderIterator) or not one._num_yielded:
+            continue
+        entry = whole_data(one._index_sampler, one._dataset)
+        if entry is not None and one._index_sampler.batch_size >= samples:
+            found.append(entry)
+    return found
+
+
+def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
+    """What tells whether ranks read the same data, for a loader that knows nothing of ranks.
+
+    batches   its batch sampler
+    Gives     [name of the sampler, length, hashes of samples, …]; None where the sampler may deal
+    """
+    sampler = batches.sampler if type(batches) is BatchSampler else None
+    if type(sampler) not in (RandomSampler, SequentialSampler, SubsetRandomSampler):
+        return None
+    chosen = list(getattr(sampler, "indices", []))
+    entry = identity_of(dataset)
+    some = [len(chosen), digest_of(list(map(int, chosen[:64] + chosen[-64:])))]
+    return None if entry is None else [type(sampler).__name__, *entry, *some]

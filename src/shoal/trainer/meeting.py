@@ -1,0 +1,351 @@
+"""Names a hang: ranks that make different calls wait for each other for ever, without a word.
+
+Some calls need every rank: `run.step`, `run.evaluate`, `run.save`, a forward pass of a model whose
+weights lie in parts. `if rank == 0: run.model(x)` is everybody's habit, and under fsdp rank 0 then
+gathers weights that the others never send. So every rank keeps the names of its calls. A thread
+looks once a second whether this rank has stood in one call for a while; if so it writes its list to
+the store that the processes met at, asks the others for theirs, and compares:
+
+    the lists differ at the same place     one line names both ranks' calls, all end with status 2
+    a rank waits in a collective of its    likewise
+    own, and this one in one of Shoal's
+    a rank is elsewhere                    it may come: a line after 30 s, 60 s, … says where it is
+
+A run that does not wait sends nothing, but for calls that are made now and then (a save, not a
+step): there ranks wait for each other at the store first, since two unlike collectives that meet do
+not wait, they abort.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.base.frames import place_in
+from shoal.fabric import World
+from shoal.fabric.meeting_store import meeting_store
+from shoal.fabric.traffic import Traffic
+from shoal.parallel.program import Program
+
+EVERY_S, PATIENCE_S, SURE_S, TELL_S = 1.0, 2.0, 8.0, 30.0
+GATHER_S = 8.0
+OFTEN = ("run.step", "run.forward_backward", "run.update")
+"""Calls that begin at once: a step must not wait for a word over the store."""
+
+KEPT = 64
+"""Calls that a rank tells of."""
+
+ASKS = 16
+"""Ranks of larger worlds ask the first one and their neighbour only."""
+
+_made = itertools.count()
+
+
+class Meeting:
+    """The calls of one process that all ranks must make, and the thread that compares them.
+
+    runs   how many use it
+    """
+
+    def __init__(self, world: World, store: dist.Store | None) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.group = id(world.group)
+        self.runs = self.joined = 0
+        self._traffic: list[Traffic] = []
+        self.calls: list[str] = []
+        self.turn = 0  # calls ever begun
+        self.depth = 0
+        self._store = store
+        # A rank may have runs of its own, which the others know nothing of.
+        self._key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
+        self._ended = threading.Event()
+        self._main = threading.main_thread().ident or 0
+        self._asked = 0
+        self._progress: tuple[int, ...] = ()
+        self._since_s = time.monotonic()
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._next_line_s = TELL_S
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def at(self, name: str) -> Iterator[None]:
+        """A call that every rank must make; what it calls itself is not counted."""
+        outermost = not self.depth
+        if outermost:
+            self.calls = [*self.calls[1 - KEPT :], name]
+            self.turn += 1
+        self.depth += 1
+        try:
+            if outermost and name not in OFTEN:
+                self._gather(name)
+            yield
+        finally:
+            self.depth -= 1
+
+    def _gather(self, name: str) -> None:
+        """Wait for the others where words may differ, before collectives, where they may not.
+
+        One that receives another's numbers in the place of its own aborts the process (gloo). After
+        some seconds they are on their way, or gone: both is for the collective to find.
+        """
+        if self._store is None:
+            return
+        key, until_s = f"{self._key}/{self.joined}/{self.turn}/{name}", time.monotonic() + GATHER_S
+        pause_s = 0.0002
+        try:
+            here = self._store.add(key, 1)
+            while here < self.size and time.monotonic() < until_s:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+                here = self._store.add(key, 0)
+        except (RuntimeError, dist.DistError):
+            return
+
+    def agreed(self, what: str) -> bool:
+        """Whether every rank says the same, each when it comes here; asked where few would."""
+        if self._store is None:
+            return True
+        key, until_s = f"{self._key}/{self.joined}/{what}", time.monotonic() + GATHER_S
+        here = self._store.add(key, 1)
+        while here % self.size and time.monotonic() < until_s:
+            time.sleep(0.01)
+            here = self._store.add(key, 0)
+        return here % self.size == 0
+
+    def join(self, world: World) -> None:
+        """A run begins: what was called before is over on all ranks alike."""
+        self.runs += 1
+        self.joined += 1
+        self._traffic.append(world.traffic)
+        self.calls, self.turn = [], 0
+        if self._thread is None and self._store is not None:
+            self._thread = threading.Thread(target=self._watch, name="shoal-meeting", daemon=True)
+            self._thread.start()
+
+    def leave(self) -> None:
+        """A run was closed; after the last one nobody looks any more."""
+        self.runs -= 1
+        if self.runs <= 0:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the thread, and wait for it: one in the store would abort the interpreter's exit."""
+        self._ended.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
+        self._store = None
+
+    def _watch(self) -> None:
+        every_s = EVERY_S * max(1.0, self.size / 64)
+        while not self._ended.wait(every_s):
+            try:
+                self._look()
+            except (RuntimeError, dist.DistError):  # the store is gone, and with it the first rank
+                return
+
+    def _look(self) -> None:
+        store, now_s = self._store, time.monotonic()
+        if store is None:
+            return
+        progress = (self.turn, self.depth, *(one.calls for one in self._traffic))
+        if progress != self._progress:
+            self._progress, self._since_s, self._next_line_s = progress, now_s, TELL_S
+        waits = self.depth > 0 and now_s - self._since_s >= PATIENCE_S
+        asked = store.add(f"{self._key}/asked", int(waits))
+        if asked == self._asked:
+            return
+        self._asked = asked
+        if store.check([f"{self._key}/told"]):
+            self._end_with("")
+        mine = self._told(now_s - self._since_s)
+        store.set(f"{self._key}/{self.rank}", json.dumps(mine))
+        if not waits:
+            return
+        heard = {}
+        for rank in self._others():
+            if store.check([f"{self._key}/{rank}"]):
+                heard[rank] = self._hear(rank, store, now_s)
+                self._compare(mine, rank, heard[rank])
+        self._find_absent(mine, heard, now_s)
+
+    def _hear(self, rank: int, store: dist.Store, now_s: float) -> dict[str, Any]:
+        """What a rank told last, and whether it did so just now."""
+        text = store.get(f"{self._key}/{rank}").decode()
+        before, heard_s = self._heard.get(rank, ("", now_s))
+        if text != before:
+            heard_s = now_s
+        self._heard[rank] = (text, heard_s)
+        told: dict[str, Any] = json.loads(text)
+        return told
+
+    def _others(self) -> list[int]:
+        near = range(self.size) if self.size <= ASKS else (0, (self.rank + 1) % self.size)
+        return [rank for rank in near if rank != self.rank]
+
+    def _told(self, stood_s: float) -> dict[str, Any]:
+        frame = sys._current_frames().get(self._main)
+        inner = frame.f_code.co_filename if frame is not None else ""
+        name = frame.f_code.co_name if frame is not None else ""
+        place = place_in(frame)
+        del frame
+        return {
+            "runs": self.joined,
+            "turn": self.turn,
+            "calls": self.calls,
+            "inside": self.depth > 0,
+            "place": place,
+            "collective": name if inner.endswith(COLLECTIVES) else "",
+            "stood_s": stood_s,
+        }
+
+    def _compare(self, mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> None:
+        if mine["runs"] != theirs["runs"]:
+            return
+        first = max(_first(mine), _first(theirs))
+        for turn in range(first, min(mine["turn"], theirs["turn"])):
+            here = mine["calls"][turn - _first(mine)]
+            there = theirs["calls"][turn - _first(theirs)]
+            if here != there:
+                self._name(mine, here, rank, theirs, there)
+
+    def _find_absent(
+        self, mine: dict[str, Any], heard: dict[int, dict[str, Any]], now_s: float
+    ) -> None:
+        """One rank that waits in a collective of its own, for those that wait here for it."""
+        fresh = {r: one for r, one in heard.items() if now_s - self._heard[r][1] < 3 * EVERY_S}
+        away = [rank for rank, one in fresh.items() if not one["inside"]]
+        if not away:
+            return
+        absent = fresh[away[0]]
+        still = len(fresh) == self.size - 1 and len(away) == 1 and absent["collective"]
+        if still and min(one["stood_s"] for one in (mine, *fresh.values())) >= SURE_S:
+            call = f"torch.distributed.{absent['collective']}"
+            self._name(mine, _call(mine), away[0], absent, call)
+        if mine["stood_s"] >= self._next_line_s:
+            self._next_line_s *= 2
+            _write(
+                f"shoal: rank {self.rank} has waited {mine['stood_s']:.0f} s in {_call(mine)}"
+                f"{_at(mine)} for rank {away[0]}, which is elsewhere{_at(absent)}"
+            )
+
+    def _name(
+        self, mine: dict[str, Any], here: str, rank: int, theirs: dict[str, Any], there: str
+    ) -> None:
+        both = sorted([(self.rank, here, _at(mine)), (rank, there, _at(theirs))])
+        said = ", ".join(f"rank {number} called {call}{at}" for number, call, at in both)
+        model = any(call == MODEL for _, call, _ in both)
+        cure = (
+            "call the model on every rank, since each holds a part of the weights, or use "
+            "run.evaluate(data, metrics)"
+            if model
+            else "make the same calls on every rank, in the same order and equally often"
+        )
+        self._end_with(f"shoal: ranks wait for each other: {said}; nearest: {cure}")
+
+    def _end_with(self, line: str) -> None:
+        """Every rank ends, and one of them says why."""
+        if line and self._store is not None and self._store.add(f"{self._key}/told", 1) == 1:
+            _write(line)
+            time.sleep(EVERY_S)  # the others see it before the store may go with this process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ConfigError.exit_code)  # the main thread stands in a collective for ever
+
+
+MODEL = "run.model(…)"
+COLLECTIVES = ("distributed_c10d.py",)
+"""Files in which a rank stands while a collective of torch's waits."""
+
+_meetings: list[Meeting] = []
+
+
+def meeting_of(world: World) -> Meeting:
+    """The meeting of these processes; one for all runs over them."""
+    for one in _meetings:
+        if one.runs > 0 and one.group == id(world.group):
+            return one
+    alone = world.size == 1 or "SHOAL_RUN_FOLDER" in os.environ  # the supervisor watches those
+    made = Meeting(world, None if alone else meeting_store())
+    if not alone and not _meetings:
+        atexit.register(stop_all)
+    _meetings[:] = [one for one in _meetings if one.runs > 0] + [made]
+    return made
+
+
+def stop_all() -> None:
+    """For scripts that never close their runs: no thread may live into the interpreter's end."""
+    for one in _meetings:
+        one.stop()
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def together(name: str) -> Callable[[Call], Call]:
+    """Marks a method of something with a `meeting` as a call that every rank must make."""
+
+    def mark(method: Call) -> Call:
+        @wraps(method)
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            with self.meeting.at(name):
+                return method(self, *given, **named)
+
+        return cast("Call", call)
+
+    return mark
+
+
+def count_forwards(program: Program, meeting: Meeting) -> Program:
+    """Count forward passes that the user makes of a model that needs all ranks."""
+    layout, module = program.plan.layout, program.module
+    if layout.zero < 3 and max(layout.tp, layout.cp, layout.pp, layout.ep) == 1:
+        return program  # this rank has all it needs
+    open_calls: list[Any] = []
+
+    def enter(_module: nn.Module, _inputs: Any) -> None:
+        call = meeting.at(MODEL)
+        call.__enter__()
+        open_calls.append(call)
+
+    def leave(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if open_calls:
+            open_calls.pop().__exit__(None, None, None)
+
+    hooks = [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+    return replace(program, on_close=(*program.on_close, *(hook.remove for hook in hooks)))
+
+
+def _first(told: dict[str, Any]) -> int:
+    """The number of the first call that is told."""
+    return int(told["turn"]) - len(told["calls"])
+
+
+def _call(told: dict[str, Any]) -> str:
+    return str(told["calls"][-1]) if told["calls"] else "shoal.parallelize"
+
+
+def _at(told: dict[str, Any]) -> str:
+    return f" ({told['place']})" if told["place"] else ""
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

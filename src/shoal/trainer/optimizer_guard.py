@@ -1,0 +1,98 @@
+"""The user's optimizer around a step: its rate, its groups, and whether it trains at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.optim.schedule import lr_factor
+from shoal.optim.state import parameters_held, split_state
+from shoal.parallel.program import Program
+from shoal.trainer.movement import MovementCheck
+from shoal.trainer.settings import RunSettings
+from shoal.trainer.state import check_savable
+
+
+class OptimizerGuard:
+    """Sets the rate of a schedule, and checks what the first steps show of an optimizer."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        program: Program,
+        settings: RunSettings,
+        notice: Callable[[str], None],
+    ) -> None:
+        self.optimizer, self.program, self.settings = optimizer, program, settings
+        self.notice = notice
+        self.state_checked = False
+        self._movement = MovementCheck()
+        self._held = parameters_held(self.optimizer)
+        self._last_lr: list[float] = []
+        if settings.schedule is not None:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+
+    @property
+    def watch(self) -> MovementCheck | None:
+        """What looks at weights around the optimizer's step, until one was seen to move."""
+        return None if self._movement.done else self._movement
+
+    def set_lr(self, step: int) -> float:
+        """The learning rate of `step`, which groups have from here on.
+
+        Errors: ConfigError for a schedule without an end, or one whose rate somebody else changed,
+        and for parameters that came or went since `parallelize`
+        """
+        self._check_groups()
+        policy, total = self.settings.schedule, self.settings.total_steps
+        groups = self.optimizer.param_groups
+        if policy is not None:
+            if total < 1:
+                raise ConfigError(
+                    f"total_steps = {total}: schedule = {policy.schedule} needs the length of the "
+                    f"run; give shoal.parallelize(…, total_steps=…)"
+                )
+            now = [float(group["lr"]) for group in groups]
+            if self._last_lr and now != self._last_lr:
+                raise ConfigError(
+                    f"optimizer: lr was set to {now[0]:g} beside the run, which sets it by "
+                    f"schedule = {policy.schedule}: one of two schedules would be without effect; "
+                    f"nearest: leave out schedule=…, or the other scheduler"
+                )
+            factor = lr_factor(policy, step, total)
+            for group in groups:
+                group["lr"] = group["initial_lr"] * factor
+            self._last_lr = [float(group["lr"]) for group in groups]
+        return float(groups[0]["lr"]) if groups else 0.0
+
+    def _check_groups(self) -> None:
+        if not self.state_checked and not any(g["lr"] for g in self.optimizer.param_groups):
+            self.notice("optimizer: every learning rate is 0, so nothing trains yet")
+        held = parameters_held(self.optimizer)
+        if held != self._held:
+            raise ConfigError(
+                f"optimizer: holds {held} parameters, {self._held} when shoal.parallelize was "
+                f"called; change groups before, or save, and parallelize again"
+            )
+
+    def check_first_update(self) -> None:
+        """Errors: ConfigError for an optimizer that moves nothing, or that could not be saved."""
+        if not self._movement.done and self._movement.moved() is False:
+            raise ConfigError(
+                "optimizer: its first step moved no parameter that has a gradient: it steps over "
+                "other tensors than the model's; give parallelize a function params -> optimizer"
+            )
+        if not self.state_checked:
+            names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
+            names.update({p: n for n, p in self.program.frozen.items()})
+            # Refuses now what the first save could not write.
+            check_savable(split_state(self.optimizer, names)[0], "optimizer")
+            self.state_checked = True
+
+    def restored(self) -> None:
+        """Rates are a checkpoint's now."""
+        self._last_lr = []

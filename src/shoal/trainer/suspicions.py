@@ -1,0 +1,169 @@
+"""What the first step of a run shows of the user's model, loss and targets, when nothing fails.
+
+    a mean with a count      the loss's last operation is a mean, which was then called a sum
+    targets = inputs         Hugging Face's labels, with a loss that compares place t with place t
+    evaluation mode          dropout is off and BatchNorm frozen while the model trains
+
+None of them computes anything twice: the first is read from the autograd graph, the second from the
+gradient that arrives at the last place of the outputs, which no shifted loss looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.models.loss import token_loss
+from shoal.trainer._torch import pytree
+from shoal.trainer.contract import IGNORED_TARGET, Loss, split_batch
+from shoal.trainer.step import NO_GRADIENT
+
+FEWEST = 8
+"""Targets that must all equal their inputs before anything is said."""
+
+SHIFT = "nearest: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
+
+DRAWS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+)  # fmt: skip
+"""Layers that compute something else in evaluation mode."""
+
+
+class FirstStep:
+    """The loss of a run as it is called in its first step; counts the same."""
+
+    def __init__(self, loss: Loss, module: nn.Module, batches: list[tuple[int, Any]]) -> None:
+        self.loss, self.module = loss, module
+        found = [pair for _, value in batches if (pair := _copied(value)) is not None]
+        self.copied = bool(found)
+        # One tensor given twice is no label: it fills in for data, to see how fast steps are.
+        self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
+        self.compared = False
+        self.cut_off = self._tied = False
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
+        if self.loss is token_loss and not isinstance(targets, torch.Tensor):
+            _refuse_form(targets)
+        result = self.loss(outputs, targets)
+        if isinstance(result, tuple) and len(result) == 2:
+            _refuse_mean(*result)
+        self._look_at(result)
+        if self.copied:
+            self._watch(outputs, targets)
+        return result
+
+    def tell(self, notice: Callable[[str], None]) -> None:
+        """After the backward passes: a line on targets that are the inputs.
+
+        Errors: ConfigError where the model is one that sees the place it predicts, or where nothing
+        led from the loss back to the model (layouts that gather would take that for zeros)
+        """
+        if self.cut_off:
+            raise ConfigError(NO_GRADIENT)
+        if not self.copied or not self.compared:
+            return
+        line = (
+            "the targets are the inputs themselves, and the loss compares place t with place t: "
+            "the model learns to repeat its input (Hugging Face's labels are shifted inside its "
+            "models, here they must come shifted)"
+        )
+        kind = type(self.module).__name__
+        if self.labels and ("CausalLM" in kind or "LMHead" in kind):
+            raise ConfigError(f"batch: {line}; {SHIFT}")
+        notice(f"batch: {line}; for next-token training {SHIFT}; if a copy is meant, all is well")
+
+    def _look_at(self, result: Any) -> None:
+        total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
+        some = bool((count != 0).any()) if isinstance(count, torch.Tensor) else bool(count)
+        if isinstance(total, torch.Tensor) and some:  # what is no count at all is told elsewhere
+            self.cut_off = not total.requires_grad and not self._tied
+            self._tied = self._tied or total.requires_grad
+
+    def _watch(self, outputs: Any, targets: Any) -> None:
+        if self.loss is token_loss:
+            self.compared = True
+            return
+        for leaf in pytree.tree_leaves(outputs):
+            per_place = isinstance(leaf, torch.Tensor) and leaf.ndim == targets.ndim + 1
+            if per_place and leaf.requires_grad and leaf.shape[:-1] == targets.shape:
+                leaf.register_hook(self._seen(targets))
+
+    def _seen(self, targets: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        last = targets[..., -1] != IGNORED_TARGET
+
+        def look(gradient: torch.Tensor) -> None:
+            if bool(last.any()) and bool((gradient[..., -1, :][last] != 0).any()):
+                self.compared = True
+
+        return look
+
+
+def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(inputs, targets), if these are integers equal to the inputs wherever they count."""
+    inputs, targets = split_batch(value)
+    for one in (inputs, targets):
+        if not isinstance(one, torch.Tensor) or one.is_floating_point() or one.ndim < 2:
+            return None
+    unlike = inputs.device != targets.device or inputs.dtype == torch.bool
+    if unlike or inputs.shape != targets.shape:
+        return None
+    valid = targets != IGNORED_TARGET
+    kept = targets[valid]
+    several = kept.numel() >= FEWEST and kept.unique().numel() > 1
+    return (inputs, targets) if several and bool((inputs[valid] == kept).all()) else None
+
+
+def _refuse_form(targets: object) -> None:
+    """Errors: ConfigError: the default loss has nothing to compare, say in a batch of one dict."""
+    got = type(targets).__name__
+    if isinstance(targets, Mapping):
+        got = f"one dict ({', '.join(map(str, targets))})"
+    raise ConfigError(
+        f"loss: the default loss takes a tensor of integer targets, got {got}; nearest: a loss of "
+        f"your own; for a model that shifts labels and takes their mean itself: lambda out, batch: "
+        f'(out.loss * n, n) with n = (batch["labels"][:, 1:] != -100).sum()'
+    )
+
+
+PASSED = ("ToCopyBackward0", "NegBackward0", "AliasBackward0", "ViewBackward0", "CloneBackward0")
+"""Operations after which a mean is still one."""
+
+
+def _refuse_mean(total: Any, count: Any) -> None:
+    """Errors: ConfigError for (mean, count): its gradient is too small, by the count."""
+    node = getattr(total, "grad_fn", None)
+    while node is not None and node.name() in PASSED:
+        node = node.next_functions[0][0]
+    if node is None:
+        return
+    reduction = getattr(node, "_saved_reduction", None)
+    several = getattr(node, "_saved_self_sym_numel", 2) > 1  # a mean of one number is that
+    mean = (node.name().startswith("MeanBackward") and several) or reduction == MEAN
+    if not mean:
+        return
+    told = f"{float(count):g}"
+    raise ConfigError(
+        f"loss returned (mean, {told}), where (sum, count) is wanted: a mean is divided by the "
+        f"count again, or weighs ranks with unequal counts wrongly; nearest: "
+        f'reduction="sum", or shoal.mean_of_samples(loss)'
+    )
+
+
+MEAN = 1
+"""torch's number for reduction="mean"."""
+
+
+def evaluation_line(module: nn.Module) -> str:
+    """What to tell of a model that trains in evaluation mode; "" where nothing depends on it."""
+    if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
+        return ""
+    return (
+        "the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen; "
+        "nearest: model.train() before run.step"
+    )

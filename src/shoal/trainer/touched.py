@@ -1,0 +1,294 @@
+"""Whether somebody changed weights, gradients or the optimizer beside a run, and on which ranks.
+
+Ranks agree on weights because all of them take the same steps. `optimizer.step()` of one's own,
+`load_state_dict` on rank 0, a scheduler that follows a rank's own loss: each makes ranks drift
+apart without an error. torch counts the writes into every tensor, so a look at the counters between
+two steps costs microseconds; what was written is compared over ranks in the step's one all-reduce.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program
+from shoal.trainer._torch import writes
+
+Counters = dict[int, tuple[int, ...]]
+"""Which tensor; how often it was written, and where its memory is."""
+
+CLOSELY = 8
+"""First steps in which every tensor's counter is read; later, in most steps, those of a few."""
+
+LOOKED_AT = 65536
+"""Elements of a tensor that are read where nothing says that it was written."""
+
+SURE = 2**52
+"""Whole numbers below it survive a sum in float64."""
+
+_all: weakref.WeakSet[Touched] = weakref.WeakSet()
+
+
+class Touched:
+    """What one run's weights and gradients looked like when its last step ended.
+
+    agreed            asks all ranks whether they say the same
+    weights_written   since then, beside the run · watching  False: whatever is done is meant
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        optimizer: torch.optim.Optimizer,
+        notice: Callable[[str], None],
+        agreed: Callable[[str], bool],
+    ) -> None:
+        self.program, self.optimizer, self.notice = program, optimizer, notice
+        self._agreed = agreed
+        self.ours, self.watching = False, True
+        self.weights_written = False
+        self._told = False
+        pieces = {id(one.parameter): one.parameter for one in program.local.values()}
+        pieces.update({id(p): p for p in self._module_weights()})
+        self.pieces: list[nn.Parameter] = list(pieces.values())
+        pieces.update({id(p): p for p in program.parameters.values()})
+        self.graded: list[nn.Parameter] = list(pieces.values())
+        self._closely, self._under_way = True, False
+        self._weights = self._of_weights()
+        self._gradients = self._of_gradients()
+        self._bits = fingerprint(self.pieces)
+        self._training = self._trains()
+        self._hook = optimizer.register_step_pre_hook(self._stepped)
+        _all.add(self)
+
+    def before(self, step: int) -> None:
+        """A step begins. Errors: ConfigError for gradients that nothing will ever use."""
+        if not self.watching:
+            return
+        failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
+        if not failed and self._gradients_written():
+            self._under_way = False
+            raise ConfigError(
+                "gradients were changed beside the run (by loss.backward(), or by clipping after "
+                "run.step), and the next step begins with none: nearest: one loss for run.step, "
+                "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
+            )
+        if self._closely and self._trains() != self._training:
+            self._check_trains(step)
+        now = self._of_weights()
+        self.weights_written = now != self._weights
+        if self.weights_written:
+            self._check_memory(now)
+        elif is_read(step):  # `.data` leaves no trace in the counters
+            self.weights_written = fingerprint(self.pieces) != self._bits
+
+    def between(self) -> None:
+        """The second half of a step begins: what was done to the sums since the first half?"""
+        if self.watching and not self._told and self._gradients_written():
+            self._told = True
+            self.notice(
+                "gradients were changed between run.forward_backward and run.update, where they "
+                "are sums over the step's targets, and no means: to clip, give clip=… to "
+                "shoal.parallelize"
+            )
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The run's own step of the optimizer."""
+        self.ours = True
+        try:
+            yield
+        finally:
+            self.ours = False
+
+    def says(self, step: int) -> list[float]:
+        """What `agree` compares, in the step's one all-reduce.
+
+        Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
+        """
+        copied = self.program.plan.layout.zero < 3
+        reads = copied and (self.weights_written or is_read(step))
+        program = self.program
+        held = [p for name, p in program.parameters.items() if name not in program.apart]
+        weights = held if reads else []
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [
+            float(self.weights_written),
+            float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0,
+            float(min(program.replicas.ranks)),
+            float(program.module.training),
+            float(self._trains() if self._closely else 0),
+            rates[0] if rates else 0.0,
+        ]
+
+    def agree(self, step: int, said: Sequence[Sequence[float]]) -> None:
+        """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
+        if not self.watching:
+            return
+        written, weights, groups, training, trains, rates = said
+        if len(set(written)) > 1:
+            raise ConfigError(
+                f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
+                f"on {_ranks(written, 0)}; nearest: the same change on every rank"
+            )
+        first: dict[float, int] = {}
+        for rank, (group, value) in enumerate(zip(groups, weights, strict=True)):
+            other = first.setdefault(group, rank)
+            if weights[other] != value:
+                raise ConfigError(
+                    f"step {step}: weights on rank {rank} are not those on rank {other}: they "
+                    f"were changed beside the run, by each rank for itself; nearest: the same "
+                    f"change on every rank (seed it), or before shoal.parallelize"
+                )
+        if len(set(rates)) > 1:
+            told = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
+            raise ConfigError(
+                f"optimizer: the learning rate is {told}: a scheduler follows what only its own "
+                f"rank has seen; nearest: scheduler.step(result.loss), which all ranks share"
+            )
+        by_group: dict[float, float] = {}
+        for group, count in zip(groups, trains, strict=True):
+            if by_group.setdefault(group, count) != count:
+                raise ConfigError(
+                    f"step {step}: ranks train unlike numbers of parameters ("
+                    f"{', '.join(f'{n:.0f}' for n in trains)} by rank): some were frozen on some "
+                    f"ranks only; nearest: requires_grad_() before shoal.parallelize, on every rank"
+                )
+        if len(set(training)) > 1:
+            raise ConfigError(
+                f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
+                f"evaluation mode on {_ranks(training, 0)}; nearest: model.train() on every rank"
+            )
+
+    def after(self, following: int = 0) -> None:
+        """A step, or half of one, is over, here and (its loss may run another model) elsewhere.
+
+        following   the step that comes next, if weights may have moved
+        """
+        self._under_way = False
+        if following:
+            self._closely = following <= CLOSELY or is_read(following)
+        self._weights = self._of_weights()
+        if is_read(following):
+            self._bits = fingerprint(self.pieces)
+        for one in list(_all):
+            one._gradients = one._of_gradients()
+
+    def close(self) -> None:
+        """Leave the optimizer alone."""
+        self._hook.remove()
+        _all.discard(self)
+
+    def _trains(self) -> int:
+        return sum(p.requires_grad for p in self.program.parameters.values())
+
+    def _module_weights(self) -> list[nn.Parameter]:
+        """The module's own, unless torch deals them out anew in every pass."""
+        return [] if self.program.plan.layout.zero == 3 else list(self.program.parameters.values())
+
+    def _of_weights(self) -> Counters:
+        some = self.pieces if self._closely else _few(self.pieces)
+        return {id(p): (writes(p), p.data_ptr(), p.element_size()) for p in some}
+
+    def _of_gradients(self) -> Counters:
+        some = self.graded if self._closely else _few(self.graded)
+        found = [(id(p), p.grad) for p in some]
+        return {key: (0, 0) if g is None else (id(g), writes(_here(g))) for key, g in found}
+
+    def _gradients_written(self) -> bool:
+        now = self._of_gradients()
+        if now == self._gradients:
+            return False
+        changed = [p.grad for p in self.graded if now.get(id(p)) != self._gradients.get(id(p))]
+        return any(g is not None and bool((_here(g) != 0).any()) for g in changed)
+
+    def _check_trains(self, step: int) -> None:
+        """Errors: ConfigError where ranks would send each other gradients of unlike parameters."""
+        self._training = self._trains()
+        if self.program.plan.layout.zero < 3:
+            return  # found by what ranks say in the step's all-reduce
+        if not self._agreed(f"step {step} trains {self._training}"):
+            raise ConfigError(
+                f"step {step}: this rank trains {self._training} parameters, and others do not: "
+                f"requires_grad_() was called on some ranks only; nearest: on every rank, or "
+                f"before shoal.parallelize"
+            )
+
+    def _check_memory(self, now: Counters) -> None:
+        """Errors: ConfigError where what was done to a weight would be lost, or break a layout."""
+        program, before = self.program, self._weights
+        for name, parameter in program.parameters.items():
+            here, there = now.get(id(parameter)), before.get(id(parameter))
+            if here == there or here is None or there is None:
+                continue
+            moved = (
+                here[1] != there[1] and program.plan.layout.zero and program.plan.offload == "none"
+            )
+            if moved or here[2] != there[2]:
+                raise ConfigError(
+                    f"{name} lies in other memory than when shoal.parallelize was called, which "
+                    f"the layout knows nothing of (by model.half(), model.to(…), or by setting "
+                    f".data): nearest: do it before shoal.parallelize; formats: precision=…"
+                )
+            one = program.local.get(name)
+            master = id(one.parameter) if one is not None else 0
+            if name in program.parts and (not master or now[master] == before[master]):
+                raise ConfigError(
+                    f"{name} was changed beside the run, but it is a {program.plan.precision} copy "
+                    f"that the next update makes anew from its fp32 master; nearest: change "
+                    f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
+                )
+
+    def _stepped(self, *_what: object) -> None:
+        if self.watching and not self.ours:
+            raise ConfigError(
+                "optimizer.step() was called beside the run: each rank would step on its own "
+                "samples' gradients, and ranks drift apart; nearest: run.step(batch) in the place "
+                "of backward() and step(), or run.forward_backward(batch) and run.update()"
+            )
+
+
+def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Eight of them, from the first to the last: what touches weights, touches most."""
+    return tensors[:: max(1, len(tensors) // CLOSELY)]
+
+
+def _here(tensor: Any) -> torch.Tensor:
+    """The part of a tensor that is on this rank."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def is_read(step: int) -> bool:
+    """Whether all weights are read before this step: 1, 2, 4, 8, …"""
+    return step > 0 and step & (step - 1) == 0
+
+
+def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
+    """A number below 2**52 that other bits would hardly give.
+
+    whole   read every element, and not only some tens of thousands of each tensor
+    """
+    total = 0
+    for place, tensor in enumerate(tensors, start=1):
+        flat = tensor.detach().contiguous().reshape(-1)
+        if not whole:
+            flat = flat[:: max(1, flat.numel() // LOOKED_AT)].contiguous()
+        bits = flat.view(BITS[flat.element_size()]) if flat.element_size() in BITS else flat
+        total += place * int(bits.sum(dtype=torch.int64))
+    return total % SURE
+
+
+def _ranks(flags: Sequence[float], value: float) -> str:
+    found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers as wide as an element."""

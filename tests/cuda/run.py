@@ -1,0 +1,222 @@
+"""Checks Shoal on GPUs, part by part; each part is a process with a time limit of its own.
+
+    make test-cuda     one GPU, without network: what one device can hold
+    make test-gpus     2 to 8 GPUs of one machine, NCCL among them: one command, one JSON
+
+The result is written after every part, so that a machine that is taken away leaves what was done.
+SHOAL_TEST_DEVICE=cpu runs every part small on the CPU. Only the standard library is used here: what
+the machine lacks is found by the first part, not by a traceback. Wheels that the machine has no
+network for are unpacked from `.cuda-kit` (`make cuda-kit`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+KIT = ROOT / ".cuda-kit"
+ONE, SEVERAL = "one", "several"
+TOTAL_S = {ONE: 530.0, SEVERAL: 590.0}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: a function of a module beside this file, and where it has something to say."""
+
+    name: str
+    work: str
+    limit_s: float
+    on: tuple[str, ...] = (ONE, SEVERAL)
+    on_gpu: tuple[tuple[str, str], ...] = ()
+
+
+PARTS = (
+    Part("machine", "one:machine", 60),
+    Part("correctness", "one:correctness", 60, (ONE,)),
+    Part("kernels", "kernels:kernels", 45, (ONE,)),
+    Part("formats", "kernels:formats", 45, (ONE,)),
+    Part("recompute and offload", "host_memory:parked", 60, (ONE,)),
+    Part("speed", "speed:one_gpu", 90, (ONE,)),
+    Part("speed", "speed:several_gpus", 120, (SEVERAL,)),
+    Part("two ranks", "layouts:two_ranks", 120),
+    Part("memory", "plans:memory", 60),
+    Part("four ranks", "layouts:four_ranks", 120),
+    Part("eight ranks", "layouts:eight_ranks", 90, (SEVERAL,)),
+    Part("compile", "kernels:compiled", 90, (ONE,)),
+    Part("races", "races:races", 60, (ONE,), (("TORCH_CUDA_SANITIZER", "1"),)),
+    Part("command", "command:command", 120),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--on", choices=(ONE, SEVERAL), default=ONE)
+    parser.add_argument("--parts", default="", help="names, separated by commas; default: all")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="times every limit, for a busy machine"
+    )
+    asked = parser.parse_args()
+    names = [name.strip() for name in asked.parts.split(",") if name.strip()]
+    known = [part.name for part in PARTS if asked.on in part.on]
+    if wrong := [name for name in names if name not in known]:
+        parser.error(f"--parts {wrong[0]}: no such part; there are: {', '.join(known)}")
+    out = asked.out or ROOT / "build" / f"{'cuda' if asked.on == ONE else 'gpus'}.json"
+    return run(asked.on, names or known, out, asked.patience)
+
+
+def run(on: str, names: list[str], out: Path, patience: float) -> int:
+    """Run the named parts and keep the result in `out`; gives the exit status."""
+    began_s = time.monotonic()
+    result: dict[str, Any] = {
+        "command": f"tests/cuda/run.py --on {on}",
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "source": source_hash(),
+        "device": os.environ.get("SHOAL_TEST_DEVICE", "cuda"),
+        "small": os.environ.get("SHOAL_TEST_SMALL", "") == "1",
+        "machine": {"cores": os.cpu_count(), "platform": platform.platform()},
+        "versions": {"python": platform.python_version(), **versions()},
+        "parts": {},
+    }
+    with tempfile.TemporaryDirectory() as kept:
+        folder = Path(kept)
+        environ = environment(folder)
+        for part in PARTS:
+            if on in part.on and part.name in names:
+                left_s = patience * TOTAL_S[on] - (time.monotonic() - began_s)
+                part = replace(part, limit_s=patience * part.limit_s)
+                print(f"{part.name}:", flush=True)
+                result["parts"][part.name] = told = one_part(part, folder, environ, left_s)
+                result["seconds"] = round(time.monotonic() - began_s, 1)
+                write(out, result)
+                print(f"{part.name}: {told['state']}, {told['seconds']} s", flush=True)
+    states = [part["state"] for part in result["parts"].values()]
+    rows = [row["ok"] for part in result["parts"].values() for row in part["rows"]]
+    print(
+        f"{states.count('passed')} of {len(states)} parts passed, {sum(rows)} of {len(rows)} rows, "
+        f"{result['seconds']} s; result: {out}"
+    )
+    return 0 if set(states) == {"passed"} else 1
+
+
+def one_part(part: Part, folder: Path, environ: dict[str, str], left_s: float) -> dict[str, Any]:
+    """Run one part in a process of its own; gives its state, rows and the end of its output."""
+    if left_s < min(20.0, part.limit_s):
+        return {"state": "not run: no time left", "seconds": 0.0, "rows": []}
+    rows, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
+    limit_s, began_s = min(part.limit_s, left_s), time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "child.py"), part.work, str(rows)],
+            env={**environ, **(dict(part.on_gpu) if on_gpu() else {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        end_all(process)
+    found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+    state = f"over its {limit_s:.0f} s" if code is None else "failed" if code else "passed"
+    told: dict[str, Any] = {"state": state, "limit_s": part.limit_s, "rows": found}
+    told["seconds"] = round(time.monotonic() - began_s, 1)
+    text = log.read_text(errors="replace")
+    print(text if state != "passed" else "".join(f"  {row['row']}\n" for row in found), end="")
+    if state != "passed":
+        told["output"] = text[-3000:].splitlines()
+    return told
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """The process and whatever it started: all are one session's."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What every part inherits: our source first, then wheels that this machine lacks."""
+    places = [ROOT / "src", HERE, ROOT / "tests" / "worlds", ROOT / "benchmarks", kit(folder)]
+    inherited = os.environ.get("PYTHONPATH", "")
+    found = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, places), *([inherited] if inherited else [])]),
+        "PYTHONUNBUFFERED": "1",
+        "SHOAL_CACHE": str(folder / "cache"),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if not on_gpu():
+        found["CUDA_VISIBLE_DEVICES"] = ""
+        found.setdefault("OMP_NUM_THREADS", "1")
+    return found
+
+
+def on_gpu() -> bool:
+    """Whether this run is meant for GPUs."""
+    return os.environ.get("SHOAL_TEST_DEVICE", "cuda") == "cuda"
+
+
+def kit(folder: Path) -> Path:
+    """Packages of the kit that cannot be imported here, unpacked; wheels are zip files."""
+    unpacked = folder / "kit"
+    unpacked.mkdir()
+    for wheel in sorted(KIT.glob("*.whl")):
+        name = wheel.name.split("-")[0]
+        if name != "shoal" and importlib.util.find_spec(name) is None:
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(unpacked)
+    return unpacked
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that results depend on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "transformers", "triton", "numpy", "msgspec", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "kit" if list(KIT.glob(f"{name}-*.whl")) else "none"
+    return found
+
+
+def source_hash() -> str:
+    """Of src: says what the result was made with."""
+    total = hashlib.sha256()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        total.update(path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all: the machine may go away at any moment."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = out.with_suffix(".fresh")
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    fresh.replace(out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

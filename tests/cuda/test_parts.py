@@ -1,0 +1,85 @@
+"""The checks of GPUs run on the CPU too: the driver, its cheapest part, and what happens to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+def driver():
+    found = importlib.util.spec_from_file_location("cuda_run", HERE / "run.py")
+    module = importlib.util.module_from_spec(found)
+    sys.modules["cuda_run"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def call(tmp_path: Path, *words: str, limit_s: float) -> tuple[int, dict]:
+    """(exit status, result) of the driver on the CPU."""
+    out = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run.py"), "--out", str(out), *words],
+        env={**os.environ, "SHOAL_TEST_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    return done.returncode, json.loads(out.read_text()) if out.exists() else {"said": done.stderr}
+
+
+def test_every_part_is_there_and_all_fit_in_the_time() -> None:
+    run = driver()
+    for on, most_s in ((run.ONE, 540), (run.SEVERAL, 600)):
+        parts = [part for part in run.PARTS if on in part.on]
+        assert len({part.name for part in parts}) == len(parts)
+        assert run.TOTAL_S[on] < most_s
+        for part in parts:
+            module, function = part.work.split(":")
+            assert f"\ndef {function}(sheet: Sheet)" in (HERE / f"{module}.py").read_text()
+
+
+def test_the_cheapest_part_passes_on_the_cpu(tmp_path: Path) -> None:
+    code, result = call(tmp_path, "--patience", "10", "--parts", "kernels", limit_s=400)
+    assert code == 0, result
+    (part,) = result["parts"].values()
+    assert [row["ok"] for row in part["rows"]] == [True] * 5
+    assert part["state"] == "passed"
+    assert len(result["source"]) == 16
+
+
+def test_an_unknown_part_is_one_line_with_those_there_are(tmp_path: Path) -> None:
+    code, result = call(tmp_path, "--parts", "kernel", limit_s=60)
+    assert code == 2
+    assert (
+        "--parts kernel: no such part; there are: machine, correctness, kernels" in result["said"]
+    )
+
+
+def test_rows_before_the_time_limit_are_kept(tmp_path: Path, monkeypatch) -> None:
+    run = driver()
+    script = "import time\ndef work(sheet):\n    with sheet.row('one') as told: told['a'] = 1\n"
+    slow = script + "    with sheet.row('two'): raise ValueError('broke')\n    time.sleep(60)\n"
+    (tmp_path / "slow_part.py").write_text(slow)
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{HERE}"}
+    part = run.Part("slow", "slow_part:work", 25)
+    told = run.one_part(run.replace(part, limit_s=3), tmp_path, environ, 100)
+    assert told["state"] == "over its 3 s"
+    assert [(row["row"], row["ok"]) for row in told["rows"][1:]] == [("one", True), ("two", False)]
+    assert "ValueError: broke" in told["rows"][2]["error"]
+    assert run.one_part(part, tmp_path, environ, 5)["state"] == "not run: no time left"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("on", ["one", "several"])
+def test_all_parts_pass_on_the_cpu(tmp_path: Path, on: str) -> None:
+    code, result = call(tmp_path, "--on", on, "--patience", "4", limit_s=2400)
+    wrong = {n: p["state"] for n, p in result["parts"].items() if p["state"] != "passed"}
+    assert code == 0, wrong

@@ -1,0 +1,78 @@
+"""What islands hear of each other: what is no beat is passed over, and the listening goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from shoal.fabric import pulse as pulses
+from shoal.fabric.pulse import MOST_BYTES, Beat, Pulse, read_beat
+
+STRANGE = [
+    (b"\xff\xfe", "no JSON"),
+    (b"not json", "no JSON"),
+    (b"[" * 100_000, f"100000 bytes, at most {MOST_BYTES} are read"),
+    (b"[" * 50_000, "no JSON"),
+    (b"null", "not the four things"),
+    (b"[1, {}, []]", "not the four things"),
+    (b'{"a": 1, "b": 2, "c": 3, "d": 4}', "not the four things"),
+    (b'["1", {}, [], ""]', "other types"),
+    (b'[1, {"all": "2"}, [], ""]', "other types"),
+    (b'[1, {"all": true}, [], ""]', "other types"),
+    (b'[1, [], [], ""]', "other types"),
+    (b"[1, {}, [], 5]", "other types"),
+    (b'[1, {}, 2, ""]', "none of 0 … 1"),
+    (b'[1, {}, [2], ""]', "none of 0 … 1"),
+    (b'[1, {}, [-1], ""]', "none of 0 … 1"),
+    (b'[1, {}, ["0"], ""]', "none of 0 … 1"),
+]
+
+
+@pytest.mark.parametrize(("raw", "said"), STRANGE)
+def test_what_is_no_beat_is_named(raw: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_beat(raw, 2)
+
+
+def test_a_beat_is_read() -> None:
+    assert read_beat(json.dumps([3, {"all": 5}, [1], "x" * 999]).encode(), 2) == Beat(
+        {"all": 5}, ((1,), "x" * 200)
+    )
+
+
+def until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_strange_beat_ends_no_pulse_and_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three islands beat on; when the third is silent later, it is the one that is named."""
+    monkeypatch.setattr(pulses, "BEAT_S", 0.05)
+    monkeypatch.setattr(pulses, "SILENT_S", 0.4)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    told: list[tuple[int, str]] = []
+    members = [Pulse(store, i, 3, lambda line, i=i: told.append((i, line))) for i in range(3)]
+    for member in members:
+        member.start(5)
+    for raw, _ in STRANGE:
+        store.set("beat/1", raw)
+        time.sleep(0.02)
+    until(lambda: {island for island, _ in told} == {0, 1, 2})
+    assert all(member._thread.is_alive() for member in members)
+    heard = [member._beats for member in members]
+    until(lambda: all(m._beats > n for m, n in zip(members, heard, strict=True)))
+    assert len(told) == 3, "one line on each island, however many there were"
+    assert "a beat of island 1 was passed over: " in told[0][1]
+    members[2]._ended.set()
+    members[2]._soon.set()
+    members[2]._thread.join()
+    for member in members[:2]:
+        assert member.blame((0, 1, 2), "all") == ((2,), "silent")
+    for member in members:
+        member.close()

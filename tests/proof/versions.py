@@ -1,0 +1,149 @@
+"""The claimed versions, run: fresh environments in which the wheel is installed and used.
+
+    oldest   torch 2.11.0 × Python 3.12        newest   torch 2.13.0 × Python 3.13
+    (`make test` itself runs torch 2.13.0 × Python 3.11)
+
+In each: the wheel installs by pip from its declared dependencies; away from the checkout, the
+demo (a short `shoal train` on two processes) ends with 0 and can be exported; a sample of
+`make test` passes against the installed package. `make test-versions` runs it and keeps what it saw
+in docs/proof/versions.json, row by row. A Python that is not on this machine is a row that says so,
+and makes the exit status 1: it was not seen. Downloads a few GB where no CPU build is at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "docs" / "proof" / "versions.json"
+CLAIMED = (("3.12", "2.11.0"), ("3.13", "2.13.0"))
+SAMPLE = [
+    "tests/optim/test_optimizer_probe.py",
+    "tests/parallel/tensor/test_apply.py",
+    "tests/parallel/pipe/test_runtime.py",
+    "tests/parallel/test_recompute.py",
+    "tests/checkpoint/test_checkpoint_damage.py",
+    "tests/worlds/test_equality.py::test_a_layout_equals_one_process[fsdp-mlp-2]",
+    "tests/worlds/test_equality.py::test_a_layout_equals_one_process[ddp-llama-2]",
+    "tests/worlds/test_equality.py::test_one_process_equals_a_loop_by_hand",
+    "tests/worlds/test_any_module.py",
+]
+LIGHT = "not 4 and not 8 and not hf"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--at", type=Path, default=ROOT / "build" / "versions")
+    asked = parser.parse_args()
+    rows = []
+    for python, torch in CLAIMED:
+        row = {"python": python, "torch": torch, **one(python, torch, asked.at)}
+        rows.append(row)
+        write(rows)
+        print(f"Python {python}, torch {torch}: {row['state']} ({row['seconds']} s)", flush=True)
+    print(f"written: {TARGET.relative_to(ROOT)}")
+    return 0 if all(row["state"] == "passed" for row in rows) else 1
+
+
+def one(python: str, torch: str, at: Path) -> dict[str, Any]:
+    """One pair of versions; the first step that fails ends it."""
+    began_s = time.monotonic()
+    done: list[str] = []
+    told: dict[str, Any] = {"steps": done, "output": []}
+    found = interpreter(python)
+    state = f"no Python {python} on this machine"
+    if found:
+        folder = at / f"python-{python}-torch-{torch}"
+        shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as away:
+            state = "passed"
+            for name, command in steps(found, torch, folder, Path(away)):
+                code, output = call(command, Path(away))
+                if code:
+                    state, told["output"] = f"{name} failed", output.splitlines()[-40:]
+                    break
+                done.append(f"{name}: {last_line(output)}")
+                print(f"  {done[-1]}", flush=True)
+    return {"state": state, "seconds": round(time.monotonic() - began_s), **told}
+
+
+def steps(found: str, torch: str, folder: Path, away: Path) -> list[tuple[str, list[str]]]:
+    """(what, command): each runs in the folder `away`, where nothing of the checkout is."""
+    python = str(folder / "bin" / "python")
+    wheel = max((ROOT / "build" / "dist").glob("shoal-*.whl"), key=lambda p: p.stat().st_mtime)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    version = (
+        f"import torch; assert torch.__version__.split('+')[0] == '{torch}', torch.__version__"
+    )
+    run = str(away / "runs" / "demo")
+    shoal = str(folder / "bin" / "shoal")
+    tests = [python, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-k", LIGHT]
+    return [
+        ("environment", [found, "-m", "venv", str(folder)]),
+        (
+            "the wheel installs",
+            [*pip, f"torch=={torch}", "--find-links", str(wheel.parent), str(wheel)],
+        ),
+        ("versions", [python, "-c", version]),
+        ("it is the wheel", [python, "-c", IS_WHEEL, str(folder)]),
+        ("help", [shoal, "--help"]),
+        ("demo", [shoal, "train", *DEMO]),
+        ("export", [shoal, "checkpoint", "export", run, str(away / "model.safetensors")]),
+        ("test tools", [*pip, "pytest>=8", "scikit-learn>=1.4"]),
+        ("sample of tests", [*tests, "--rootdir", str(ROOT), *(str(ROOT / t) for t in SAMPLE)]),
+    ]
+
+
+DEMO = ["train.steps=10", "launch.processes=2", "model.dim=64", "model.layers=2", "run.name=demo"]
+IS_WHEEL = (
+    "import pathlib, sys, shoal; home = pathlib.Path(shoal.__file__).parent; "
+    "assert home.is_relative_to(sys.argv[1]), home; assert (home / 'py.typed').exists()"
+)
+
+
+def interpreter(version: str) -> str:
+    """The Python of that version: on PATH, or one that pyenv built; "" for none."""
+    named = shutil.which(f"python{version}")
+    built = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    for path in [*([named] if named else []), *map(str, reversed(built))]:
+        if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:  # no empty shim
+            return path
+    return ""
+
+
+def call(command: list[str], away: Path) -> tuple[int, str]:
+    """(exit code, output), with nothing of this checkout to import but what was installed."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environ |= {"SHOAL_CACHE": str(away / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=away, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout
+
+
+def last_line(output: str) -> str:
+    told = [line for line in output.strip().splitlines() if not line.startswith("WARNING")]
+    return (told or ["ok"])[-1][:160]
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    result = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": {"cores": os.cpu_count(), "platform": platform.platform()},
+        "rows": rows,
+    }
+    TARGET.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Resuming from a run folder that somebody damaged: one line, and the run goes on or refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_small import Rows, linear, run_of
+
+from shoal.base.errors import CheckpointError, ShoalError
+from shoal.checkpoint.manifest import _sealed
+
+ROWS = Rows(8)
+HEAD = b'{"step":1,"loss":2.0}\n{"step":2,"loss":1.0}\n'
+HALF = b'{"step":3,"lo'
+
+
+def made(folder: Path) -> Any:
+    return run_of(linear(), batch=4, micro_batch=4, folder=folder)
+
+
+def saved(folder: Path, steps: int = 2) -> Path:
+    """A run folder with a checkpoint of step 2."""
+    run = made(folder)
+    for batch in run.loader(ROWS):
+        run.step(batch)
+        if run.step_count == steps:
+            break
+    assert run.save()
+    run.close()
+    return folder
+
+
+def told(run: Any) -> list[str]:
+    events = [json.loads(line) for line in run.recorder.events.path.read_text().splitlines()]
+    return [e["text"] for e in events if e["event"] == "notice"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff", b"null", b"1", b"[]", b'{"loss":1}', b'{"step":"2"}', b'{"step":null}', b"",
+     b'{"step":' + b"[" * 100_000],
+    ids=lambda line: repr(line[:14]),
+)  # fmt: skip
+def test_a_damaged_line_of_the_metrics_is_put_aside(tmp_path: Path, line: bytes) -> None:
+    folder = saved(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    head = path.read_bytes()
+    path.write_bytes(line + b"\n" + head + HALF)
+    run = made(folder)
+    assert run.restore()
+    assert path.read_bytes() == head
+    assert (folder / "metrics.jsonl.damaged").read_bytes() == line + b"\n"
+    assert told(run)[-1] == (
+        f"{path}: 1 line that cannot be read, put aside into metrics.jsonl.damaged"
+    )
+    assert run.step(next(iter(run.loader(ROWS)))).step == 3
+    run.close()
+
+
+def test_a_line_that_a_kill_cut_short_is_no_damage(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(HALF)
+    run = made(folder)
+    assert run.restore()
+    assert not (folder / "metrics.jsonl.damaged").exists()
+    assert told(run) == []
+    run.close()
+
+
+def forge(folder: Path, change: Any) -> None:
+    """Change the record of the checkpoint of step 2, and seal it as Shoal does."""
+    path = folder / "checkpoints" / "step-2" / "manifest.json"
+    content = json.loads(path.read_bytes())
+    content.pop("digest")
+    change(content["record"])
+    path.write_bytes(_sealed(content))
+
+
+FORGED: dict[str, tuple[Any, str]] = {
+    "step": (lambda r: r.update(step="2"), "Expected `int`, got `str` - at `record.step`"),
+    "other-step": (lambda r: r.update(step=3), "is of step 2, its record of step 3"),
+    "no-data": (lambda r: r.pop("data"), "Object missing required field `data`"),
+    "data": (lambda r: r.update(data=7), "Expected `array`, got `int` - at `record.data`"),
+    "position": (lambda r: r.update(data=[{"position": -1}]), "at `record.data[0].position`"),
+    "no-position": (lambda r: r.update(data=[{"samples": 8}]), "`record.data` without position"),
+    "optimizer": (lambda r: r.update(optimizer=None), "at `record.optimizer`"),
+    "class": (lambda r: r["optimizer"].pop("class"), "required field `class`"),
+    "scalars": (lambda r: r["optimizer"].update(scalars=[]), "at `record.optimizer.scalars`"),
+    "groups": (lambda r: r["optimizer"].update(groups=[{}]), "at `record.optimizer.groups[0]`"),
+    "scale": (lambda r: r.update(loss_scale="x"), "at `record.loss_scale`"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_record_is_one_line_that_names_the_field(tmp_path: Path, name: str) -> None:
+    change, text = FORGED[name]
+    forge(saved(tmp_path / "run"), change)
+    run = made(tmp_path / "run")
+    with pytest.raises(CheckpointError) as caught:
+        run.restore()
+    assert text in str(caught.value)
+    assert "checkpoints/step-2/manifest.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    run.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_forged_records_never_end_in_a_traceback(tmp_path: Path, seed: int) -> None:
+    folder, luck = saved(tmp_path / "run"), random.Random(seed)
+    path = folder / "checkpoints" / "step-2" / "manifest.json"
+    sealed = path.read_bytes()
+    odd = [None, 0, -1, "x", [], {}, 1e300, True, [[]], {"a": 1}, 10**30]
+    for _ in range(20):
+        path.write_bytes(sealed)
+
+        def change(record: Any) -> None:
+            holder, key = record, luck.choice(["step", "data", "optimizer", "seed", "batch"])
+            while isinstance(holder[key], (dict, list)) and holder[key] and luck.random() < 0.7:
+                holder = holder[key]
+                keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+                key = luck.choice(list(keys))
+            if isinstance(holder, dict) and luck.random() < 0.3:
+                del holder[key]
+            else:
+                holder[key] = luck.choice(odd)
+
+        forge(folder, change)
+        run = made(folder)
+        refused = ""
+        try:
+            if run.restore():
+                run.step(next(iter(run.loader(ROWS))))
+        except ShoalError as failure:
+            refused = str(failure)
+        assert "\n" not in refused
+        run.close()

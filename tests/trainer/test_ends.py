@@ -1,0 +1,119 @@
+"""The main job's ends: what it exits with and says where the numbers or the disk were at fault."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.base.errors import UNSAVED_CODE, ConfigError, TrainingError
+from shoal.base.files import saved_steps
+from shoal.cli import start
+from shoal.fabric import start_world
+from shoal.trainer.loop import train
+from shoal.view import summary
+
+MODULE = """
+import torch
+from torch import nn
+def build(): return nn.Linear(4, 3)
+def data(): return [(torch.ones(4) * i, torch.tensor(i % 3)) for i in range(12)]
+def strings(): return [("a text", "b text") for i in range(12)]
+def no_count(outputs, targets): return outputs.sum() * 0.0, torch.tensor(0.0)
+def nan(outputs, targets): return outputs.sum() * float("nan"), torch.tensor(1.0)
+def half(outputs, targets):
+    bad = float("nan") if targets[0] == 0 else 1.0
+    return outputs.square().sum() * bad, torch.tensor(float(len(targets)))
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measuring the machine takes seconds: once for all."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Prepares and trains a run of four steps in this process; gives folder and exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_CACHE", str(cache))
+    (tmp_path / "my_ends.py").write_text(MODULE)
+    monkeypatch.delitem(sys.modules, "my_ends", raising=False)
+
+    def one(*overrides: str, before: Any = None) -> tuple[Path, int]:
+        base = ["model.build=my_ends:build", "data.source=my_ends:data", "train.batch=2",
+                "train.steps=4", "layout.strategy=single", "run.name=x"]  # fmt: skip
+        prepared = start.prepare([*base, *overrides], None, 1)
+        prepared.folder.mkdir(parents=True)
+        start.write_folder(prepared)
+        if before is not None:
+            before(prepared.folder)
+        return prepared.folder, train(prepared.folder, world=start_world({}))
+
+    return one
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        ("no_count", "steps 1 – 4: all were skipped: the loss counted no target; no weight moved; "
+                     "look at the data, where every target is ignored, or at the count that a loss "
+                     "gives"),
+        ("nan", "steps 1 – 4: all were skipped: non-finite loss or gradient; no weight moved; look "
+                "at these samples, lower optimizer.lr, or set optimizer.clip"),
+    ],
+)  # fmt: skip
+def test_a_run_in_which_nothing_moved_is_no_success(run: Any, loss: str, text: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run(f"model.loss=my_ends:{loss}")
+    assert str(caught.value) == text
+    assert caught.value.exit_code == 3
+
+
+def test_a_run_of_which_a_step_moved_completes(run: Any) -> None:
+    folder, code = run("model.loss=my_ends:half")
+    assert code == 0
+    assert "skipped" in summary(folder)
+    assert saved_steps(folder)[-1] == 4
+
+
+def test_an_end_without_its_checkpoint_is_told_once_and_is_no_success(run: Any) -> None:
+    folder, code = run(before=lambda folder: (folder / "checkpoints").write_text("in the way"))
+    assert code == UNSAVED_CODE
+    events = told(folder)
+    (ended,) = [e for e in events if e["event"] == "run_finished"]
+    assert ended["how"] == "completed; the last checkpoint could not be written"
+    failed = [e["step"] for e in events if e["event"] == "checkpoint_failed"]
+    assert failed == sorted(set(failed)), "one event for each"
+    assert not any("was not saved" in e.get("text", "") for e in events), "and no second line"
+    assert summary(folder).startswith(
+        "completed at step 4; the last checkpoint could not be written\n"
+    )
+
+
+def test_the_summary_counts_samples_and_splits_the_time(run: Any) -> None:
+    folder, _ = run()
+    text = summary(folder)
+    assert "4 steps, 8 samples in " in text
+    assert " samples/s" in text
+    assert "token" not in text
+    assert "MFU" not in text
+    (took,) = [line for line in text.splitlines() if line.startswith("  took ")]
+    assert " starting" in took
+
+
+def test_samples_of_text_are_one_line(run: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run("data.source=my_ends:strings")
+    assert str(caught.value) == (
+        "batch: holds no tensor whose dim 0 counts samples, but str; nearest: samples of tensors "
+        "or numbers, or a collate function that makes them of these"
+    )

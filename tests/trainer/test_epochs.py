@@ -1,0 +1,161 @@
+"""`run.epochs`: a run that goes on, wherever it stopped, ends where one without a break would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+
+SAMPLES, BATCH, EPOCHS = 20, 8, 3  # steps of 8, 8 and 4: nine in all
+
+
+class Rows:
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return row, row[:2] * 2
+
+
+class Stream:
+    """The same from front to back, with a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < SAMPLES:
+            self.at += 1
+            yield Rows()[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def opened(folder: Path) -> shoal.Run:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run = shoal.parallelize(
+        model, optimizer, lambda o, t: (o - t) ** 2, batch=BATCH, folder=folder, keep=99
+    )
+    run.restore()
+    return run
+
+
+class Killed(Exception):
+    pass
+
+
+def script(folder: Path, data, *, save_after: int = 0, die_after: int = 0) -> tuple[int, list[int]]:
+    """The README's loop; it may save at a step, and be killed after one."""
+    run = opened(folder)
+    seen: list[int] = []
+    try:
+        for epoch in run.epochs(EPOCHS):
+            seen.append(epoch)
+            for batch in run.loader(data):
+                run.step(batch)
+                if run.step_count == save_after:
+                    run.save()
+                if run.step_count == die_after:
+                    raise Killed
+            run.save()
+    except Killed:
+        pass
+    weights.append(run.state_dict()["weight"])
+    steps = run.step_count
+    run.close()
+    return steps, seen
+
+
+weights: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+@pytest.mark.parametrize(
+    ("save", "die", "left"),
+    [
+        (4, 4, [1, 2]),  # in the middle of epoch 1
+        (4, 5, [1, 2]),  # a step after the save is lost
+        (3, 3, [1, 2]),  # at the last step of epoch 0, inside of its loop
+        (6, 6, [2]),
+        (0, 7, [2]),  # by the save at the end of epoch 1
+        (9, 9, []),  # everything is trained
+    ],
+)
+def test_a_resumed_run_ends_as_one_without_a_break(
+    tmp_path: Path, data, save: int, die: int, left: list[int]
+) -> None:
+    assert script(tmp_path / "whole", data()) == (9, [0, 1, 2])
+    script(tmp_path / "cut", data(), save_after=save, die_after=die)
+    assert script(tmp_path / "cut", data()) == (9, left)
+    assert torch.equal(weights[-1], weights[-3])
+    for _ in range(2):  # and it trains no more, however often it is started
+        assert script(tmp_path / "cut", data()) == (9, [])
+    assert torch.equal(weights[-1], weights[-3])
+
+
+def test_epochs_of_ones_own_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They end with their saves; one that was left in the middle is begun again, with a line."""
+    batches = [torch.utils.data.default_collate([Rows()[n]] * 8) for n in range(3)]
+
+    def script(stop: int) -> tuple[int, int]:
+        with opened(tmp_path) as run:
+            for _ in run.epochs(EPOCHS):
+                for batch in batches:
+                    run.step(batch)
+                    if run.step_count == stop:
+                        run.save()
+                        return run.epoch, run.step_count
+                run.save()
+            return run.epoch, run.step_count
+
+    assert script(5) == (1, 5)
+    assert not caplog.messages
+    assert script(-1) == (3, 11)  # 5, and two whole epochs
+    assert caplog.messages == [
+        "shoal: epoch 1 is begun again, and 2 of its 3 steps are repeated: batches of your own "
+        "cannot be entered in the middle; run.loader's can"
+    ]
+    assert script(-1) == (3, 11)
+
+
+def test_run_epoch_counts_without_run_epochs(tmp_path: Path) -> None:
+    run, data = opened(tmp_path), Rows()
+    seen = [run.epoch]
+    for _ in range(2):
+        for batch in run.loader(data):
+            run.step(batch)
+        seen.append(run.epoch)
+    assert seen == [0, 1, 2]
+    run.save()
+    run.close()
+    assert opened(tmp_path).epoch == 2
+
+
+def test_a_loop_that_is_left_early_is_an_epoch(tmp_path: Path) -> None:
+    """As with `range`: so many turns, however long they are."""
+    run, data, turns = opened(tmp_path), Rows(), []
+    for epoch in run.epochs(EPOCHS):
+        turns.append(epoch)
+        for batch in run.loader(data):
+            run.step(batch)
+            break
+    assert turns == [0, 1, 2]
+
+
+def test_a_run_is_a_context(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.step(next(iter(run.loader(Rows()))))
+    with pytest.raises(shoal.ConfigError, match=r"run\.step was called after run\.close"):
+        run.step(torch.ones(1))

@@ -1,0 +1,503 @@
+"""No key of run.toml gets lost: every one arrives by every entrance, and the planner sees it.
+
+The keys are those of the sections' dataclasses, so that a new one fails here until it has a value to
+try, a way into a run and a word about what it does to a prediction. Where a key does not arrive, or
+changes nothing that is foreseen, it stands in a list with its reason; an entry that is no longer
+true fails as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal.cli.start as start
+from shoal.base.cluster import Cluster
+from shoal.base.estimate import ModelFacts
+from shoal.base.facts import MachineFacts
+from shoal.base.plan import Plan
+from shoal.cli.plan_subject import find_subject
+from shoal.config.load import load
+from shoal.config.resolve import resolve_batch
+from shoal.config.save import to_toml, toml_value
+from shoal.config.sections import Config
+from shoal.planner.measured import this_cluster
+from shoal.planner.own_family import own_family
+from shoal.planner.search import SETTINGS, Asked, Candidate, search
+from shoal.planner.transformer import model_facts
+from shoal.trainer import choose as auto
+from shoal.trainer import job
+from shoal.trainer import parallelize as room
+from shoal.trainer.foresee import case_of
+
+KEYS = [
+    f"{section.name}.{key.name}"
+    for section in fields(Config)
+    for key in fields(getattr(Config(), section.name))
+]
+
+LLAMA = "model.name=llama model.dim=64 model.heads=4 model.layers=4"
+TP = "layout.tp=2"
+CP = "layout.cp=2"
+PP = "layout.pp=2"
+ON_CPU = f"{LLAMA} data.source=stdlib train.batch=16 train.micro_batch=2"
+DILOCO = "islands.method=diloco islands.count=2"
+
+VALUES: dict[str, str] = {
+    # key: what is said, then what it needs beside it
+    "model.name": "model.name=moe",
+    "model.build": "model.build=test_every_key:tiny data.source=digits",
+    "model.loss": "model.loss=shoal.models.loss:token_loss",
+    "model.call": "model.call=kwargs",
+    "model.arguments": "model.dim=32",
+    "data.source": "data.source=synthetic",
+    "data.validation": "data.validation=0.1",
+    "data.tokenizer": "data.tokenizer=bpe:512",
+    "data.sequence": "data.sequence=64",
+    "data.workers": "data.workers=1",
+    "data.collate": "data.collate=torch.utils.data:default_collate",
+    "optimizer.name": "optimizer.name=lion",
+    "optimizer.lr": "optimizer.lr=0.02",
+    "optimizer.betas": "optimizer.betas=[0.8,0.9]",
+    "optimizer.momentum": "optimizer.momentum=0.0 optimizer.name=sgd",
+    "optimizer.weight_decay": "optimizer.weight_decay=0.2",
+    "optimizer.clip": "optimizer.clip=0.5",
+    "optimizer.average": "optimizer.average=0.9",
+    "optimizer.schedule": "optimizer.schedule=wsd",
+    "optimizer.warmup_steps": "optimizer.warmup_steps=3",
+    "train.steps": "train.steps=7",
+    "train.epochs": "train.epochs=2",
+    "train.batch": "train.batch=32",
+    "train.micro_batch": "train.micro_batch=4",
+    "train.accumulate": "train.accumulate=2 train.micro_batch=0",
+    "train.seed": "train.seed=3",
+    "train.validate_every": "train.validate_every=5",
+    "train.validate_samples": "train.validate_samples=7",
+    "train.defer_sync": "train.defer_sync=true layout.dp_shard=2 layout.zero=2",
+    "train.compile": "train.compile=blocks",
+    "train.deterministic": "train.deterministic=true",
+    "train.prove": "train.prove=off",
+    "train.skip_limit": "train.skip_limit=2",
+    "train.on": "train.on=shoal.models.mlp:MLP",
+    "layout.strategy": "layout.strategy=zero2",
+    "layout.dp_replicate": "layout.dp_replicate=2 layout.dp_shard=2",
+    "layout.dp_shard": "layout.dp_shard=2",
+    "layout.zero": "layout.zero=2",
+    "layout.threads": "layout.threads=3",
+    "layout.compress": "layout.compress=int8 layout.strategy=ddp",
+    "layout.pp": "layout.pp=2",
+    "layout.cp": "layout.cp=2",
+    "layout.tp": "layout.tp=2",
+    "layout.ep": "layout.ep=2 layout.dp_replicate=2 model.name=moe",
+    "layout.schedule": f"layout.schedule=gpipe {PP}",
+    "layout.chunks": f"layout.chunks=4 layout.schedule=interleaved {PP} model.layers=8",
+    "layout.strict": f"layout.strict=true {TP}",
+    "layout.sequence_parallel": f"layout.sequence_parallel=off {TP}",
+    "layout.split": f"layout.split=head.weight=whole {TP}",
+    "layout.context": f"layout.context=ulysses {CP}",
+    "precision.compute": "precision.compute=fp64",
+    "precision.reduce": "precision.reduce=bf16 layout.strategy=ddp",
+    "precision.loss_scale": "precision.loss_scale=1024.0 precision.compute=fp16",
+    "memory.recompute": "memory.recompute=full",
+    "memory.offload": "memory.offload=optimizer",
+    "islands.method": "islands.method=diloco",
+    "islands.count": f"islands.count=3 {DILOCO}",
+    "islands.period": f"islands.period=20 {DILOCO}",
+    "islands.outer": f"islands.outer=Adam {DILOCO}",
+    "islands.outer_lr": f"islands.outer_lr=0.5 {DILOCO}",
+    "islands.outer_momentum": f"islands.outer_momentum=0.8 {DILOCO}",
+    "islands.codec": f"islands.codec=int8 {DILOCO}",
+    "islands.fragments": f"islands.fragments=2 {DILOCO} islands.method=streaming-diloco",
+    "islands.overlap": f"islands.overlap=2 {DILOCO} islands.method=streaming-diloco",
+    "islands.mixing": f"islands.mixing=0.25 {DILOCO} islands.method=streaming-diloco",
+    "islands.weighting": f"islands.weighting=uniform {DILOCO}",
+    "islands.pace": f"islands.pace=equal {DILOCO}",
+    "islands.proximal": f"islands.proximal=0.1 {DILOCO} islands.method=fedprox",
+    "islands.server": f"islands.server=yogi {DILOCO} islands.method=fedopt",
+    "islands.regions": f"islands.regions=2 islands.far_period=2 {DILOCO} islands.count=4",
+    "islands.far_period": f"islands.far_period=2 islands.regions=2 {DILOCO} islands.count=4",
+    "islands.at": f"islands.at=127.0.0.1:7000 {DILOCO}",
+    "islands.index": f"islands.index=1 islands.at=127.0.0.1:7000 {DILOCO}",
+    "islands.connections": f"islands.connections=1 {DILOCO}",
+    "islands.bound": f"islands.bound=5.0 {DILOCO}",
+    "islands.cosine": f"islands.cosine=-0.1 {DILOCO}",
+    "islands.refusals": f"islands.refusals=2 {DILOCO}",
+    "checkpoint.every": "checkpoint.every=3",
+    "checkpoint.keep": "checkpoint.keep=4",
+    "run.folder": "run.folder=elsewhere",
+    "run.name": "run.name=mine",
+    "launch.processes": "launch.processes=4",
+    "launch.nodes": "launch.nodes=2",
+    "launch.restarts": "launch.restarts=1",
+}
+"""Every key with a value that is not its default."""
+
+NOT_RESUMED = {
+    "train.accumulate": "fixes micro_batch once, is derived again at every start (0 in the file)",
+    "run.folder": "where the resumed run's folder lies now",
+    "run.name": "what the resumed run's folder is called now",
+}
+"""Keys whose value in a resumed run is not what was first said."""
+
+Seen = dict[str, Any]
+
+ARRIVES: dict[str, Callable[[Seen], Any]] = {
+    "model.name": lambda seen: seen["model"].name,
+    "model.build": lambda seen: seen["model"].build,
+    "model.loss": lambda seen: seen["loss"].loss,
+    "model.call": lambda seen: seen["settings"].call,
+    "model.arguments": lambda seen: seen["model"].arguments,
+    "data.sequence": lambda seen: seen["sequence"],
+    **{
+        f"optimizer.{key}": lambda seen, key=key: getattr(seen["optimizer"], key)
+        for key in ("name", "lr", "betas", "momentum", "weight_decay")
+    },
+    "optimizer.schedule": lambda seen: seen["settings"].schedule.schedule,
+    "optimizer.warmup_steps": lambda seen: seen["settings"].schedule.warmup_steps,
+    "optimizer.clip": lambda seen: seen["settings"].clip,
+    "optimizer.average": lambda seen: seen["settings"].average,
+    "train.batch": lambda seen: seen["plan"].batch,
+    "train.micro_batch": lambda seen: seen["plan"].micro_batch,
+    "train.seed": lambda seen: seen["settings"].seed,
+    "train.defer_sync": lambda seen: seen["plan"].defer_sync,
+    "train.compile": lambda seen: seen["plan"].compile,
+    "train.skip_limit": lambda seen: seen["settings"].skip_limit,
+    "layout.strategy": lambda seen: seen["layout"].strategy,
+    **{
+        f"layout.{key}": lambda seen, key=key: getattr(seen["layout"], key)
+        for key in ("dp_replicate", "dp_shard", "zero", "threads", "pp", "cp", "tp", "ep")
+    },
+    "layout.schedule": lambda seen: seen["layout"].schedule,
+    "layout.chunks": lambda seen: seen["layout"].chunks,
+    "layout.compress": lambda seen: seen["plan"].compress,
+    **{
+        f"layout.{key}": lambda seen, key=key: getattr(seen["tensor"], key)
+        for key in ("strict", "sequence_parallel", "split", "context")
+    },
+    "precision.compute": lambda seen: seen["plan"].precision,
+    "precision.reduce": lambda seen: seen["plan"].reduce,
+    "precision.loss_scale": lambda seen: seen["settings"].loss_scale,
+    "memory.recompute": lambda seen: seen["plan"].recompute,
+    "memory.offload": lambda seen: seen["told"]["offload"],
+}
+"""Where a key stands after `parallelize`: in its plan, its settings, or what builds the model."""
+
+NOT_BY_PARALLELIZE = {
+    "data.": "an own loop brings its own data; `shoal train` opens them before the run is made",
+    "train.steps": "the loop's length; `total_steps` of a schedule follows from it",
+    "train.epochs": "the loop's length",
+    "train.accumulate": "batch and micro_batch say it",
+    "train.validate_every": "the main loop's; an own loop calls `evaluate`",
+    "train.validate_samples": "the main loop's; an own loop gives `evaluate` what it shall see",
+    "train.deterministic": "the process's own switch, set by the main job before all else",
+    "train.prove": "the main job's; `shoal prove` for the others",
+    "train.on": "listeners of the main job's recorder",
+    "islands.": "joined by the main job after the run is made",
+    "checkpoint.": "`keep` is an argument, `every` the loop's own: `run.save` is called",
+    "run.": "`folder` is an argument of the own loop",
+    "launch.": "whoever starts the processes",
+}
+"""Keys, and sections as a whole, that are not an argument of `parallelize`."""
+
+NOT_FORESEEN = {
+    "model.call": "how inputs are handed over costs nothing",
+    "data.source": "what tokens say costs nothing; how many there are is data.sequence",
+    "data.validation": "a step's cost is foreseen, not the run's length",
+    "data.workers": "loading is outside of a step, and waits are measured, not foreseen",
+    "data.collate": "as data.workers",
+    "optimizer.lr": "a number of the update",
+    "optimizer.betas": "numbers of the update",
+    "optimizer.weight_decay": "a number of the update",
+    "optimizer.clip": "the norm is taken in any case: it decides about non-finite steps",
+    "optimizer.schedule": "a number of the update",
+    "optimizer.warmup_steps": "a number of the update",
+    "train.steps": "a step is foreseen, not the run",
+    "train.epochs": "a step is foreseen, not the run",
+    "train.seed": "other numbers, the same work",
+    "train.validate_every": "a step is foreseen, not the run",
+    "train.validate_samples": "a step is foreseen, not the run",
+    "train.deterministic": "kernels' own matter; no rate of theirs is known",
+    "train.prove": "before the run",
+    "train.skip_limit": "when a run gives up",
+    "train.on": "the user's own function",
+    "layout.threads": "replicas in threads are not foreseen, and `foresee` says so",
+    "layout.compress": "left out of the figures, and `shoal plan` says so",
+    "layout.strict": "whether to refuse, not what to do",
+    "layout.split": "arithmetic splits what a search would; a run's own split is measured",
+    "layout.context": "every way is foreseen as a ring, whose bytes are close to the others'",
+    "precision.loss_scale": "a factor",
+    "islands.": "a step of one island is foreseen; between islands: `shoal simulate`, --dry-run",
+    "checkpoint.": "saving is beside the steps",
+    "run.": "names",
+    "launch.nodes": "--on says which machines; a plan for several without it is refused",
+    "launch.restarts": "what happens after a failure",
+}
+"""Keys, and sections as a whole, that change neither time, memory nor bytes of a step foreseen."""
+
+
+def tiny() -> nn.Module:
+    """For model.build."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def reason(table: dict[str, str], key: str) -> str:
+    """Why a key, or its section as a whole, stands in a list; "" if it does not."""
+    return table.get(key) or table.get(f"{key.partition('.')[0]}.", "")
+
+
+def words_of(key: str, base: str = ON_CPU) -> list[str]:
+    """The base, then what the key needs, then the key itself: later ones win."""
+    own, *needs = VALUES[key].split()
+    replaced = {word.partition("=")[0] for word in (own, *needs)}
+    if key == "model.build":  # its arguments are its own
+        replaced |= {word.partition("=")[0] for word in base.split() if word.startswith("model.")}
+    said = [word for word in base.split() if word.partition("=")[0] not in replaced]
+    return [*said, *needs, own]
+
+
+def value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def said_value(key: str) -> Any:
+    """The value under test, and that it is none that would be there anyway."""
+    value = value_of(load(None, words_of(key)).config, key)
+    assert value != value_of(load(None, ON_CPU.split()).config, key), key
+    return value
+
+
+def test_every_key_is_here() -> None:
+    assert set(VALUES) == set(KEYS)
+    for table in (NOT_BY_PARALLELIZE, NOT_FORESEEN, NOT_RESUMED):
+        sections = {f"{key.partition('.')[0]}." for key in KEYS}
+        assert set(table) <= set(KEYS) | sections
+        assert all(len(why) >= 5 for why in table.values())
+    assert not [key for key in ARRIVES if key in NOT_BY_PARALLELIZE]
+
+
+def test_a_file_says_what_the_command_line_says(tmp_path: Path) -> None:
+    for key in KEYS:
+        by_words = load(None, words_of(key))
+        path = tmp_path / "run.toml"
+        path.write_text(as_file(words_of(key)))
+        assert load(path).config == by_words.config, key
+        assert said_value(key) == value_of(by_words.config, key)
+        path.write_text(to_toml(by_words))  # as workers and --resume read it
+        assert load(path).config == by_words.config, key
+
+
+def as_file(words: list[str]) -> str:
+    """What a user would write: sections with the keys that were said."""
+    sections: dict[str, dict[str, str]] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        section, _, key = name.partition(".")
+        plain = text[:1].isdigit() or text[:1] in "[-" or text in ("true", "false")
+        sections.setdefault(section, {})[key] = (
+            text if plain and ":" not in text else toml_value(text)
+        )
+    return "\n".join(
+        f"[{section}]\n" + "\n".join(f"{key} = {text}" for key, text in keys.items())
+        for section, keys in sections.items()
+    )
+
+
+def settled(key: str, folder: Path) -> start.Prepared:
+    """The run that `shoal train` would start."""
+    words = [*words_of(key)]
+    if key not in ("run.folder", "run.name"):
+        words += [f"run.folder={folder}", "run.name=one"]
+    processes = None if key != "launch.nodes" else 2  # several machines: torchrun starts them
+    return start.prepare(words, None, processes)
+
+
+def test_a_resumed_run_has_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for key in KEYS:
+        first = settled(key, tmp_path)
+        first.folder.mkdir(parents=True, exist_ok=True)
+        start.write_folder(first)
+        if key not in NOT_RESUMED:
+            assert value_of(first.loaded.config, key) == said_value(key), key
+        with monkeypatch.context() as held:
+            held.setattr(start, "find", lambda folder: ["step-1"])
+            held.setattr(start, "_check_goes_on", lambda islands, folder: None)
+            held.setattr(start, "_in_folders", lambda islands, folder: False)
+            moved = first.folder.rename(tmp_path / "moved") if key in NOT_RESUMED else first.folder
+            nodes = 2 if key == "launch.nodes" else None
+            again = start.prepare([], moved, nodes)
+        worker = load(first.folder / "run.toml" if moved == first.folder else moved / "run.toml")
+        there = value_of(again.loaded.config, key)
+        if key in NOT_RESUMED:
+            assert there != said_value(key), key
+        else:
+            assert there == value_of(worker.config, key) == said_value(key), key
+        for path in moved.glob("*"):
+            path.unlink()
+        moved.rmdir()
+
+
+class Ranks(SimpleNamespace):
+    """So many processes, of which the layout alone is asked."""
+
+    device = torch.device("cpu")
+    is_first = True
+
+    def broadcast_json(self, value: Any) -> Any:
+        return value
+
+
+@pytest.fixture
+def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Seen]:
+    """What `parallelize` makes of a configuration, through `open_run` as every command calls it."""
+
+    def look(key: str) -> Seen:
+        config = settled(key, tmp_path).loaded.config
+        seen: Seen = {}
+
+        def build_model(section: Any, source: Any, sequence: int) -> nn.Module:
+            seen.update(model=section, sequence=sequence)
+            return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+
+        def build_optimizer(policy: Any, parameters: Any, module: Any) -> Any:
+            seen["optimizer"] = policy
+            return torch.optim.SGD(parameters, lr=0.1)
+
+        def take_loss(section: Any) -> Any:
+            seen["loss"] = section
+            return lambda outputs, targets: (outputs.sum(), 1)
+
+        def parallelize(model: Any, optimizer: Any, loss: Any, layout: Any, **told: Any) -> Any:
+            seen["told"] = dict(told)
+            compute = "fp32" if told["precision"] == "auto" else told["precision"]
+            ranks = Ranks(size=config.launch.processes)
+            module = nn.Linear(4, 4)
+            plan = room._plan(module, layout, ranks, told["batch"], told["micro_batch"], compute)
+            seen.update(layout=plan.layout, tensor=plan.tensor)
+            told |= {"offload": "none"}  # the CPU has nothing to offload from; the word is seen
+            layout = "ddp" if told["compress"] != "none" else "single"
+            return room.parallelize(model, optimizer, loss, layout, **told)
+
+        monkeypatch.setattr(job, "build_model", build_model)
+        monkeypatch.setattr(job, "build_optimizer", build_optimizer)
+        monkeypatch.setattr(job, "import_loss", take_loss)
+        monkeypatch.setattr(job, "parallelize", parallelize)
+        source = SimpleNamespace(train=[torch.zeros(4)], collate=None)
+        layout = job.asked_layout(config.layout)
+        run = job.open_run(config, source, room.start_world(), layout)
+        seen.update(plan=run.plan, settings=run.settings)
+        for undo in run.program.on_close:
+            undo()
+        return seen
+
+    return look
+
+
+def test_every_key_arrives_in_parallelize(seen_by: Callable[[str], Seen]) -> None:
+    for key in KEYS:
+        if key in ARRIVES:
+            assert ARRIVES[key](seen_by(key)) == said_value(key), key
+        else:
+            assert reason(NOT_BY_PARALLELIZE, key), f"{key}: how does it reach `parallelize`?"
+
+
+PLANNED = f"{LLAMA} model.dim=512 train.batch=64 train.micro_batch=2 memory.recompute=none"
+
+
+def machines_of(words: list[str]) -> str:
+    """GPUs for a layout; this machine where the number of processes is what is asked about."""
+    config = load(None, words).config
+    if config.launch.processes:
+        return ""
+    if config.layout.threads:
+        return "1xH100-80GB"
+    degrees = config.layout.degrees()
+    degrees.pop("ep", 1)
+    return f"{math.prod(degrees.values()) if degrees else 2}xH100-80GB"
+
+
+def planned(words: list[str], machines: str) -> Candidate:
+    """The best of what `shoal plan` ranks."""
+    subject = find_subject(load(None, words), machines)
+    return search(subject.model, subject.cluster, subject.asked)[0]
+
+
+def figures(candidate: Candidate) -> Any:
+    """What is foreseen of a step."""
+    time, memory = candidate.time, candidate.memory
+    return time.parts, time.bytes, memory.parts, memory.peak_bytes
+
+
+def pair(key: str) -> tuple[list[str], list[str]]:
+    """What to plan with the key, and without it."""
+    base = PLANNED if key.startswith("layout.") else f"{PLANNED} layout.dp_replicate=2"
+    if "layout." in VALUES[key]:
+        base = PLANNED
+    if key == "launch.processes":
+        base = f"{PLANNED} layout.strategy=ddp"
+    own, *needs = words_of(key, base)[::-1]
+    plain = [word for word in base.split() if word.partition("=")[0] == own.partition("=")[0]]
+    if key == "layout.dp_replicate":  # the same devices, all of them in one copy
+        plain, needs = ["layout.dp_shard=4"], [word for word in needs if "dp_shard" not in word]
+        return [*words_of(key, base)], [*needs[::-1], *plain]
+    return [*needs[::-1], own], [*needs[::-1], *plain]
+
+
+def test_every_key_is_foreseen_or_says_why_not() -> None:
+    for key in KEYS:
+        given, without = pair(key)
+        machines = machines_of(given)
+        changed = figures(planned(given, machines)) != figures(planned(without, machines))
+        assert changed != bool(reason(NOT_FORESEEN, key)), key
+
+
+def test_a_run_foresees_what_its_plan_foresaw() -> None:
+    """The prediction in plan.json is made of the run's own plan: by it, one run has one figure."""
+    for key in KEYS:
+        given, _ = pair(key)
+        machines = machines_of(given)
+        best = planned(given, machines)
+        case, config = best.case, load(None, given).config
+        plan = Plan(case.layout, "", case.batch, case.micro_batch, 1, case.compute, 1)
+        seen = case_of(config, plan, case.model, case.cluster)
+        schedule = {"schedule": case.schedule, "chunks": case.chunks}  # what a search is free in
+        assert replace(seen, **schedule) == case, key
+
+
+def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[Asked] = []
+    model = model_facts(own_family("llama"), 128, 4)
+    machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
+
+    def look(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
+        told.append(asked)
+        return search(model, cluster, asked)
+
+    monkeypatch.setattr(auto, "search", look)
+    monkeypatch.setattr(auto, "facts_of", lambda *given, **more: model)
+    monkeypatch.setattr(auto, "read_measured", lambda *given, **more: this_cluster(machine, 2))
+    for key in KEYS:
+        loaded = load(None, words_of(key, f"{ON_CPU} memory.recompute=none"))
+        resolve_batch(loaded, 2)
+        config = loaded.config
+        if not auto.is_open(auto.asked_layout(config.layout)) or config.memory.offload != "none":
+            continue
+        if key in ("launch.nodes", "launch.processes", "model.build", "precision.loss_scale"):
+            continue  # how many ranks, which facts, and a format that no CPU has
+        chosen, why = auto.choose(config, SimpleNamespace(), Ranks(size=2), tmp_path)
+        loaded = load(None, words_of(key, f"{ON_CPU} memory.recompute=none"))
+        wanted = find_subject(loaded, "").asked
+        for field in (*SETTINGS, "recompute", "zero", "batch", "micro_batch", "built"):
+            assert getattr(told[-1], field) == getattr(wanted, field), (key, field)
+        for beside in ("strict", "sequence_parallel"):
+            if key == f"layout.{beside}":
+                assert chosen[beside] == said_value(key)

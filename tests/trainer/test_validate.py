@@ -1,0 +1,153 @@
+"""What a validation reads, in which micro-batches, and that its figures do not hang on these."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_small import run_of, sgd
+
+from shoal.config.sections import Config, ModelSection, TrainSection
+from shoal.data.samples import EvenPart
+from shoal.data.sources import Source
+from shoal.models.loss import token_loss
+from shoal.trainer import finish
+from shoal.trainer.run import Run
+from shoal.trainer.validate import validator
+
+
+class Labels:
+    """23 samples of 3 classes."""
+
+    def __init__(self, count: int = 23) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, 3, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+class Couples(nn.Module):
+    """Centres its inputs over the batch, so the loss of a sample hangs on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x - x.mean(0))
+
+
+def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return token_loss(outputs, targets)
+
+
+def begun(
+    folder: Path, model: nn.Module, *, loss: Any = token_loss, fits: int = 8, **other: Any
+) -> tuple[Run, list[int], Any]:
+    """A run with a plan that says what fits, the sizes of its forward passes, its validation."""
+    (folder / "plan.json").write_text(
+        json.dumps({"predicted": {"validation_micro_batch": fits, "step_s": 6.0}})
+    )
+    run = run_of(model, sgd, loss, batch=4, micro_batch=2, precision="fp64", folder=folder)
+    sizes: list[int] = []
+    run.model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
+    held = other.pop("held", Labels())
+    most = other.pop("most", None)
+    source = Source(Labels(), held, None, None, None, None, "labels", "samples", most)
+    config = Config(model=ModelSection(build="own:model"), train=TrainSection(**other))
+    return run, sizes, validator(run, source, config)
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == name]
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def test_more_samples_at_once_give_the_same_figures(tmp_path: Path) -> None:
+    values = []
+    for fits in (2, 8):
+        (folder := tmp_path / str(fits)).mkdir()
+        run, sizes, validate = begun(folder, plain(), fits=fits)
+        values.append(validate())
+        validate()
+        run.close()
+    assert sizes[-3:] == [8, 8, 7]
+    assert values[0] == pytest.approx(values[1], rel=1e-14)
+    assert values[0]["targets"] == 23
+    (told,) = [e["text"] for e in events(tmp_path / "8", "notice")]
+    assert told == "validation at the end: 23 held-out samples, 8 at a time; about 11.5 s each time"
+    assert len(events(tmp_path / "8", "validated")) == 2
+
+
+def test_what_looks_across_samples_keeps_the_micro_batch_of_training(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    run, sizes, validate = begun(tmp_path, Couples())
+    first = validate()
+    assert sizes[-12:] == [2] * 11 + [1]
+    before, told = len(sizes), events(tmp_path, "notice")[-1]["text"]
+    assert validate() == first
+    assert len(sizes) == before + 12, "tried once"
+    run.close()
+    assert told.startswith("validation: 2 samples at a time, as in training: with 8 the loss of ")
+    assert told.endswith("so the model looks across samples")
+
+
+def test_a_loss_of_the_users_keeps_it_too(tmp_path: Path) -> None:
+    run, sizes, validate = begun(tmp_path, plain(), loss=own_loss, validate_every=5)
+    validate()
+    run.close()
+    assert sizes == [2] * 11 + [1]
+    assert events(tmp_path, "notice")[-1]["text"] == (
+        "validation every 5 steps and at the end: 23 held-out samples, 2 at a time as in training "
+        "(the loss may look across samples); about 11.5 s each time"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "most", "read"),
+    [({}, 5, 5), ({"validate_samples": 4}, 5, 4), ({"validate_samples": 9}, None, 9)],
+)
+def test_what_is_read_is_bounded(
+    tmp_path: Path, keys: dict[str, int], most: int | None, read: int
+) -> None:
+    run, _, validate = begun(tmp_path, plain(), most=most, **keys)
+    part = EvenPart(Labels(), read, True)
+    with torch.no_grad():
+        outputs = run.model(torch.stack([part[i][0] for i in range(read)]))
+    total, count = token_loss(outputs, torch.stack([part[i][1] for i in range(read)]))
+    assert validate()["loss"] == pytest.approx(float(total / count), rel=1e-12)
+    run.close()
+    assert f"{read} of 23 held-out samples" in events(tmp_path, "notice")[-1]["text"]
+
+
+def test_the_first_samples_of_a_stream(tmp_path: Path) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return itertools.cycle(Labels()[i] for i in range(23))
+
+    run, _, validate = begun(tmp_path, plain(), held=Stream(), validate_samples=7)
+    assert validate()["targets"] == 7
+    run.close()
+    assert "the first 7 held-out samples" in events(tmp_path, "notice")[-1]["text"]
+
+
+def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(nn.Linear(4, 3), sgd)
+    assert list(finish._in_time(run, 12)) == list(range(12))
+    monkeypatch.setattr(finish, "SAMPLE_S", 0.0)
+    assert list(finish._in_time(run, 12)) == [0]

@@ -1,0 +1,828 @@
+"""Mistakes that users make, one function each, run by every rank of a world as their script would.
+
+    @mistake("the line that names it")      or  @mistake(RIGHT) for one that must be computed right
+    def what_was_done(world, layout): ...
+
+A function raises what Shoal raises; what is told by a line is collected. One that must be right
+gives the largest difference to the same training in plain PyTorch, in one process, over all samples.
+Add yours below: the test takes every function that is marked.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+import cases
+import shoal
+from guards import Lines
+from shoal.base.errors import ShoalError
+from shoal.fabric import World
+
+RIGHT = "right"
+BOTH = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One of them. expected  part of the line by layout · hangs  it ends the processes"""
+
+    act: Callable[[World, str], Any]
+    expected: dict[str, str]
+    hangs: bool = False
+
+
+TABLE: dict[str, Mistake] = {}
+
+
+def mistake(*expected: str, layouts: tuple[str, ...] = BOTH, hangs: bool = False):
+    """Put a function into the table; one line for all layouts, or one for each."""
+
+    def mark(act: Callable[[World, str], Any]) -> Callable[[World, str], Any]:
+        lines = expected * len(layouts) if len(expected) == 1 else expected
+        TABLE[act.__name__] = Mistake(act, dict(zip(layouts, lines, strict=True)), hangs)
+        return act
+
+    return mark
+
+
+def attempt(world: World, name: str, layout: str) -> dict[str, Any]:
+    """What came of it: the error's text, the lines that were told, the value."""
+    error, value = "", None
+    with Lines() as told:
+        try:
+            value = TABLE[name].act(world, layout)
+        except ShoalError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    return {"error": error, "lines": told.lines, "value": value}
+
+
+# ---- what the scripts share
+
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(32, 2, generator=torch.Generator().manual_seed(2))
+DATA = TensorDataset(X, Y)
+
+
+def net(drop: float = 0.0) -> nn.Module:
+    """Blocks, so that fsdp has units to gather."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(drop), block, nn.Linear(8, 2))
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets) ** 2
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def begin(world: World, layout: str, model: Any = None, optimizer: Any = sgd, loss: Any = squares,
+          **more: Any) -> shoal.Run:  # fmt: skip
+    if layout in ("tp", "pp"):
+        more.setdefault("sample", (X[:4], Y[:4]))
+    return shoal.parallelize(
+        net() if model is None else model, optimizer, loss, layout, world=world, **more
+    )
+
+
+def share(world: World, step: int = 0, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's own samples."""
+    first = (step * world.size + world.rank) * rows % 32
+    return X[first : first + rows], Y[first : first + rows]
+
+
+def off_by(run: shoal.Run, steps: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Largest difference of the run's weights to plain PyTorch over whole steps."""
+    model = net()
+    optimizer = sgd(model.parameters())
+    for inputs, targets in steps:
+        optimizer.zero_grad()
+        squares(model(inputs), targets).mean().backward()
+        optimizer.step()
+    plain = model.state_dict()
+    got = run.state_dict()
+    return max(float((got[name] - plain[name]).abs().max()) for name in plain)
+
+
+def whole(world: World, step: int = 0, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of all ranks."""
+    first = step * world.size * rows % 32
+    return X[first : first + world.size * rows], Y[first : first + world.size * rows]
+
+
+# ---- data
+
+
+@mistake("run.step: the DataLoader has a RandomSampler, so each of 2 ranks would train on")
+def own_shuffled_loader(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    torch.manual_seed(world.rank)
+    for batch in DataLoader(DATA, batch_size=8, shuffle=True):
+        run.step(batch)
+
+
+@mistake("run.step: the DataLoader has a SubsetRandomSampler")
+def own_loader_of_a_part(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    torch.manual_seed(world.rank)
+    for batch in DataLoader(DATA, batch_size=8, sampler=SubsetRandomSampler(range(24))):
+        run.step(batch)
+
+
+@mistake("run.step: the DataLoader has a SequentialSampler")
+def own_loader_in_order(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    for batch in DataLoader(DATA, batch_size=8):
+        run.step(batch)
+
+
+@mistake("step 1: ranks 0 and 1 brought the same 8 samples, so each would count twice")
+def equal_seeds(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    for part in order.split(8):
+        run.step((X[part], Y[part]))
+
+
+@mistake("step 1: batch = 8 samples over all ranks were asked for, and 16 (8 + 8) were brought")
+def whole_batch_on_every_rank(world: World, layout: str) -> None:
+    run = begin(world, layout, batch=8)
+    run.step(share(world))
+
+
+@mistake("step 2: batch = 64 samples over all ranks were asked for, and 16 (8 + 8) were brought")
+def batch_of_another_size(world: World, layout: str) -> None:
+    run = begin(world, layout, batch=64)
+    run.step(share(world, 0))
+    run.step(share(world, 1))
+
+
+class Dealt(IterableDataset):
+    """A stream that deals itself to ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __iter__(self):
+        yield from (DATA[n] for n in range(self.world.rank, 32, self.world.size))
+
+
+@mistake("run.loader: the data differ between rank 0 (the first 8 samples, ")
+def dealt_stream(world: World, layout: str) -> None:
+    run = begin(world, layout, batch=8)
+    for batch in run.loader(Dealt(world)):
+        run.step(batch)
+
+
+@mistake("run.loader: the data differ between rank 0 (16 samples, ")
+def dealt_dataset(world: World, layout: str) -> None:
+    run = begin(world, layout, batch=8)
+    for batch in run.loader(Subset(DATA, range(world.rank, 32, world.size))):
+        run.step(batch)
+
+
+@mistake("every rank must give the same dataset, which run.loader deals out. Was it made without a")
+def unseeded_dataset(world: World, layout: str) -> None:
+    run = begin(world, layout, batch=8)
+    torch.manual_seed(world.rank)
+    for batch in run.loader(TensorDataset(torch.randn(32, 4), torch.randn(32, 2))):
+        run.step(batch)
+
+
+@mistake("run.steps: the DataLoader has a RandomSampler, so each of 2 ranks would train on the")
+def shuffled_loader_in_steps(world: World, layout: str) -> None:
+    for _ in begin(world, layout).steps(DataLoader(DATA, batch_size=8, shuffle=True)):
+        pass
+
+
+@mistake(RIGHT)
+def distributed_sampler(world: World, layout: str) -> float:
+    """No mistake: the user's own deal, with a short last step."""
+    run = begin(world, layout, batch=12)
+    dealt = DistributedSampler(DATA, world.size, world.rank, shuffle=False)
+    for batch in DataLoader(DATA, batch_size=6, sampler=dealt):
+        run.step(batch)
+    rows = [torch.arange(first, min(first + 12, 32)) for first in (0, 12, 24)]
+    return off_by(run, [(X[part], Y[part]) for part in rows])
+
+
+@mistake(RIGHT)
+def own_part_of_the_data(world: World, layout: str) -> float:
+    """No mistake: each rank shuffles a part of its own."""
+    run = begin(world, layout)
+    part = Subset(DATA, range(world.rank, 32, world.size))
+    for batch in DataLoader(part, batch_size=16, shuffle=True):
+        run.step(batch)
+    return off_by(run, [(X, Y)])
+
+
+@mistake(RIGHT)
+def shares_of_unequal_size(world: World, layout: str) -> float:
+    run = begin(world, layout)
+    rows = slice(0, 5) if world.rank == 0 else slice(5, 16)
+    run.step((X[rows], Y[rows]))
+    return off_by(run, [(X[:16], Y[:16])])
+
+
+@mistake(RIGHT)
+def constant_data(world: World, layout: str) -> float:
+    """No mistake: ones everywhere, to see whether it runs."""
+    run = begin(world, layout)
+    inputs, targets = torch.ones(8, 4), torch.ones(8, 2)
+    for _ in range(4):
+        run.step((inputs, targets))
+    return off_by(run, [(inputs, targets)] * 4)
+
+
+@mistake("step 1: ranks 0 and 1 hold different samples, and layout", layouts=("tp", "pp"))
+def unseeded_batches(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    torch.manual_seed(world.rank)
+    run.step((torch.randn(8, 4), torch.randn(8, 2)))
+
+
+@mistake(RIGHT, layouts=("tp", "pp"))
+def equal_batches(world: World, layout: str) -> float:
+    """No mistake: these ranks work on the same samples."""
+    run = begin(world, layout, batch=8)
+    run.step((X[:8], Y[:8]))
+    return off_by(run, [(X[:8], Y[:8])])
+
+
+# ---- the form of a batch
+
+
+@mistake('got tuple of 3; nearest: return (inputs, targets) from the dataset or collate function; '
+         'for a model of several inputs ({"a": a, "b": b}, targets) with call="kwargs"')  # fmt: skip
+def triple(world: World, layout: str) -> None:
+    inputs, targets = share(world)
+    begin(world, layout).step((inputs, inputs, targets))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.inner(a + b)
+
+
+@mistake('model: forward() takes 2 inputs and was given one tuple of them; nearest: a batch '
+         '({"a": …, "b": …}, targets) with call="kwargs"')  # fmt: skip
+def pair_of_inputs(world: World, layout: str) -> None:
+    inputs, targets = share(world)
+    begin(world, layout, TwoInputs()).step(((inputs, inputs), targets))
+
+
+@mistake("model: forward() takes a, b by name and was given one dict")
+def dict_for_several_inputs(world: World, layout: str) -> None:
+    inputs, targets = share(world)
+    loss = lambda outputs, batch: squares(outputs, batch["y"])  # noqa: E731
+    begin(world, layout, TwoInputs(), loss=loss).step({"a": inputs, "b": inputs, "y": targets})
+
+
+@mistake("model: forward() takes no y, and a batch that is one dict goes to it whole")
+def targets_among_the_inputs(world: World, layout: str) -> None:
+    inputs, targets = share(world)
+    run = begin(world, layout, TwoInputs(), call="kwargs")
+    run.step({"a": inputs, "b": inputs, "y": targets})
+
+
+@mistake("loss: the default loss takes a tensor of integer targets, got one dict (a, b)")
+def default_loss_of_a_dict(world: World, layout: str) -> None:
+    inputs, _ = share(world)
+    begin(world, layout, TwoInputs(), loss=None, call="kwargs").step({"a": inputs, "b": inputs})
+
+
+@mistake("run.loader: a batch is one whole step, several micro-batches, and cannot be taken apart")
+def unpacked_batch(world: World, layout: str) -> None:
+    run = begin(world, layout, batch=8)
+    for inputs, targets in run.loader(DATA):
+        run.step((inputs, targets))
+
+
+@mistake("the default loss needs integer targets")
+def labels_as_floats(world: World, layout: str) -> None:
+    begin(world, layout, loss=None).step((share(world)[0], torch.ones(8)))
+
+
+@mistake("the default loss needs integer targets of shape [8]")
+def labels_in_a_column(world: World, layout: str) -> None:
+    begin(world, layout, loss=None).step((share(world)[0], torch.ones(8, 1).long()))
+
+
+# ---- the loss
+
+
+@mistake("loss returned a mean: ranks with unequal token counts would weigh wrongly")
+def mean_loss(world: World, layout: str) -> None:
+    begin(world, layout, loss=F.mse_loss).step(share(world))
+
+
+@mistake("loss returned (mean, 8), where (sum, count) is wanted")
+def mean_with_a_count(world: World, layout: str) -> None:
+    begin(world, layout, loss=lambda o, t: (F.mse_loss(o, t), len(t))).step(share(world))
+
+
+@mistake("loss returned (mean, 1), where (sum, count) is wanted")
+def mean_counted_once(world: World, layout: str) -> None:
+    begin(world, layout, loss=lambda o, t: (squares(o, t).mean(), 1)).step(share(world))
+
+
+@mistake("loss: no parameter got a gradient")
+def loss_of_detached_outputs(world: World, layout: str) -> None:
+    begin(world, layout, loss=lambda o, t: squares(o.detach(), t)).step(share(world))
+
+
+@mistake("loss: no parameter got a gradient")
+def step_without_gradients(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    with torch.no_grad():
+        run.step(share(world))
+
+
+class Tokens(nn.Module):
+    """A language model as people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(19, 8)
+        self.mix = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 19)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self.tokens(ids))[0])
+
+
+def unshifted(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hugging Face's labels: a copy of the ids, −100 where nothing counts."""
+    generator = torch.Generator().manual_seed(world.rank)
+    ids = torch.randint(0, 19, (4, 12), generator=generator)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return ids, labels
+
+
+@mistake("batch: the targets are the inputs themselves, and the loss compares place t with place t")
+def unshifted_labels(world: World, layout: str) -> None:
+    begin(world, layout, Tokens(), loss=None).step(unshifted(world))
+
+
+@mistake("if a copy is meant, all is well")
+def unshifted_labels_own_loss(world: World, layout: str) -> None:
+    loss = lambda o, t: F.cross_entropy(o.transpose(1, 2), t, reduction="none")  # noqa: E731
+    begin(world, layout, Tokens(), loss=loss).step(unshifted(world))
+
+
+@mistake("ConfigError: batch: the targets are the inputs themselves")
+def unshifted_labels_of_a_causal_model(world: World, layout: str) -> None:
+    class SmallForCausalLM(Tokens):
+        pass
+
+    begin(world, layout, SmallForCausalLM(), loss=None).step(unshifted(world))
+
+
+def shifting(outputs: torch.Tensor, labels: torch.Tensor) -> Any:
+    rows = outputs[:, :-1].transpose(1, 2)
+    total = F.cross_entropy(rows, labels[:, 1:], reduction="sum")
+    return total, (labels[:, 1:] != -100).sum()
+
+
+@mistake(RIGHT)
+def labels_shifted_in_the_loss(world: World, layout: str) -> float:
+    """No mistake, and no line."""
+    with Lines() as told:
+        begin(world, layout, Tokens(), loss=shifting).step(unshifted(world))
+    return float(sum("batch:" in line for line in told.lines))
+
+
+# ---- the model and its weights
+
+
+@mistake("UserError: model: the builder raised KeyError: 'width' (")
+def builder_that_raises(world: World, layout: str) -> None:
+    begin(world, layout, lambda: {}["width"])
+
+
+@mistake("weights differ across ranks in 6 of 6 tensors, first: 0.weight; rank 0's are used")
+def unseeded_model(world: World, layout: str) -> None:
+    model = net()
+    torch.manual_seed(world.rank)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    begin(world, layout, model).step(share(world))
+
+
+@mistake("every rank must build the same model: look for a builder that reads the rank")
+def another_model_on_rank_1(world: World, layout: str) -> None:
+    begin(world, layout, nn.Linear(4, 2 + world.rank)).step(share(world))
+
+
+@mistake("the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen")
+def left_in_evaluation_mode(world: World, layout: str) -> None:
+    run = begin(world, layout, net(0.1))
+    run.model.eval()
+    run.step(share(world))
+
+
+@mistake("step 1: the model is in training mode on rank 0 and in evaluation mode on rank 1")
+def evaluation_mode_on_rank_1(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.model.train(world.rank == 0)
+    run.step(share(world))
+
+
+@mistake("step 1: weights were changed beside the run on rank 0 and not on rank 1")
+def weights_changed_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    if world.rank == 0:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(0.5)
+    run.step(share(world))
+
+
+@mistake("step 2: weights were changed beside the run on rank 0 and not on rank 1")
+def data_changed_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    if world.rank == 0:
+        for parameter in run.model.parameters():
+            parameter.data.mul_(0.5)
+    run.step(share(world, 1))
+
+
+@mistake("step 1: weights on rank 1 are not those on rank 0", layouts=("ddp", "zero1"))
+def noise_of_each_rank(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    torch.manual_seed(world.rank)
+    for parameter in run.model.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    run.step(share(world))
+
+
+@mistake(RIGHT, layouts=("ddp", "zero1"))
+def the_same_change_on_all(world: World, layout: str) -> float:
+    """No mistake: weights are clipped, as in a Wasserstein GAN."""
+    run = begin(world, layout)
+    run.step(share(world))
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+    run.step(share(world, 1))
+    told = [float(p.detach().abs().max()) for p in run.model.parameters()]
+    return max(0.0, max(told) - 0.2)
+
+
+@mistake("step 1: weights were changed beside the run on rank 0 and not on rank 1",
+         "model.load_state_dict(…): this rank holds a part of 0.weight only (layout")  # fmt: skip
+def loaded_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    if world.rank == 0 or layout == "fsdp":
+        run.model.load_state_dict({n: v / 2 for n, v in net().state_dict().items()})
+    run.step(share(world))
+
+
+@mistake(RIGHT, "nearest: run.state_dict(), called on every rank",
+         "holds a part of 0.weight only (layout zero1 (dp_shard = 2) in bf16)",
+         layouts=("ddp", "fsdp", "zero1"))  # fmt: skip
+def state_dict_in_bf16(world: World, layout: str) -> float:
+    run = begin(world, layout, precision="bf16")
+    run.step(share(world))
+    mine, all_of_it = run.model.state_dict(), run.state_dict()
+    same = all(torch.equal(mine[name], all_of_it[name]) for name in all_of_it)
+    plain = net()
+    plain.load_state_dict(mine)
+    rounded = all(torch.equal(p, p.bfloat16().float()) for p in plain.parameters())
+    return float(not same or rounded)
+
+
+@mistake(RIGHT, layouts=("ddp", "zero2", "fsdp", "tp"))
+def whole_state_of_tied_weights(world: World, layout: str) -> float:
+    """`run.state_dict()`: the module's own names, in its order, tied once, to the bit."""
+    plain = cases.build("gpt").state_dict()
+    ids = torch.arange(48).view(4, 12)
+    run = begin(
+        world, layout, cases.build("gpt"), lambda p: torch.optim.SGD(p, lr=0.0), None,
+        precision="bf16", sample=(ids, ids.flip(1)),
+    )  # fmt: skip
+    got = run.state_dict()
+    tied = got["head.weight"] is got["tokens.weight"]
+    same = list(got) == list(plain) and all(torch.equal(got[n], plain[n]) for n in plain)
+    return float(not (tied and same))
+
+
+@mistake(RIGHT, layouts=("ddp",))
+def average_of_a_bf16_model(world: World, layout: str) -> float:
+    """No mistake: a copy of the model has weights of its own, also in its state dict."""
+    run = begin(world, layout, precision="bf16")
+    average = copy.deepcopy(run.model)
+    run.step(share(world))
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.fill_(3.0)
+    return max(float((v - 3).abs().max()) for v in average.state_dict().values())
+
+
+@mistake("was changed beside the run, but it is a bf16 copy", layouts=("ddp",))
+def bf16_copy_changed(world: World, layout: str) -> None:
+    run = begin(world, layout, precision="bf16")
+    with torch.no_grad():
+        run.model[0].weight.mul_(0.5)
+    run.step(share(world))
+
+
+@mistake(RIGHT)
+def own_part_in_steps(world: World, layout: str) -> float:
+    """No mistake: the loader of `run.steps` holds what this rank was dealt."""
+    run = begin(world, layout)
+    part = Subset(DATA, range(world.rank, 32, world.size))
+    for _ in run.steps(DataLoader(part, batch_size=16, shuffle=True)):
+        pass
+    return off_by(run, [(X, Y)])
+
+
+@mistake(RIGHT)
+def wrapped_in_ddp_before(world: World, layout: str) -> float:
+    model = net()
+    run = begin(world, layout, DistributedDataParallel(model), sgd(model.parameters()))
+    run.step(share(world))
+    return off_by(run, [whole(world)])
+
+
+# ---- the optimizer and gradients
+
+
+@mistake("PlanError: optimizer: parameter 0 of group 0, shape [8, 4], is not in the model")
+def optimizer_of_another_model(world: World, layout: str) -> None:
+    begin(world, layout, net(), sgd(net().parameters())).step(share(world))
+
+
+@mistake("optimizer.step() was called beside the run: each rank would step on its own samples'")
+def own_backward_and_step(world: World, layout: str) -> None:
+    model = net()
+    optimizer = sgd(model.parameters())
+    run = begin(world, layout, model, optimizer)
+    inputs, targets = share(world)
+    squares(run.model(inputs), targets).mean().backward()
+    optimizer.step()
+
+
+@mistake("optimizer.step() was called beside the run")
+def half_of_ours_half_of_theirs(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.forward_backward(share(world))
+    run.optimizer.step()
+
+
+@mistake("optimizer.step() was called beside the run")
+def own_gradient_scaler(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    scaler = torch.amp.GradScaler("cpu")
+    run.forward_backward(share(world))
+    scaler.scale(torch.ones(()))
+    scaler.step(run.optimizer)
+
+
+@mistake(
+    "gradients were changed beside the run (by loss.backward(), or by clipping after run.step)"
+)
+def own_backward_that_is_lost(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    inputs, targets = share(world)
+    squares(run.model(inputs), targets).mean().backward()
+    run.step((inputs, targets))
+
+
+@mistake("gradients were changed beside the run", layouts=("ddp",))
+def clipped_after_the_step(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.001)
+    run.step(share(world, 1))
+
+
+@mistake("gradients were changed between run.forward_backward and run.update", layouts=("ddp",))
+def clipped_between_the_halves(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.forward_backward(share(world))
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.001)
+    run.update()
+
+
+@mistake(RIGHT)
+def own_zero_grad(world: World, layout: str) -> float:
+    run = begin(world, layout)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        run.step(share(world, step))
+        run.model.zero_grad(set_to_none=step == 1)
+    return off_by(run, [whole(world, step) for step in range(3)])
+
+
+@mistake(RIGHT)
+def same_batch_twice(world: World, layout: str) -> float:
+    run = begin(world, layout)
+    for _ in range(2):
+        run.step(share(world))
+    return off_by(run, [whole(world)] * 2)
+
+
+@mistake("run.update was called before run.forward_backward")
+def update_after_step(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    run.update()
+
+
+@mistake("run.forward_backward was called twice without run.update between")
+def accumulated_by_hand(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.forward_backward(share(world, 0))
+    run.forward_backward(share(world, 1))
+
+
+@mistake("optimizer: the learning rate is 0.1 on rank 0, 0.01 on rank 1")
+def scheduler_of_a_rank(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=0)
+    for own_loss in (1.0, 0.5 + world.rank):
+        plateau.step(own_loss)
+    run.step(share(world))
+
+
+@mistake(RIGHT)
+def scheduler_of_all(world: World, layout: str) -> float:
+    run = begin(world, layout, optimizer=lambda p: torch.optim.SGD(p, lr=0.2))
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+    scheduler.step()
+    run.step(share(world))
+    return off_by(run, [whole(world)])
+
+
+@mistake("optimizer: lr was set to 5 beside the run, which sets it by schedule = cosine")
+def two_schedules(world: World, layout: str) -> None:
+    run = begin(world, layout, schedule=shoal.OptimizerPolicy(schedule="cosine"), total_steps=9)
+    run.step(share(world))
+    run.optimizer.param_groups[0]["lr"] = 5.0
+    run.step(share(world, 1))
+
+
+@mistake("0.weight was frozen when shoal.parallelize was called and trains now", layouts=("ddp",))
+def unfrozen_later(world: World, layout: str) -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    run = begin(world, layout, model)
+    model[0].weight.requires_grad_(True)
+    run.step(share(world))
+
+
+@mistake("shoal.parallelize has no argument batch_size; nearest: batch")
+def unknown_argument(world: World, layout: str) -> None:
+    begin(world, layout, batch_size=8)
+
+
+@mistake("loss returned a mean")
+def metric_that_is_a_mean(world: World, layout: str) -> None:
+    begin(world, layout, loss=F.mse_loss).evaluate([share(world)])
+
+
+@mistake("shoal.parallelize: seed is 0 on rank 0 and 1 on rank 1; every rank must say the same")
+def seed_of_the_rank(world: World, layout: str) -> None:
+    begin(world, layout, seed=world.rank)
+
+
+@mistake("shoal.parallelize: optimizer is SGD [{'lr': 0.1")
+def weight_decay_of_the_rank(world: World, layout: str) -> None:
+    begin(world, layout, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=world.rank))
+
+
+@mistake("model: 6 of 6 trainable tensors are bfloat16, first: 0.weight; updates smaller than")
+def narrow_model(world: World, layout: str) -> None:
+    run = begin(world, layout, net().bfloat16())
+    inputs, targets = share(world)
+    run.step((inputs.bfloat16(), targets.bfloat16()))
+
+
+@mistake("0.weight lies in other memory than when shoal.parallelize was called",
+         layouts=("ddp", "zero1"))  # fmt: skip
+def made_narrow_later(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.model.half()
+    inputs, targets = share(world)
+    run.step((inputs.half(), targets.half()))
+
+
+@mistake("step 1: ranks train unlike numbers of parameters (5, 6 by rank)", layouts=("ddp",))
+def frozen_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    next(run.model.parameters()).requires_grad_(world.rank > 0)
+    run.step(share(world))
+
+
+@mistake(RIGHT)
+def frozen_later_on_all(world: World, layout: str) -> float:
+    """No mistake: the first layer stays as it is from here on."""
+    run = begin(world, layout)
+    before = run.state_dict()["0.weight"].clone()
+    next(run.model.parameters()).requires_grad_(False)
+    run.step(share(world))
+    return float((run.state_dict()["0.weight"] - before).abs().max())
+
+
+def ends_with(act: Callable[[], Any]) -> None:
+    """An error on one rank ends its process, as it does in a script; the others lose their peer."""
+    try:
+        act()
+    except ShoalError as failure:
+        sys.stderr.write(f"shoal: {failure}\n")
+        sys.stderr.flush()
+        os._exit(failure.exit_code)
+
+
+# ---- calls that not all ranks make: without a watch they wait for ever
+
+
+@mistake(RIGHT, layouts=("ddp",))
+def forward_on_rank_0_is_well(world: World, layout: str) -> float:
+    run = begin(world, layout)
+    run.step(share(world))
+    if world.rank == 0:
+        run.model(X)
+    run.step(share(world, 1))
+    return off_by(run, [whole(world, 0), whole(world, 1)])
+
+
+@mistake("ranks wait for each other: rank 0 called run.model(…) (",
+         layouts=("fsdp",), hangs=True)  # fmt: skip
+def forward_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    if world.rank == 0:
+        run.model(X)
+    run.step(share(world, 1))
+
+
+@mistake("requires_grad_() was called on some ranks only", layouts=("fsdp",), hangs=True)
+def frozen_on_rank_0_of_shards(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    next(run.model.parameters()).requires_grad_(world.rank > 0)
+    if world.rank == 0:
+        ends_with(lambda: run.step(share(world)))
+    run.step(share(world))
+
+
+@mistake("rank 0 called run.save (", hangs=True)
+def saved_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    if world.rank == 0:
+        run.save("never")
+    run.step(share(world, 1))
+
+
+@mistake("rank 0 called run.evaluate (", hangs=True)
+def evaluated_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    if world.rank == 0:
+        run.evaluate([share(world)])
+    run.step(share(world, 1))
+
+
+@mistake("rank 0 called run.step (", hangs=True)
+def one_batch_more_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    for step in range(3 - world.rank):
+        run.step(share(world, step))
+    run.close()
+
+
+@mistake("rank 0 called torch.distributed.barrier (", hangs=True)
+def own_barrier_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    if world.rank == 0:
+        torch.distributed.barrier()
+    run.step(share(world, 1))
