@@ -49,12 +49,14 @@ def test_named_or_right(worlds, name: str, layout: str) -> None:
 def hang(worlds, name: str, layout: str) -> None:
     """The processes end by themselves, within seconds, and one of them says why."""
     world = worlds(2)
+    earlier = [len(path.read_text()) for path in world.log_paths]
     with pytest.raises(Failed, match="ended"):
         world.call("mistakes:attempt", deadline_s=40, name=name, layout=layout)
     for process in world.processes:  # one that lost its peer may wait for the next check
         process.kill()
     codes = [process.wait(20) for process in world.processes]
-    told = [line for path in world.log_paths for line in path.read_text().splitlines()]
+    texts = [p.read_text()[n:] for p, n in zip(world.log_paths, earlier, strict=True)]
+    told = [line for text in texts for line in text.splitlines()]
     named = [line for line in told if line.startswith("shoal: ")]
     assert len(named) == 1, told
     assert TABLE[name].expected[layout] in named[0]

@@ -122,8 +122,9 @@ def _took(steps: list[Record], events: list[Record]) -> str:
         "steps": sum(_values(steps, "step_s")),
         "validation": sum(_values(_named(events, "validated"), "seconds")),
     }
-    told = [f"{seconds_text(seconds)} {word}" for word, seconds in parts.items() if seconds >= 0.05]
-    return f"{seconds_text(max(times) - min(times))}: {', '.join(told)}"
+    whole = max(times) - min(times)
+    told = [f"{seconds_text(s)} {word}" for word, s in parts.items() if s > whole / 1000]
+    return f"{seconds_text(whole)}: {', '.join(told)}" if told else ""
 
 
 def _values(steps: list[Record], key: str) -> list[float]:
