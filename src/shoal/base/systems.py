@@ -15,7 +15,8 @@ TRIED = "linux"
 MACOS = (
     "macOS: never tried; missing here: the parent-death signal (workers outlive a launcher that is "
     "killed together with its guardian), /proc (who owned a run folder is not known, memory is the "
-    "peak), network interfaces are looked for as lo0; tried on: Linux"
+    "peak), saves that are on the drive and read back from it (fsync ends at its cache), Apple's "
+    "GPU (runs use the CPU); tried on: Linux"
 )
 WINDOWS = (
     "Windows: never tried; missing here: locks of run folders (fcntl), process groups to end "
@@ -26,6 +27,11 @@ WINDOWS = (
 def this_system() -> str:
     """Python's name of the system: linux, darwin, win32, …"""
     return sys.platform
+
+
+def loopback() -> str:
+    """This system's name of the network interface that stays on the machine."""
+    return "lo0" if this_system() == "darwin" else "lo"
 
 
 def untried() -> str:

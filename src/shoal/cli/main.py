@@ -8,6 +8,7 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
+from shoal.base.systems import untried
 from shoal.cli import checkpoint, compare, plan, prove, simulate, train
 
 app = typer.Typer(
@@ -18,6 +19,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+STARTING = ("train", "compare", "prove")
+"""Verbs that start processes, and so stand on what only some systems have."""
+
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
 app.command("plan")(plan.plan)
@@ -34,11 +38,14 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", help="Show the version and exit.", callback=_version, is_eager=True
     ),
 ) -> None:
     """Shoal trains any PyTorch model on whatever its user has."""
+    if context.invoked_subcommand in STARTING and (line := untried()):
+        typer.echo(f"shoal: {line}", err=True)
 
 
 def main() -> None:

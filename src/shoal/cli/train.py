@@ -14,7 +14,6 @@ from pathlib import Path
 import typer
 
 from shoal import __version__
-from shoal.base.systems import untried
 
 ARGUMENTS = typer.Argument(
     None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
@@ -37,8 +36,6 @@ def train(arguments: list[str] = ARGUMENTS, resume: Path = RESUME, dry_run: bool
     Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also
     a stop that could not save, and an end without its checkpoint.
     """
-    if line := untried():
-        typer.echo(f"shoal: {line}", err=True)
     from shoal.cli import foreign, start
 
     if foreign.launched():

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError, PlanError
+from shoal.base.systems import loopback
 from shoal.fabric._torch import all_gather_single, empty_mesh
 from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
 from shoal.fabric.place import Place, find_place
@@ -277,7 +278,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     if place.size == 1:
         return World(place, device, None)
     if place.host in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     try:
         with _waiting_told(place):
             store = _meeting_store(place)

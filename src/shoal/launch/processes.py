@@ -26,6 +26,7 @@ from pathlib import Path
 
 from shoal.base.errors import ClusterError
 from shoal.base.facts import usable_cores
+from shoal.base.systems import loopback
 from shoal.launch import guardian
 
 LOOPBACK = "127.0.0.1"
@@ -62,7 +63,7 @@ def worker_environment(
     # Without a limit every rank would start one thread per core and all would wait for each other.
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": loopback(),
         "PYTHONUNBUFFERED": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
