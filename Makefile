@@ -47,23 +47,26 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(MAKE) test-versions
 
 wheel: $(STAMP)  ## what a user installs, in build/dist/
+	rm -rf build/lib  # setuptools packs what an earlier build left there, deleted modules too
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
 
 test-versions: wheel  ## oldest and newest torch and Python that are claimed; results: docs/proof/versions.json
 	$(BIN)/python tests/proof/versions.py
 
 cuda-kit: $(STAMP)  ## wheels for a GPU machine without network, into .cuda-kit/ (a few MiB)
+	rm -rf build/lib .cuda-kit
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir .cuda-kit .
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(KIT_PYTHON) \
 	  --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux_2_28_x86_64 --dest .cuda-kit msgspec
 
-# On the machine's own torch and Python, without the environment and without network.
+# On the machine's own torch and Python, without the environment and without network. OUT=folder: the
+# result goes there, after every part, for a machine that gives one folder back.
 test-cuda:  ## one GPU, at most 9 minutes; result: build/cuda.json. SHOAL_TEST_DEVICE=cpu: small, on the CPU
-	$(PYTHON) tests/cuda/run.py
+	$(PYTHON) tests/cuda/run.py $(if $(OUT),--out $(OUT)/cuda.json)
 
 test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpus.json, for docs/proof/
-	$(PYTHON) tests/cuda/run.py --on several
+	$(PYTHON) tests/cuda/run.py --on several $(if $(OUT),--out $(OUT)/gpus.json)
 
 clean:
 	rm -rf $(VENV) runs compare build .cuda-kit src/*.egg-info

@@ -39,7 +39,7 @@ class Sheet:
         if error:
             line["error"] = error
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, default=str) + "\n")
         mark = "ok" if error is None else "FAILED: " + error.strip().splitlines()[-1]
         print(f"  {name}: {mark}", flush=True)
 

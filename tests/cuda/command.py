@@ -9,14 +9,15 @@ from child import Sheet
 from cli_run import CommandLine, lines, trajectory
 from device import GPUS, SMALL, pick
 
+STEPS, EVERY, KILL_AFTER = pick((120, 10, 12), (8, 2, 3))  # a GPU is done before a kill lands
 WORDS = [
     "data.source=synthetic",
     f"model.dim={pick(256, 32)}",
     "model.layers=2",
     f"data.sequence={pick(256, 16)}",
-    f"train.steps={pick(40, 8)}",
+    f"train.steps={STEPS}",
     "train.batch=16",
-    "checkpoint.every=2",
+    f"checkpoint.every={EVERY}",
     "optimizer.warmup_steps=2",
 ]
 
@@ -34,10 +35,10 @@ def command(sheet: Sheet) -> None:
             assert code == 0, output[-3000:]
             steps = lines(whole.run / "metrics.jsonl")
             told["losses"] = [row["loss"] for row in steps]
-            assert len(steps) == pick(40, 8)
+            assert len(steps) == STEPS
         with sheet.row("a killed run ends with the same losses") as told:
             broken = CommandLine(Path(noisy), *words)
-            broken.wait_for(lambda: broken.steps() >= 3, 90)
+            broken.wait_for(lambda: broken.steps() >= KILL_AFTER, 90)
             broken.kill(processes - 1)
             code, output = broken.finish(100)
             told["deaths"] = len(broken.events("worker_died"))
@@ -47,7 +48,7 @@ def command(sheet: Sheet) -> None:
             told["difference"] = max(abs(a[1] - b[1]) for a, b in zip(ours, theirs, strict=True))
             assert told["difference"] < 1e-3, told["difference"]
         with sheet.row("a resumed run goes on"):
-            more = pick(40, 8) + 2
+            more = STEPS + 2
             again = CommandLine(Path(quiet), "--resume", str(whole.run), f"train.steps={more}")
             code, output = again.finish(90)
             assert code == 0, output[-3000:]

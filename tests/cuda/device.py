@@ -6,14 +6,16 @@ SHOAL_TEST_SMALL=1      small sizes on a GPU: a simulated one
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-DEVICE = torch.device(os.environ.get("SHOAL_TEST_DEVICE", "cuda"))
-ON_GPU = DEVICE.type == "cuda"
+ON_GPU = os.environ.get("SHOAL_TEST_DEVICE", "cuda") == "cuda"
+# With its index: tensors' devices have one, and `cuda` does not equal `cuda:0`.
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 SMALL = not ON_GPU or os.environ.get("SHOAL_TEST_SMALL", "") == "1"
 GPUS = torch.cuda.device_count() if ON_GPU else 0
 
@@ -34,6 +36,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     if not ON_GPU:
         work()
         return 0
+    gc.collect()  # what an earlier check left would be let go in the middle of this one
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -104,6 +105,7 @@ def busy() -> None:
 
 def stepped(streams: bool) -> tuple[list[torch.Tensor], torch.optim.Optimizer, int]:
     """Three steps; gives weights, optimizer, and the bytes on the device at the end."""
+    gc.collect()  # what earlier checks left is not let go in the middle
     before = torch.cuda.memory_allocated() if ON_GPU else 0
     program = program_of(0.0)
     parameters = list(program.parameters.values())

@@ -17,7 +17,7 @@ from shoal.view.proof import verdict_line
 from worlds import Members
 
 HERE = Path(__file__).resolve().parent
-ROW_S = 110.0
+ROW_S = 50.0  # a row that hangs leaves time for others
 
 DATA_PARALLEL = [
     (layout, case)
@@ -46,11 +46,15 @@ class Worlds:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.by_size = folder, {}
-        self.shared = not ON_GPU or GPUS < 2
+
+    @staticmethod
+    def shared(size: int) -> bool:
+        """Whether its ranks share a device; one rank alone has it for itself, and needs no group."""
+        return size > (GPUS if ON_GPU else 1)
 
     def __call__(self, size: int) -> Ranks:
         if size not in self.by_size:
-            os.environ["SHOAL_TEST_SHARED"] = "1" if self.shared or size > GPUS else "0"
+            os.environ["SHOAL_TEST_SHARED"] = "1" if self.shared(size) else "0"
             self.by_size[size] = Ranks(size, self.folder)
         return self.by_size[size]
 
@@ -70,7 +74,7 @@ def prove(worlds: Worlds, size: int, function: str, **arguments: Any) -> dict[st
         raise
     largest = {t["optimizer"]: t["largest"] for t in report["trajectories"]}
     assert report["verdict"] == "equal", verdict_line(report)
-    return {"largest": largest, "device": report["device"], "shared": worlds.shared}
+    return {"largest": largest, "device": report["device"], "shared": worlds.shared(size)}
 
 
 def rows(

@@ -78,10 +78,14 @@ def machine(sheet: Sheet) -> None:
     """Who is here, and how fast; nothing to fail but a missing GPU."""
     with sheet.row("device") as told:
         told["torch"], told["cuda"] = torch.__version__, torch.version.cuda
+        assert torch.empty(1, device=DEVICE).device == DEVICE, (
+            "checks compare devices as tensors do"
+        )
         if ON_GPU:
             assert torch.cuda.is_available(), "torch sees no GPU"
             told["gpus"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
             told["memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+            told["cudnn"] = torch.backends.cudnn.version()
             told["capability"] = list(torch.cuda.get_device_capability(0))
             if torch.distributed.is_nccl_available():
                 told["nccl"] = list(torch.cuda.nccl.version())

@@ -77,9 +77,43 @@ def test_rows_before_the_time_limit_are_kept(tmp_path: Path, monkeypatch) -> Non
     assert run.one_part(part, tmp_path, environ, 5)["state"] == "not run: no time left"
 
 
+def test_a_row_that_was_cut_in_two_costs_no_other(tmp_path: Path) -> None:
+    kept = tmp_path / "rows.jsonl"
+    kept.write_text('{"row": "one", "ok": true}\n{"row": "two", "o')
+    assert [row["row"] for row in driver().rows_of(kept)] == ["one"]
+    assert driver().rows_of(tmp_path / "none") == []
+
+
+def test_what_no_json_can_hold_is_kept_as_text(tmp_path: Path) -> None:
+    found = importlib.util.spec_from_file_location("cuda_child", HERE / "child.py")
+    child = importlib.util.module_from_spec(found)
+    found.loader.exec_module(child)
+    sheet = child.Sheet(tmp_path / "rows.jsonl")
+    with sheet.row("one") as told:
+        told["where"] = tmp_path
+    (row,) = driver().rows_of(sheet.path)
+    assert row["where"] == str(tmp_path)
+
+
+def test_no_part_has_the_name_of_a_package_that_libraries_look_for() -> None:
+    """The parts' folder comes first on the path: `kernels`, say, is one that transformers takes."""
+    names = {path.stem for path in HERE.glob("*.py")}
+    assert not names & {
+        "kernels",
+        "accelerate",
+        "peft",
+        "flash_attn",
+        "triton",
+        "apex",
+        "deepspeed",
+    }
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("on", ["one", "several"])
 def test_all_parts_pass_on_the_cpu(tmp_path: Path, on: str) -> None:
     code, result = call(tmp_path, "--on", on, "--patience", "4", limit_s=2400)
     wrong = {n: p["state"] for n, p in result["parts"].items() if p["state"] != "passed"}
     assert code == 0, wrong
+    speed = result["parts"]["speed"]["rows"][1]
+    assert speed["group"] == ("gloo" if on == "one" else "host"), "a rank alone pays for no group"

@@ -54,7 +54,7 @@ def losses(run: shoal.Run, steps: int) -> list[float]:
 
 def kernels(sheet: Sheet) -> None:
     """Which kernels run, and that attention in parts is attention."""
-    with sheet.row("bf16 on flash attention, fused AdamW") as told:
+    with sheet.row("bf16 on fused attention, fused AdamW") as told:
         run = run_of("bf16")
         assert run.plan.precision == "bf16"
         assert all(group["fused"] for group in run.optimizer.param_groups)
@@ -64,7 +64,9 @@ def kernels(sheet: Sheet) -> None:
         with torch.profiler.profile() as profile:
             losses(run, 1)
         told["attention"] = sorted({e.key for e in profile.key_averages() if "attention" in e.key})
-        assert not ON_GPU or any("flash" in name for name in told["attention"])
+        # Which one torch takes first on a chip changes between its versions: both are told by op.
+        fused = ("flash_attention", "cudnn_attention")
+        assert not ON_GPU or any(kind in name for name in told["attention"] for kind in fused)
     for dtype, bound in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 1e-5)):
         with sheet.row(f"attention in parts, {dtype}".replace("torch.", "")) as told:
             told.update(attention_in_parts(dtype))
