@@ -71,14 +71,20 @@ class HostGroup(dist.ProcessGroup):
         return name
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
-        options = dist.AllreduceOptions()
-        if opts is not None:
-            options.reduceOp = opts.reduceOp
         for tensor in tensors:
             host = tensor.detach().cpu().clone()
-            self.gloo.allreduce([host], options).wait()
+            self._reduce(host, opts)
             tensor.detach().copy_(host)
         return Done(tensors)
+
+    def _reduce(self, host: torch.Tensor, opts: Any) -> None:
+        """In place over all ranks; FSDP2 asks for means, which gloo does not know."""
+        asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        options, mean = dist.AllreduceOptions(), asked == dist.ReduceOp.AVG
+        options.reduceOp = dist.ReduceOp.SUM if mean else asked
+        self.gloo.allreduce([host], options).wait()
+        if mean:
+            host.div_(self.count)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
         return self.allreduce(tensors, opts)
@@ -109,7 +115,7 @@ class HostGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         for own, parts in zip(outputs, inputs, strict=True):
             host = torch.cat([part.detach().reshape(-1).cpu() for part in parts])
-            self.gloo.allreduce([host], dist.AllreduceOptions()).wait()
+            self._reduce(host, opts)
             start = sum(part.numel() for part in parts[: self.place])
             own.detach().copy_(host[start : start + own.numel()].view_as(own))
         return Done(outputs)
@@ -117,7 +123,7 @@ class HostGroup(dist.ProcessGroup):
     def _reduce_scatter_base(
         self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
     ) -> Done:
-        return self.reduce_scatter([output], [list(whole.reshape(-1).chunk(self.count))])
+        return self.reduce_scatter([output], [list(whole.reshape(-1).chunk(self.count))], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,37 @@ def test_no_part_has_the_name_of_a_package_that_libraries_look_for() -> None:
         "apex",
         "deepspeed",
     }
+
+
+def test_ranks_that_share_a_device_sum_and_average(monkeypatch) -> None:
+    """FSDP2 asks for means; a group that sums instead is hidden by Adam and by clipping."""
+    import torch
+    import torch.distributed as dist
+
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("SHOAL_TEST_DEVICE", "cpu")
+    shared = importlib.import_module("host_group")
+    store = dist.HashStore()
+    options = {name: dist.ReduceScatterOptions() for name in ("SUM", "AVG")}
+    for name, option in options.items():
+        option.reduceOp = getattr(dist.ReduceOp, name)
+
+    def rank(number: int) -> list[list[float]]:
+        group = shared.HostGroup(store, number, 2, shared.LIMIT)
+        whole = torch.tensor([1.0, 2.0, 3.0, 4.0]) * (number + 1)
+        told = []
+        for option in options.values():
+            group._reduce_scatter_base(part := torch.empty(2), whole, option)
+            group.allreduce([every := whole.clone()], option)
+            told.append([*part.tolist(), *every.tolist()])
+        return told
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank, range(2))
+    for name in ("device", "host_group"):
+        sys.modules.pop(name, None)
+    assert first == [[3.0, 6.0, 3.0, 6.0, 9.0, 12.0], [1.5, 3.0, 1.5, 3.0, 4.5, 6.0]]
+    assert [told[:2] for told in second] == [[9.0, 12.0], [4.5, 6.0]]
 
 
 @pytest.mark.proof
