@@ -3,7 +3,8 @@
     make test-cuda     one GPU, without network: what one device can hold
     make test-gpus     2 to 8 GPUs of one machine, NCCL among them: one command, one JSON
 
-The result is written after every part, so that a machine that is taken away leaves what was done.
+The result is written after every part, and every few seconds within one, so that a machine that is
+taken away leaves what was done.
 SHOAL_TEST_DEVICE=cpu runs every part small on the CPU. Only the standard library is used here: what
 the machine lacks is found by the first part, not by a traceback. Wheels that the machine has no
 network for are unpacked from `.cuda-kit` (`make cuda-kit`).
@@ -23,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KIT = ROOT / ".cuda-kit"
 ONE, SEVERAL = "one", "several"
+KEEP_EVERY_S = 5.0
 TOTAL_S = {ONE: 530.0, SEVERAL: 590.0}
 
 
@@ -81,6 +85,7 @@ def main() -> int:
     if wrong := [name for name in names if name not in known]:
         parser.error(f"--parts {wrong[0]}: no such part; there are: {', '.join(known)}")
     out = asked.out or ROOT / "build" / f"{'cuda' if asked.on == ONE else 'gpus'}.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way ends too
     return run(asked.on, names or known, out, asked.patience)
 
 
@@ -105,9 +110,18 @@ def run(on: str, names: list[str], out: Path, patience: float) -> int:
                 left_s = patience * TOTAL_S[on] - (time.monotonic() - began_s)
                 part = replace(part, limit_s=patience * part.limit_s)
                 print(f"{part.name}:", flush=True)
-                result["parts"][part.name] = told = one_part(part, folder, environ, left_s)
-                result["seconds"] = round(time.monotonic() - began_s, 1)
-                write(out, result)
+
+                def keep(told: dict[str, Any], name: str = part.name) -> None:
+                    result["parts"][name] = told
+                    result["seconds"] = round(time.monotonic() - began_s, 1)
+                    write(out, result)
+
+                try:
+                    told = one_part(part, folder, environ, left_s, keep)
+                except Exception:  # of this program, not of the part: the next one has its turn
+                    output = traceback.format_exc().splitlines()
+                    told = {"state": "failed", "seconds": 0.0, "rows": [], "output": output}
+                keep(told)
                 print(f"{part.name}: {told['state']}, {told['seconds']} s", flush=True)
     states = [part["state"] for part in result["parts"].values()]
     rows = [row["ok"] for part in result["parts"].values() for row in part["rows"]]
@@ -118,8 +132,17 @@ def run(on: str, names: list[str], out: Path, patience: float) -> int:
     return 0 if set(states) == {"passed"} else 1
 
 
-def one_part(part: Part, folder: Path, environ: dict[str, str], left_s: float) -> dict[str, Any]:
-    """Run one part in a process of its own; gives its state, rows and the end of its output."""
+def one_part(
+    part: Part,
+    folder: Path,
+    environ: dict[str, str],
+    left_s: float,
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Run one part in a process of its own; gives its state, rows and the end of its output.
+
+    keep   is told every few seconds what is there so far
+    """
     if left_s < min(20.0, part.limit_s):
         return {"state": "not run: no time left", "seconds": 0.0, "rows": []}
     rows, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
@@ -134,11 +157,15 @@ def one_part(part: Part, folder: Path, environ: dict[str, str], left_s: float) -
             cwd=folder,
             start_new_session=True,
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        end_all(process)
+            while code is None and time.monotonic() - began_s < limit_s:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rest_s = limit_s - (time.monotonic() - began_s)
+                    code = process.wait(max(0.0, min(KEEP_EVERY_S, rest_s)))
+                keep({"state": "cut off while it ran", "seconds": 0.0, "rows": rows_of(rows)})
+        finally:
+            end_all(process)
     found = rows_of(rows)
     state = f"over its {limit_s:.0f} s" if code is None else "failed" if code else "passed"
     told: dict[str, Any] = {"state": state, "limit_s": part.limit_s, "rows": found}

@@ -71,11 +71,15 @@ def test_rows_before_the_time_limit_are_kept(tmp_path: Path, monkeypatch) -> Non
     (tmp_path / "slow_part.py").write_text(slow)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{HERE}"}
     part = run.Part("slow", "slow_part:work", 25)
-    told = run.one_part(run.replace(part, limit_s=3), tmp_path, environ, 100)
+    monkeypatch.setattr(run, "KEEP_EVERY_S", 0.5)
+    kept: list[dict] = []
+    told = run.one_part(run.replace(part, limit_s=3), tmp_path, environ, 100, kept.append)
+    assert kept[-1]["state"] == "cut off while it ran"
+    assert kept[-1]["rows"] == told["rows"]
     assert told["state"] == "over its 3 s"
     assert [(row["row"], row["ok"]) for row in told["rows"][1:]] == [("one", True), ("two", False)]
     assert "ValueError: broke" in told["rows"][2]["error"]
-    assert run.one_part(part, tmp_path, environ, 5)["state"] == "not run: no time left"
+    assert run.one_part(part, tmp_path, environ, 5, print)["state"] == "not run: no time left"
 
 
 def test_a_row_that_was_cut_in_two_costs_no_other(tmp_path: Path) -> None:
