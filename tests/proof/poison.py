@@ -1,88 +1,113 @@
 """A bf16 run of ddp, over and over, while fresh and freed memory is filled with rubbish.
 
 Whoever reads memory before writing it reads what was there by chance. Here glibc fills what it hands
-out and takes back (MALLOC_PERTURB_, without its small caches), with other bytes in each pair of
-processes; each pair trains the same tiny Llama again and again from the same seed. All runs of all
+out and takes back (M_PERTURB, without its small caches), with other bytes in each pair of processes;
+each pair is new, and trains the same tiny Llama a few times from the same seed. All runs of all
 pairs must give the same bits, and the same within bf16 as one process does.
 
-    python tests/proof/poison.py [--runs 60] [--out FILE]
+    python tests/proof/poison.py [--trials 240] [--out FILE]
 
-Source of the question: docs/lab-log.md, "a clean bf16 run that differed from its twin".
+Source of the question: docs/lab-log.md, "a bf16 run that differed from its twin".
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
+import gc
 import hashlib
+import importlib
 import json
 import os
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "worlds")]
 
-from processes import machine, run_together  # noqa: E402
-
 FILLS = (0, 0x01, 0x80, 0x3C)
 """0: as usual; else freed memory has this byte, and fresh memory all its other bits."""
+M_PERTURB = -6
+RUNS = 5
+"""Of each pair of processes."""
+UNCACHED = "glibc.malloc.tcache_count=0"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--runs", type=int, default=60, help="of each pair of processes")
+    parser.add_argument("--trials", type=int, default=240)
+    parser.add_argument("--seconds", type=float, default=1500.0, help="begin none after that")
     parser.add_argument("--out", help="write the JSON there too")
-    parser.add_argument("--rank-into", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_into:
-        rank(options.runs, Path(options.rank_into))
-        return
-    told = {}
-    for fill in FILLS:
-        os.environ["MALLOC_PERTURB_"] = str(fill)
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "told.json"
-            command = [__file__, "--runs", str(options.runs), "--rank-into", str(out)]
-            run_together(command, 2, deadline_s=600)
-            told[f"{fill:#04x}"] = json.loads(out.read_text())
-    bits = {one for pair in told.values() for one in pair["bits"]}
+    if os.environ.get("GLIBC_TUNABLES") != UNCACHED:  # read once, when a process begins
+        os.environ["GLIBC_TUNABLES"] = UNCACHED
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+    import endings
+    import torch
+    from processes import machine
+
+    torch.set_num_threads(1)
+    for early in (*endings.EARLY, "cases", "island_case"):
+        importlib.import_module(early)
+    alone = trained(None)
+    gc.collect()
+    gc.freeze()
+    began_s = time.monotonic()
+    begun = 0
+    with tempfile.TemporaryFile("w+") as told:  # without a name: nobody's exit removes it
+        while begun * RUNS < options.trials and time.monotonic() - began_s < options.seconds:
+            work = functools.partial(pair, FILLS[begun % len(FILLS)], told, alone)
+            if (ended := endings.world_of(work)) != "well":
+                sys.exit(f"pair {begun}: {ended}")
+            begun += 1
+            if begun % 8 == 0:
+                print(f"{begun * RUNS} runs, {time.monotonic() - began_s:.0f} s", flush=True)
+        told.seek(0)
+        pairs = [json.loads(line) for line in told]
+    bits = {one for each in pairs for one in each["bits"]}
     record = {
-        "runs": sum(pair["runs"] for pair in told.values()),
+        "runs": len(pairs) * RUNS,
+        "pairs of processes": len(pairs),
         "different bits": len(bits),
-        "furthest from one process": max(pair["apart"] for pair in told.values()),
-        "pairs": told,
+        "furthest from one process": max(each["apart"] for each in pairs),
+        "pairs by fill": dict(Counter(f"{each['fill']:#04x}" for each in pairs)),
         "machine": machine(),
     }
-    print(json.dumps({key: record[key] for key in list(record)[:3]}))
+    print(json.dumps({key: record[key] for key in list(record)[:-1]}))
     if options.out:
         Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(len(bits) != 1)
 
 
-def rank(runs: int, out: Path) -> None:
-    """One of two processes: the same run, `runs` times; rank 0 tells what came out."""
+def pair(fill: int, told: IO[str], alone: dict[str, Any]) -> None:
+    """One of two processes: the same run, RUNS times; rank 0 tells what came out."""
     import torch
 
     from shoal.fabric import start_world
 
-    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_PERTURB, fill)
+    for size in (64, 1 << 22):  # small and mapped: is what is handed out filled?
+        fresh = torch.empty(size, dtype=torch.uint8)
+        if fill and not bool((fresh == 0xFF - fill).all()):
+            sys.exit(f"glibc left {size} fresh bytes as they were")
     world = start_world()
-    alone = trained(None)
     seen = []
     furthest = 0.0
-    for number in range(runs):
-        if world.is_first:
-            print(f"run {number} of {runs}, fill {os.environ['MALLOC_PERTURB_']}", flush=True)
+    for _ in range(RUNS):
         weights = trained(world)
         seen.append(digest(weights))
         furthest = max(furthest, apart(weights, alone))
     everyone = world.gather_json(seen)
     if world.is_first:
-        bits = sorted({one for told in everyone for one in told})
-        out.write_text(json.dumps({"runs": runs, "bits": bits, "apart": furthest}))
+        bits = sorted({one for rank in everyone for one in rank})
+        told.write(json.dumps({"fill": fill, "bits": bits, "apart": furthest}) + "\n")
+        told.flush()
     world.close()
 
 

@@ -124,8 +124,8 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
     outside = [p for p in module.parameters() if id(p) not in inside and not p.is_meta]
     size_bytes = sum(p.numel() * p.element_size() for p in outside)
     alike = [p for path in loose for p in module.get_submodule(path).parameters() if not p.is_meta]
-    if units and 2 * sum(p.numel() * p.element_size() for p in alike) < size_bytes:
-        return []  # a large table, not blocks, is what the root has
+    if units and 2 * sum(p.numel() * p.element_size() for p in alike) <= size_bytes:
+        return []  # a large table, not blocks, is what the root has, or nothing at all
     size = bytes_text(size_bytes)
     if loose:
         more = f" to {loose[-1]}" if len(loose) > 1 else ""

@@ -1,0 +1,29 @@
+"""Of a model that fsdp gathers block by block nothing is said; else how much comes at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from shoal.base.layout import Layout
+from shoal.parallel.fsdp import _at_once
+
+
+def said(module: nn.Module, units: list[nn.Module]) -> list[str]:
+    program: Any = SimpleNamespace(
+        plan=SimpleNamespace(layout=Layout(dp_shard=2, zero=3)), module=module
+    )
+    return _at_once(program, units)
+
+
+def test_a_root_without_weights_is_no_reason_for_a_line() -> None:
+    """It said that 0 B are gathered at once."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    assert not said(model, list(model))
+
+
+def test_layers_without_blocks_are_one_piece() -> None:
+    (line,) = said(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), [])
+    assert "so 120 B are gathered at once" in line
