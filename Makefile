@@ -35,7 +35,7 @@ unit: $(STAMP)
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
-	for what in worlds sharded differ closed; do \
+	for what in worlds nodes sharded differ closed; do \
 	  $(BIN)/python tests/proof/endings.py $$what --out docs/proof/endings.json || exit 1; done
 	$(BIN)/python tests/proof/poison.py --out docs/proof/poison.json
 	$(BIN)/python tests/proof/equality.py

@@ -1,6 +1,7 @@
 """Worlds that begin and end, many times: does each end, and as it should?
 
     python tests/proof/endings.py worlds   [--trials 200]   meet, a few steps of DDP by hand, leave
+    python tests/proof/endings.py nodes    [--trials 200]   the same on two "machines", one of which comes later
     python tests/proof/endings.py sharded  [--trials 200]   an own loop under fsdp, `run.close()`
     python tests/proof/endings.py differ   [--trials 200]   a pipeline whose ranks have other data
     python tests/proof/endings.py closed   [--trials 200]   an island is killed in mid-exchange
@@ -29,6 +30,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -53,7 +55,8 @@ from shoal.fabric import start_world  # noqa: E402
 from shoal.fabric.pulse import Pulse  # noqa: E402
 
 SIZE, QUIET_S, SLOW_S, STACKS_S = 2, 20.0, 120.0, 15.0
-DEADLINE_S, LATE_S, BUSY_S, ASKED_S = 5.0, 1.0, 1.0, 0.2
+DEADLINE_S, LATE_S, BUSY_S, ASKED_S = 5.0, 1.0, 2.5, 0.2
+LATER_S = 0.5
 NAMED, THREADS_LEFT = 5, 7
 """Exit codes: the mistake was named · a thread of gloo outlived its group."""
 EARLY = (
@@ -67,7 +70,7 @@ noticed_s: list[float] = []
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("what", choices=["worlds", "sharded", "differ", "closed"])
+    parser.add_argument("what", choices=["worlds", "nodes", "sharded", "differ", "closed"])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=1500.0, help="begin none after that")
     parser.add_argument("--out", help="add what came out to this JSON")
@@ -79,6 +82,7 @@ def main() -> None:
     gc.freeze()  # what is imported is nobody's garbage: a fork's end would touch all of it
     trial = {
         "worlds": lambda number: world_of(by_hand),
+        "nodes": lambda number: world_of(by_hand, nodes=True),
         "sharded": lambda number: world_of(sharded),
         "differ": lambda number: world_of(differ, [NAMED]),
         "closed": killed_island,
@@ -172,9 +176,14 @@ def differ() -> None:
         sys.exit(NAMED if "differ" in str(said) else str(said))
 
 
-def world_of(work: Callable[[], None], right: Collection[int] = (0,)) -> str:
-    """One world of SIZE processes, and how it ended."""
-    pids = start(work)
+def world_of(
+    work: Callable[[], None], right: Collection[int] = (0,), *, nodes: bool = False
+) -> str:
+    """One world of SIZE processes, and how it ended.
+
+    nodes   each is alone on its machine, as torchrun says it, and they come up to LATER_S apart
+    """
+    pids = start(work, nodes=nodes)
     began_s = quiet_s = time.monotonic()
     wanted_s = 0.0
     ended: dict[int, int] = {}
@@ -221,19 +230,26 @@ def accounts(pid: int | str) -> list[tuple[int, int]]:
     return found
 
 
-def start(work: Callable[[], None]) -> list[int]:
+def start(work: Callable[[], None], *, nodes: bool) -> list[int]:
     """Fork one world; gives its processes."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     port = str(listener.getsockname()[1])
+    if nodes:
+        listener.close()
     pids = []
     for rank in range(SIZE):
         pid = os.fork()
         if pid:
             pids.append(pid)
             continue
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
+        place = {"RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_RANK": 0 if nodes else rank}
+        place["LOCAL_WORLD_SIZE"] = 1 if nodes else SIZE
         os.environ.update({key: str(value) for key, value in place.items()})
-        os.environ.update(SHOAL_STORE_PORT=port, SHOAL_STORE_FD=str(listener.fileno()))
+        if nodes:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            time.sleep(random.Random(os.getpid()).random() * LATER_S)
+        else:
+            os.environ.update(SHOAL_STORE_PORT=port, SHOAL_STORE_FD=str(listener.fileno()))
         if rank:
             listener.close()
         faulthandler.dump_traceback_later(STACKS_S)

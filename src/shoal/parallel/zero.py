@@ -28,8 +28,12 @@ from shoal.fabric.parts import PendingSum
 from shoal.parallel.buckets import REDUCE, BucketReducer, places, second_gradient
 from shoal.parallel.program import Local, Part, Program
 
-IN_FLIGHT = 2
-"""Buckets on their way at once under zero2; more would hold more transient gradients."""
+IN_FLIGHT = 1
+"""Buckets on their way under zero2 while the next is filled; more would hold more gradients.
+
+A full bucket waits until there is room: what holds most is not a network that is slower than the
+backward pass, which would be waited for at the end of it anyway.
+"""
 
 
 def apply(program: Program) -> Program:
@@ -298,12 +302,12 @@ class ScatterReducer:
         self.next += 1
         flat = self._staging(number)
         del self.staged[number]
+        while len(self.pending) >= IN_FLIGHT:  # before more is sent: three copies of it at once
+            self._receive()
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
         self.pending.append((number, self.world.scatter_sum(sent, self.plan[number].cuts)))
-        while len(self.pending) > IN_FLIGHT:
-            self._receive()
 
     def _receive(self) -> None:
         number, arriving = self.pending.pop(0)

@@ -2,8 +2,8 @@
 
     ddp, zero1   all of a step's buckets are on their way until its end: what is received beside
                  what is kept, and copies where `reduce_bytes` is narrower than what is kept
-    zero2        a bucket is collected beside the parts that are kept, then sent; so many may be on
-                 their way before the next one waits, those of earlier micro-batches too
+    zero2        a bucket is collected beside the parts that are kept, then sent; before that the
+                 one on its way is received, which may be an earlier micro-batch's
     dualpipe     without data ranks gradients lie apart: a bucket is filled from them, and summed
     zero1, 2     after the update every rank's part of the weights travels to all others
     zero3        on gloo a block's gather has a copy inside gloo, flat bytes and parameters; the
@@ -25,8 +25,8 @@ from shoal.planner.stage_cut import Stage, is_bare, is_block
 from shoal.planner.states import WIDTHS, Elements, shard_counts
 from shoal.planner.transients import gathered_elements, head_elements
 
-BUCKETS_IN_FLIGHT = 2
-"""Buckets that zero2 leaves on their way (`shoal.parallel.zero.IN_FLIGHT`)."""
+BUCKETS_IN_FLIGHT = 1
+"""Buckets that zero2 has on their way while it fills one (`shoal.parallel.zero.IN_FLIGHT`)."""
 
 
 class OnWay(NamedTuple):
@@ -86,10 +86,11 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     each = (narrow or 1.0) * (1 + received)
     bucket = min(total, BUCKET_BYTES)
     before = each * _in_a_row(total, case.accumulate - 1, BUCKETS_IN_FLIGHT)
-    waiting = each * _in_a_row(total, case.accumulate, BUCKETS_IN_FLIGHT)
-    # One more is sent before the first is waited for; its own part is added up beside.
-    sent = each * _in_a_row(total, case.accumulate, BUCKETS_IN_FLIGHT + 1) + own * bucket
-    last = max(waiting + bucket, sent) if total > bucket else before + bucket
+    waiting = each * bucket if total > bucket else before
+    # Received when the next is full: the sum of the own part is made beside both.
+    full = waiting + bucket + own * bucket if waiting else bucket
+    sent = max(full, (each + own) * bucket)
+    last = full if total > bucket else before + bucket
     return OnWay(before, before + bucket, last, sent, published)
 
 
