@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryFile("w+") as told:  # without a name: nobody's exit removes it
         while begun * RUNS < options.trials and time.monotonic() - began_s < options.seconds:
             work = functools.partial(pair, FILLS[begun % len(FILLS)], told, alone)
-            if (ended := endings.world_of(work)) != "well":
+            if (ended := endings.world_of(endings.at_once(work))) != "well":
                 sys.exit(f"pair {begun}: {ended}")
             begun += 1
             if begun % 8 == 0:
