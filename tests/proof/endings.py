@@ -46,6 +46,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "worlds")]
 
 import torch  # noqa: E402
+from equality import source_hash  # noqa: E402
 from processes import machine  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -104,7 +105,7 @@ def main() -> None:
         told["noticed_s"] = {f"p{k}": noticed_s[len(noticed_s) * k // 100] for k in (50, 90, 99)}
         told["noticed_s"]["largest"] = noticed_s[-1]
     print(json.dumps({options.what: told}))
-    told["machine"] = machine()
+    told |= {"source": source_hash(), "machine": machine()}
     if options.out:
         file = Path(options.out)
         record = json.loads(file.read_text()) if file.exists() else {}

@@ -50,6 +50,7 @@ def main() -> None:
 
     import endings
     import torch
+    from equality import source_hash
     from processes import machine
 
     torch.set_num_threads(1)
@@ -77,9 +78,10 @@ def main() -> None:
         "different bits": len(bits),
         "furthest from one process": max(each["apart"] for each in pairs),
         "pairs by fill": dict(Counter(f"{each['fill']:#04x}" for each in pairs)),
+        "source": source_hash(),
         "machine": machine(),
     }
-    print(json.dumps({key: record[key] for key in list(record)[:-1]}))
+    print(json.dumps({key: record[key] for key in list(record)[:-2]}))
     if options.out:
         Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(len(bits) != 1)
