@@ -64,12 +64,13 @@ cuda-kit: $(STAMP)  ## wheels for a GPU machine without network, into .cuda-kit/
 	  --platform manylinux_2_28_x86_64 --dest .cuda-kit msgspec
 
 # On the machine's own torch and Python, without the environment and without network. OUT=folder: the
-# result goes there, after every part, for a machine that gives one folder back.
+# result goes there, after every part, for a machine that gives one folder back. PATIENCE=2: a busy machine,
+# twice the time for each part and for all.
 test-cuda:  ## one GPU, at most 9 minutes; result: build/cuda.json. SHOAL_TEST_DEVICE=cpu: small, on the CPU
-	$(PYTHON) tests/cuda/run.py $(if $(OUT),--out $(OUT)/cuda.json)
+	$(PYTHON) tests/cuda/run.py $(if $(OUT),--out $(OUT)/cuda.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpus.json, for docs/proof/
-	$(PYTHON) tests/cuda/run.py --on several $(if $(OUT),--out $(OUT)/gpus.json)
+	$(PYTHON) tests/cuda/run.py --on several $(if $(OUT),--out $(OUT)/gpus.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 clean:
 	rm -rf $(VENV) runs compare build .cuda-kit src/*.egg-info
