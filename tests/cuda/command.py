@@ -7,7 +7,7 @@ from pathlib import Path
 
 from child import Sheet
 from cli_run import CommandLine, lines, trajectory
-from device import GPUS, SMALL, pick
+from device import GPUS, PATIENCE, SMALL, pick
 
 STEPS, EVERY, KILL_AFTER = pick((120, 10, 12), (8, 2, 3))  # a GPU is done before a kill lands
 WORDS = [
@@ -31,7 +31,7 @@ def command(sheet: Sheet) -> None:
         whole = None
         with sheet.row("a whole run") as told:
             whole = CommandLine(Path(quiet), *words)
-            code, output = whole.finish(100)
+            code, output = whole.finish(100 * PATIENCE)
             told["processes"], told["output"] = processes, output.splitlines()[-16:]
             assert code == 0, output[-3000:]
             steps = lines(whole.run / "metrics.jsonl")
@@ -39,9 +39,9 @@ def command(sheet: Sheet) -> None:
             assert len(steps) == STEPS
         with sheet.row("a killed run ends with the same losses") as told:
             broken = CommandLine(Path(noisy), *words)
-            broken.wait_for(lambda: broken.steps() >= KILL_AFTER, 90)
+            broken.wait_for(lambda: broken.steps() >= KILL_AFTER, 90 * PATIENCE)
             broken.kill(processes - 1)
-            code, output = broken.finish(100)
+            code, output = broken.finish(100 * PATIENCE)
             told["deaths"] = len(broken.events("worker_died"))
             assert code == 0, output[-3000:]
             assert told["deaths"] >= 1 or SMALL, "nobody died"
@@ -51,6 +51,6 @@ def command(sheet: Sheet) -> None:
         with sheet.row("a resumed run goes on"):
             more = STEPS + 2
             again = CommandLine(Path(quiet), "--resume", str(whole.run), f"train.steps={more}")
-            code, output = again.finish(90)
+            code, output = again.finish(90 * PATIENCE)
             assert code == 0, output[-3000:]
             assert again.steps() == more

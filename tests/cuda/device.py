@@ -17,6 +17,7 @@ ON_GPU = os.environ.get("SHOAL_TEST_DEVICE", "cuda") == "cuda"
 # With its index: tensors' devices have one, and `cuda` does not equal `cuda:0`.
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 SMALL = not ON_GPU or os.environ.get("SHOAL_TEST_SMALL", "") == "1"
+PATIENCE = float(os.environ.get("SHOAL_TEST_PATIENCE", "1"))  # `run.py --patience`, for rows
 GPUS = torch.cuda.device_count() if ON_GPU else 0
 
 

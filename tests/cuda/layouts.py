@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from child import Sheet
-from device import GPUS, ON_GPU, pick
+from device import GPUS, ON_GPU, PATIENCE, pick
 from shoal.view.proof import verdict_line
 from worlds import Members
 
 HERE = Path(__file__).resolve().parent
-ROW_S = 50.0  # a row that hangs leaves time for others
+ROW_S = 50.0 * PATIENCE  # a row that hangs leaves time for others
 
 DATA_PARALLEL = [
     (layout, case)

@@ -104,7 +104,7 @@ def run(on: str, names: list[str], out: Path, patience: float) -> int:
     }
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
-        environ = environment(folder)
+        environ = environment(folder) | {"SHOAL_TEST_PATIENCE": str(patience)}
         for part in PARTS:
             if on in part.on and part.name in names:
                 left_s = patience * TOTAL_S[on] - (time.monotonic() - began_s)

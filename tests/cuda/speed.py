@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from child import Sheet
-from device import DEVICE, GPUS, ON_GPU, pick, synchronize
+from device import DEVICE, GPUS, ON_GPU, PATIENCE, pick, synchronize
 from layouts import Worlds
 from shoal.fabric import World
 
@@ -32,7 +32,7 @@ ARGUMENTS = pick(
 )
 MICRO_BATCH, ACCUMULATE, PAIRS = pick(16, 2), 2, pick(60, 3)
 WARM_UP, AGREE = 4, 2e-2
-ROW_S, PAIRS_S = 80.0, 30.0
+ROW_S, PAIRS_S = 80.0 * PATIENCE, 30.0
 
 
 def one_gpu(sheet: Sheet) -> None:
