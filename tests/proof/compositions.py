@@ -2,25 +2,34 @@
 
 `make proof` runs it. Each row is one `shoal train` command that is drawn by the seed and its
 number. It is started with nothing kept (cold); once more with what the first start kept (warm), and
-then one of its ranks kills itself with SIGKILL after a step, so that the supervisor starts it a
-third time and it goes on from a checkpoint. What holds then:
+then one of its ranks kills itself with SIGKILL in the third step, once the checkpoint of the second
+is complete, so that the supervisor starts it a third time. What holds then:
 
-    refused   in one line, before 5 s are over, for a reason that is known to be true (REASONS)
-    equal     the warm, killed and resumed run is the cold one bit for bit: losses, norms, weights;
-              in float64 the cold one is one process's within design §6; in a narrower format it is
-              so too when the format is replaced, and in its own it stays within `bounds`
-    else      crashed, accused, different, unsaved, hung: a defect
+    refused   in one line, before SOON_S are over, for a reason of compositions_reasons.py that is
+              true of these words. Seconds are CPU seconds, since a busy machine's are others':
+              of the command, of one of its workers, and of the imports that are saved here
+    equal     the third start went on from the checkpoint, and the warm, killed and resumed run is
+              the cold one bit for bit: losses, norms, weights, validations; in float64 the cold one
+              is one process's within design §6; in a narrower format it is so too when the format
+              is replaced, and in its own it stays within `bounds_of`
+    else      a defect: crashed, accused (refused after it ran, or of doing wrong), different, lost
+              (went on from no checkpoint), late, hung, untrue or unread (a refusal that is not
+              true, or whose reason is none of the list)
 
-What is done stays in docs/proof/compositions.json, so it can be stopped and started again; rows of
-another source are made anew.
+With layout.compress what one step leaves out is not saved (it is said at the start): such a run is
+the cold one up to the checkpoint, and near it afterwards.
+What is done stays in docs/proof/compositions.json, so it can be stopped and started again, also
+twice at a time for two seeds; rows of another source are made anew.
 
-    python tests/proof/compositions.py --seed 3 --rows 400
-    python tests/proof/compositions.py --seed 3 --only 17      one row, and what it printed
+    python tests/proof/compositions.py --seeds 41 97 --rows 200
+    python tests/proof/compositions.py --seeds 41 --only 17      one row, and what it printed
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import itertools
 import json
 import math
 import os
@@ -33,6 +42,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +51,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "tests" / "proof")]
 TARGET = ROOT / "docs" / "proof" / "compositions.json"
 SOON_S, DEADLINE_S = 5.0, 240.0
-KILLED_AT = 4
+NEAR = 0.05
+RIGHT = ("equal", "refused")
+KILLED_AT = 3
 
-from compositions_drawn import Words, alone, draw, furnish  # noqa: E402
-from equality import source_hash  # noqa: E402
-from warm_start import Ended, apart, train  # noqa: E402
+from compositions_drawn import BASE, Words, alone, draw, furnish  # noqa: E402
+from compositions_reasons import reason_of  # noqa: E402
+from source import source_hash  # noqa: E402
+from warm_start import COLD, Ended, apart, train, warm  # noqa: E402
 
 from cli_run import final_hashes, lines, trajectory  # noqa: E402
-
-REASONS = {
-    "a CPU has no other memory": r"memory\.offload = \w+: this run computes on the CPU",
-    "only fsdp's parameters can be away": r"memory\.offload = parameters: .* needs whole parameters",
-    "not built yet": r"layout\.cp = \d: does not go with layout\.(tp|pp) = \d in this version",
-    "says how, but not that": r"(layout\.context|sequence_parallel) = \w+: .*, which is 1;",
-    "a word for pipelines": r"is about the stages of a pipeline, and layout\.pp is 1",
-    "a backward in two halves": r"runs a backward in two halves",
-    "more stages than blocks": r"more stages than the \d+ blocks",
-    "too few micro-batches": r"layout\.schedule = \w+: needs .* per data-parallel rank",
-    "batches do not divide": r"train\.batch = \d+: not divisible by",
-    "one copy of gradients only": r"layout\.compress = .*: (fsdp|hsdp|zero\d|.* sums over all data)",
-    "rounding on rounding": r"layout\.compress = .*: (fp16's loss scale|precision\.reduce = bf16)",
-    "no gradients to compress": r"layout\.compress = ",
-    "operations that code no longer has": r"recompute = selective looks at single operations",
-    "draws that may differ": r"draws random numbers .* cannot be traced",
-    "sequences do not divide": r"tokens, which do not divide into \d equal parts",
-    "no experts": r"layout\.ep = \d: the model has no part",
-    "an optimizer of whole matrices": r"optimizer\.name = .*|layout.*: (Muon|Adafactor)",
-    "dualpipe": r"layout\.schedule = dualpipe",
-    "defer_sync": r"train\.defer_sync",
-}
-"""What a refusal is about → its text: each was read, and is true."""
 
 ACCUSED = re.compile(
     r"saved other tensors in its second run|no parameter got a gradient|computes something else"
@@ -81,49 +71,59 @@ Row = dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[41, 97])
+    parser.add_argument("--rows", type=int, default=200, help="of each seed")
     parser.add_argument("--only", type=int, default=-1, help="this row, without keeping it")
     parser.add_argument("--into", type=Path, default=TARGET)
     parser.add_argument("--keep", action="store_true", help="keep rows of earlier sources too")
+    parser.add_argument("--light", action="store_true", help="rows that the command refuses, only")
+    parser.add_argument("--for-s", type=float, default=math.inf, help="begin no row after this")
     options = parser.parse_args()
     source = source_hash()
+    if not options.light:
+        warm()
     with tempfile.TemporaryDirectory(prefix="compositions-") as folder:
         furnish(Path(folder))
         if options.only >= 0:
-            row = one_row(options.seed, options.only, Path(folder))
+            row = one_row(options.seeds[0], options.only, Path(folder))
             print(json.dumps(row, indent=1))
-            return 0 if row["outcome"] in ("equal", "refused") else 1
-        kept = done_already(options.into, "" if options.keep else source)
-        fill(kept, options, Path(folder), source)
-    wrong = [key for key, row in kept.items() if row["outcome"] not in ("equal", "refused")]
-    print(f"{len(kept)} rows, {len(wrong)} defects: {wrong}")
+            return 0 if row["outcome"] in RIGHT else 1
+        rows = fill(options, Path(folder), source)
+    wrong = [key for key, row in rows.items() if row["outcome"] not in RIGHT]
+    print(f"{len(rows)} rows, {len(wrong)} defects: {wrong}")
     return 1 if wrong else 0
 
 
-def fill(rows: dict[str, Row], options: argparse.Namespace, folder: Path, source: str) -> None:
-    """Make the rows that are missing."""
-    for number in range(options.rows):
-        key = f"{options.seed}.{number}"
-        if key in rows:
+def fill(options: argparse.Namespace, folder: Path, source: str) -> dict[str, Row]:
+    """Make the rows that are missing, and give all."""
+    until_s = time.monotonic() + options.for_s
+    kept = "" if options.keep else source
+    rows = done_already(options.into, kept)
+    for number, seed in itertools.product(range(options.rows), options.seeds):
+        key = f"{seed}.{number}"
+        if key in rows or time.monotonic() > until_s:
             continue
-        row = rows[key] = one_row(options.seed, number, folder)
-        row["source"] = source
-        print(f"{key} {row['seconds']:.0f} s {row['outcome']}: {row['layout']} · "
+        row = {**one_row(seed, number, folder), "source": source}
+        if row["outcome"] == "postponed":
+            continue
+        rows = add(options.into, key, row, kept)
+        print(f"{key} {row['cpu_s']:.0f} s {row['outcome']}: {row['layout']} · "
               f"{' '.join(row['words'])} · {row['why'][:300]}", flush=True)  # fmt: skip
-        write(options.into, rows, source)
+    return rows
 
 
 def one_row(seed: int, number: int, folder: Path) -> Row:
     """Draw a composition and find out how it fares."""
     layout, words = draw(random.Random(f"{seed}.{number}"))
     began_s = time.monotonic()
+    fate = Fate(words, folder, random.Random(f"kill {seed}.{number}"))
     try:
-        found = Fate(words, folder, random.Random(f"kill {seed}.{number}")).find()
+        found = fate.find()
     except Defect as defect:
         found = {"outcome": defect.outcome, "why": str(defect)}
-    told = [f"{key}={value}" for key, value in words.items() if not key.startswith("data.s")]
-    return {"layout": layout, "words": told, "seconds": time.monotonic() - began_s, **found}
+    told = [f"{key}={value}" for key, value in words.items() if BASE.get(key) != value]
+    times = {"seconds": round(time.monotonic() - began_s, 1), "cpu_s": round(fate.cpu_s, 1)}
+    return {"layout": layout, "words": told, **times, **found, **fate.seen}
 
 
 class Defect(Exception):
@@ -142,6 +142,7 @@ class Fate:
         self.cache = folder / "cache"
         self.runs = folder / "runs"
         self.seen: dict[str, Any] = {}
+        self.cpu_s = 0.0
         shutil.rmtree(self.runs, ignore_errors=True)
         # The data and the machine's rates are no part of a start.
         (self.cache / "proofs.json").unlink(missing_ok=True)
@@ -149,8 +150,10 @@ class Fate:
     def find(self) -> Row:
         """Outcome and why. Errors: Defect."""
         cold = self.start("cold", self.words)
+        if cold.code == COLD:
+            return {"outcome": "postponed", "why": ""}
         if cold.code == 2:
-            return {"outcome": "refused", "why": self.refusal(cold), **self.seen}
+            return {"outcome": "refused", "why": self.refusal(cold)}
         self.must_end("cold", cold)
         self.again()
         self.as_alone("", self.words)
@@ -161,7 +164,7 @@ class Fate:
             wide["train.prove"] = "off"
             self.must_end("in float64", self.start("cold-wide", wide))
             self.as_alone("-wide", wide)
-        return {"outcome": "equal", "why": "", **self.seen}
+        return {"outcome": "equal", "why": ""}
 
     def start(self, name: str, words: Words, kill: list[int] | None = None) -> Ended:
         """`shoal train` under a name."""
@@ -177,23 +180,26 @@ class Fate:
         }
         told = [f"{key}={value}" for key, value in words.items()]
         patience = 4 if words.get("train.compile") == "blocks" else 1
-        return train(told, self.folder, environ, patience * DEADLINE_S)
+        ended = train(told, self.folder, environ, patience * DEADLINE_S)
+        self.cpu_s += ended.cpu_s
+        return ended
 
     def refusal(self, ended: Ended) -> str:
         """The reason. Errors: Defect where it is no refusal as it should be."""
-        self.seen["refused_s"] = round(ended.wall_s, 2)
+        self.seen["refused_after_s"] = round(ended.alone_s, 2)
         said = [line for line in ended.text.splitlines() if line.startswith("shoal: ")]
+        if trajectory(self.runs / "cold"):
+            raise Defect("accused", f"after it ran: {ended.line}")
         if "Traceback" in ended.text or len(said) != 1:
             raise Defect("crashed", ended.text[-1500:])
-        if ACCUSED.search(ended.line):
-            raise Defect("accused", ended.line)
-        # On a busy machine a second is what a process computes in it.
-        took_s = min(ended.wall_s, ended.cpu_s / int(self.words["launch.processes"]))
-        if took_s > SOON_S:
-            raise Defect("late", f"refused after {took_s:.1f} s: {ended.line}")
-        self.seen["known"] = next(
-            (n for n, text in REASONS.items() if re.search(text, ended.line)), ""
-        )
+        name, is_true = reason_of(ended.line, self.words)
+        if not name:
+            raise Defect("accused" if ACCUSED.search(ended.line) else "unread", ended.line)
+        if not is_true:
+            raise Defect("untrue", ended.line)
+        if ended.alone_s > SOON_S:
+            raise Defect("late", f"refused after {ended.alone_s:.1f} s: {ended.line}")
+        self.seen["reason"] = name
         return ended.line
 
     def must_end(self, when: str, ended: Ended) -> None:
@@ -213,11 +219,29 @@ class Fate:
         died = [e for e in events if e["event"] == "worker_died"]
         if len(died) != 1 or "SIGKILL" not in died[0]["how"]:
             raise Defect("crashed", f"warm: died {[(e['how'], e['traceback']) for e in died]}")
-        resumed = [e["step"] for e in events if e["event"] == "compute_started"]
-        self.seen["killed"], self.seen["resumed_at"] = rank, resumed[-1]
-        if (before := trajectory(self.runs / "cold")) != (after := trajectory(self.runs / "warm")):
+        (saved,) = [e["saved"] for e in events if e["event"] == "restarting"]
+        began = [e["step"] for e in events if e["event"] == "compute_started"]
+        self.seen |= {"killed": rank, "saved": saved, "resumed_at": began[-1]}
+        if not saved or began != [0, saved]:
+            raise Defect("lost", f"saved at step {saved}, began at {began}")
+        self.must_repeat(saved if "layout.compress" in self.words else None)
+
+    def must_repeat(self, until: int | None) -> None:
+        """Errors: Defect unless the warm run is the cold one; after step `until`, near it."""
+        one, other = (self.runs / name for name in ("cold", "warm"))
+        before, after = trajectory(one), trajectory(other)
+        if until is not None and len(before) == len(after):
+            for (_, loss, _, _), (_, again, _, _) in zip(
+                before[until:], after[until:], strict=True
+            ):
+                if not _apart(again, loss) <= NEAR:
+                    raise Defect("different", f"killed and resumed: loss {again!r}, was {loss!r}")
+            before, after = before[:until], after[:until]
+        if before != after:
             raise Defect("different", f"killed and resumed: {_first(before, after)}")
-        if final_hashes(self.runs / "cold") != final_hashes(self.runs / "warm"):
+        if until is None and validations(one) != validations(other):
+            raise Defect("different", "killed and resumed: other validations")
+        if until is None and final_hashes(one) != final_hashes(other):
             raise Defect("different", "killed and resumed: the last checkpoint has other weights")
 
     def as_alone(self, suffix: str, words: Words) -> None:
@@ -238,6 +262,11 @@ class Fate:
                 if not off <= most:
                     raise Defect("different", f"{suffix} step {step}: {what} {got!r}, in one "
                                  f"process {right!r}: {off:.1e} off, at most {most:.1e}")  # fmt: skip
+        held_out = [validations(self.runs / f"{n}{suffix}") for n in ("cold", "alone")]
+        for (step, got), (_, right) in zip(*held_out, strict=True):
+            if not _apart(got, right) <= bounds[1]:
+                raise Defect("different", f"{suffix} validation after step {step}: {got!r}, in one "
+                             f"process {right!r}")  # fmt: skip
         if bounds[3] < math.inf:
             ends = [str(self.runs / f"{n}{suffix}") for n in ("cold", "alone")]
             off, name = apart(lambda: weights_apart(*ends))
@@ -258,7 +287,7 @@ def bounds_of(words: Words) -> tuple[float, float, float, float]:
     what travels rounded (compress, reduce=bf16): the first loss is right, the rest near
     """
     precision, optimizer = words["precision.compute"], words.get("optimizer.name", "adamw")
-    near = 0.05
+    near = NEAR
     parts = any(key in words for key in ("layout.tp", "layout.cp")) or words.get(
         "layout.strategy"
     ) in ("tp", "cp")
@@ -276,6 +305,12 @@ def bounds_of(words: Words) -> tuple[float, float, float, float]:
     if words.get("precision.reduce") == "bf16":
         return first, near, 2.0**-7, math.inf
     return first, later, norm, weights
+
+
+def validations(run: Path) -> list[tuple[int, float]]:
+    """(step, held-out loss) of every validation of a run's last attempts, each step once."""
+    told = [e for e in lines(run / "events.jsonl") if e["event"] == "validated"]
+    return sorted({e["step"]: e["loss"] for e in told}.items())
 
 
 def weights_apart(here: str, there: str) -> tuple[float, str]:
@@ -320,29 +355,37 @@ def done_already(path: Path, source: str) -> dict[str, Row]:
     return {key: row for key, row in rows.items() if source in ("", row["source"])}
 
 
-def write(path: Path, rows: dict[str, Row], source: str) -> None:
-    """The record."""
-    import torch
+def add(path: Path, key: str, row: Row, kept: str) -> dict[str, Row]:
+    """Put a row into the record, to which another program may add too; gives all rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        rows = {**done_already(path, kept), key: row}
+        ordered = sorted(rows, key=lambda key: [int(n) for n in key.split(".")])
+        rows = {key: rows[key] for key in ordered}
+        path.write_text(json.dumps(record(rows), indent=1, ensure_ascii=False) + "\n")
+    finally:
+        os.close(folder)  # and unlocks it
+    return rows
 
-    refusals = Counter(
-        re.sub(r"\d+", "N", row["why"]) for row in rows.values() if row["outcome"] == "refused"
-    )
+
+def record(rows: dict[str, Row]) -> dict[str, Any]:
+    """What is written: the rows, and what they say together."""
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    told = {
+    return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": commit,
-        "source": source,
-        "seeds": sorted({key.partition(".")[0] for key in rows}),
+        "sources": dict(Counter(row["source"] for row in rows.values())),
+        "seeds": dict(Counter(key.partition(".")[0] for key in rows)),
         "machine": {"cores": os.cpu_count(), "platform": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
         "counts": dict(Counter(row["outcome"] for row in rows.values())),
-        "refusals": dict(refusals.most_common()),
+        "reasons": dict(Counter(row["reason"] for row in rows.values() if "reason" in row)),
         "rows": rows,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from pathlib import Path
 
 Words = dict[str, str]
 
 BASE: Words = {
-    "data.source": "text:text/*.txt",
-    "data.tokenizer": "bpe:300",
+    "data.source": "tokens:tokens",
     "data.sequence": "16",
-    "data.validation": "0.03",
+    "data.validation": "0",
     "train.batch": "8",
-    "train.steps": "5",
+    "train.steps": "4",
     "checkpoint.every": "2",
     "checkpoint.keep": "5",
     "optimizer.warmup_steps": "1",
 }
-"""What all have: five steps, of which the second and fourth are saved."""
+"""What all have: four steps, of which the second and fourth are saved; nothing is held out."""
+
+HELD_OUT: Words = {"data.validation": "0.05", "train.validate_samples": "7"}
+"""What those have too that validate: samples that no number of ranks shares evenly."""
 
 SMALL = {"model.dim": "32", "model.layers": "4", "model.heads": "4", "model.hidden": "48"}
 MODELS: dict[str, Words] = {
@@ -37,6 +40,7 @@ MODELS: dict[str, Words] = {
     "own": {"model.build": "own_module:build", "model.width": "32"},
 }  # fmt: skip
 
+VOCABULARY = 300
 PIPES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
 CONTEXTS = ("auto", "ring", "ulysses", "gather")
 
@@ -84,17 +88,26 @@ def build(width=32, dropout=0.0):
     return Model(width, dropout)
 '''
 
-KILL = '''"""A hook that kills its own process, once, after a step."""
+KILL = '''"""A hook that kills its own process, once, after a step, when a checkpoint is complete."""
 
 import json
 import os
 import signal
+import time
+from pathlib import Path
+
+from shoal.base.files import saved_steps
 
 
 def at(event):
     told = json.loads(os.environ.get("COMPOSITION_KILL", "null"))
     if told and event["event"] == "step" and os.environ.get("SHOAL_ATTEMPT") == "0":
         if [event["rank"], event["step"]] == told:
+            until_s = time.monotonic() + 30
+            while not saved_steps(Path(os.environ["SHOAL_RUN_FOLDER"])):
+                if time.monotonic() > until_s:
+                    raise RuntimeError("no checkpoint was complete 30 s after its save began")
+                time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
 '''
 
@@ -112,14 +125,14 @@ FOREIGN = {
 
 
 def furnish(folder: Path) -> None:
-    """The files that compositions name: text, a transformers configuration, modules."""
-    (folder / "text").mkdir(parents=True, exist_ok=True)
+    """The files that compositions name: tokens, a transformers configuration, modules."""
+    (folder / "tokens").mkdir(parents=True, exist_ok=True)
     dice = random.Random(7)
-    letters = "etaoinshrdlucmfwypvbgkqjxz"
-    words = ["".join(dice.choices(letters, k=dice.randint(2, 9))) for _ in range(400)]
-    for number in range(40):
-        text = " ".join(dice.choices(words, weights=range(400, 0, -1), k=80))
-        (folder / "text" / f"{number}.txt").write_text(text)
+    words = [dice.choices(range(VOCABULARY), k=dice.randint(1, 5)) for _ in range(400)]
+    drawn = dice.choices(words, weights=range(400, 0, -1), k=2000)
+    tokens = array("H", [token for word in drawn for token in word])
+    (folder / "tokens" / "train.bin").write_bytes(tokens.tobytes())
+    (folder / "tokens" / "meta.json").write_text(json.dumps({"vocabulary": VOCABULARY}))
     (folder / "tiny").mkdir(exist_ok=True)
     (folder / "tiny" / "config.json").write_text(json.dumps(FOREIGN["llama"]))
     (folder / "own_module.py").write_text(OWN)
@@ -199,4 +212,6 @@ def draw(dice: random.Random) -> tuple[str, Words]:
     maybe("layout.schedule", 0.7 if "pp2 " in layout + " " and " " in layout else 0.0, *PIPES)
     if words.get("layout.schedule") == "interleaved":
         maybe("layout.chunks", 0.3, "2", "4")
+    if "train.validate_every" in words:
+        words |= HELD_OUT
     return layout, words

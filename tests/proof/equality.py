@@ -8,7 +8,6 @@ change of src/shoal all rows are made again.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -21,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "worlds"))
 TARGET = ROOT / "docs" / "proof" / "equality.json"
+
+from source import source_hash  # noqa: E402
 
 import trajectory  # noqa: E402
 from shoal.view.proof import verdict_line  # noqa: E402
@@ -70,13 +71,6 @@ def short(report: dict[str, Any]) -> dict[str, Any]:
         "largest": {t["optimizer"]: t["largest"] for t in report["trajectories"]},
         "seconds": round(report["seconds"], 1),
     }
-
-
-def source_hash() -> str:
-    total = hashlib.sha256()
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        total.update(path.read_bytes())
-    return total.hexdigest()[:16]
 
 
 def done_already(source: str) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """Runs `shoal train` in a process that has imported torch already: a start costs a fork.
 
 The command itself is the real one: it checks the request, writes the run folder, supervises as many
-worker processes as there are ranks, kills and restarts them. Only what a new interpreter would
-spend on imports, two seconds of every process, is spent once. Whoever imports this must have no
-threads: a fork copies none of them.
+worker processes as there are ranks, kills and restarts them. Only two things are spent once instead
+of in every process: what a new interpreter spends on imports (…_IMPORTS_S), and the measuring of this
+machine's rates, of which nothing depends but what is foreseen and printed. Whoever imports this must
+have no threads: a fork copies none of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import json
@@ -30,32 +32,47 @@ from shoal.launch import supervisor
 from shoal.launch.processes import Guardian, Worker
 from shoal.launch.worker import run_worker
 
-IMPORTED = [
-    importlib.import_module(name)
-    for name in (
-        *("torch._dynamo", "torch._inductor.compile_fx", "torch._refs", "torch.distributed.fsdp"),
-        *("torch.fx.experimental.proxy_tensor", "shoal.trainer.loop", "shoal.parallel.fsdp"),
-        *("shoal.parallel.context_parallel", "shoal.parallel.expert_parallel"),
-        *("shoal.parallel.pipeline", "shoal.parallel.tensor_parallel", "transformers"),
-    )
-]
-"""What workers would import."""
+WANTED = (
+    *("torch._dynamo", "torch._inductor.compile_fx", "torch._refs", "torch.distributed.fsdp"),
+    *("torch.fx.experimental.proxy_tensor", "shoal.trainer.loop", "shoal.parallel.fsdp"),
+    *("shoal.parallel.context_parallel", "shoal.parallel.expert_parallel"),
+    *("shoal.parallel.pipeline", "shoal.parallel.tensor_parallel", "transformers"),
+)
+"""What workers import."""
+
+COLD = 77
+"""Exit code of a command that would start workers, where nothing was imported for them."""
+
+COMMAND_IMPORTS_S, WORKER_IMPORTS_S = 0.4, 3.1
+"""CPU seconds that a command and each of its workers would spend on that, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Ended:
     """How a command ended.
 
-    code      its exit code; −9 where it did not end in time · text  what it printed, in full
-    before_s  seconds until it was refused, or until the first worker was started
-    cpu_s     of the command and all its workers
+    code       its exit code; −9 where it did not end in time · text  what it printed, in full
+    cpu_s      of the command and all its workers, of whom there were `workers`
+    command_s  CPU seconds of the command alone
     """
 
     code: int
     text: str
-    before_s: float
     wall_s: float
     cpu_s: float
+    command_s: float
+    workers: int
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds that it would take on a machine with a core for each worker and nothing else.
+
+        CPU seconds of the command and of one worker, and what both would spend on imports.
+        """
+        own_s = COMMAND_IMPORTS_S + self.command_s
+        if not self.workers:
+            return own_s
+        return own_s + WORKER_IMPORTS_S + (self.cpu_s - self.command_s) / self.workers
 
     @property
     def line(self) -> str:
@@ -64,10 +81,19 @@ class Ended:
         return said[-1].removeprefix("shoal: ") if said else self.text[-300:]
 
 
+def warm() -> None:
+    """Import what workers would; before it, commands end where they would start some (COLD)."""
+    for name in WANTED:
+        importlib.import_module(name)
+
+
 def train(words: Sequence[str], folder: Path, environ: dict[str, str], deadline_s: float) -> Ended:
     """`shoal train` with these words in a folder, as a process with workers of its own."""
     log = folder / "command.log"
-    log.unlink(missing_ok=True)
+    for old in (log, folder / SPENT):
+        old.unlink(missing_ok=True)
+    gc.collect()
+    gc.freeze()  # a fork's collector would touch, so copy, every page
     began_s, spent_s = time.monotonic(), _spent_s()
     child = os.fork()
     if child == 0:
@@ -75,9 +101,15 @@ def train(words: Sequence[str], folder: Path, environ: dict[str, str], deadline_
     code = _wait(child, began_s + deadline_s)
     wall_s = time.monotonic() - began_s
     text = log.read_text(errors="replace") if log.exists() else ""
-    before = folder / "before.json"
-    before_s = json.loads(before.read_text()) if before.exists() else wall_s
-    return Ended(code, text, before_s, wall_s, _spent_s() - spent_s)
+    cpu_s = _spent_s() - spent_s
+    try:
+        command_s, workers = json.loads((folder / SPENT).read_text())
+    except (OSError, ValueError):  # it was killed
+        command_s, workers = cpu_s, 0
+    return Ended(code, text, wall_s, cpu_s, command_s, workers)
+
+
+SPENT = "spent.json"
 
 
 def _spent_s() -> float:
@@ -130,14 +162,14 @@ def _as_command(words: Sequence[str], folder: Path, environ: dict[str, str], log
         os.environ.update(environ)
         sys.path.insert(0, str(folder))
         supervisor.Worker = Forked  # type: ignore[misc]
-        began_s = time.monotonic()
-        before = folder / "before.json"
-        before.unlink(missing_ok=True)
         try:
             # As `shoal train` does, which would be slower to reach through its parser.
             resume = Path(words[1]) if words[0] == "--resume" else None
             prepared = start.prepare(list(words[2:] if resume else words), resume)
-            before.write_text(json.dumps(time.monotonic() - began_s))
+            if WANTED[-1] not in sys.modules:
+                os._exit(COLD)
+            sys.modules["shoal.profile.matmul"]._measure = lambda *_: (1e10, True)  # type: ignore[attr-defined]
+            sys.modules["shoal.trainer.loop"].measure_machine = lambda *_: {}  # type: ignore[attr-defined]
             code = start.launch(prepared, dict(os.environ))
         except ShoalError as failure:
             sys.stderr.write(f"shoal: {failure}\n")
@@ -148,6 +180,9 @@ def _as_command(words: Sequence[str], folder: Path, environ: dict[str, str], log
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+            times = os.times()
+            told = [times.user + times.system, Forked.started]
+            (folder / SPENT).write_text(json.dumps(told))
         os._exit(code)
 
 
@@ -188,7 +223,12 @@ class _Process:
 
 
 class Forked(Worker):
-    """A worker that is forked instead of executed; the rest is the supervisor's own."""
+    """A worker that is forked instead of executed; the rest is the supervisor's own.
+
+    started   how many there were
+    """
+
+    started = 0
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], watched_by: Guardian
@@ -203,6 +243,7 @@ class Forked(Worker):
             log.write(f"--- rank {self.rank}, attempt {environ['SHOAL_ATTEMPT']}\n".encode())
             log.flush()
             self.log_start = log.tell()
+        Forked.started += 1
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:

@@ -6,10 +6,19 @@ Each row once broke, or was falsely refused; `make proof` draws hundreds more
 
 from __future__ import annotations
 
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shoal.base.errors import UserError
+from shoal.cli import start
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
+from compositions_drawn import draw, furnish
+from compositions_reasons import reason_of
 
 FP16 = {"precision": "fp16", "loss_scale": 64.0}
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,3 +81,30 @@ def test_too_many_stages_are_told_in_the_users_words(worlds: Any, tmp_path: Path
         {"refused": "layout.pp = 2 × 2 stages per rank (layout.schedule = interleaved) = 4: more "
          "stages than the 2 blocks of GPT; nearest legal: layout.schedule=1f1b"}
     ]  # fmt: skip
+
+
+def test_what_a_command_refuses_is_true_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    refused = []
+    for number in range(80):
+        layout, words = draw(random.Random(f"7.{number}"))
+        try:
+            start.prepare([f"{k}={v}" for k, v in {**words, "run.name": "x"}.items()], None)
+        except UserError as refusal:
+            refused.append((layout, str(refusal), reason_of(str(refusal), words)))
+    assert len(refused) > 10
+    assert [row for row in refused if not row[2][1]] == []
+
+
+def test_a_reason_that_is_not_true_of_a_command_is_none() -> None:
+    words = {"layout.strategy": "ddp", "launch.processes": "2", "memory.recompute": "full"}
+    line = (
+        "memory.recompute = full: layout.schedule = zbv runs a backward in two halves, so a block "
+        "would be computed again for every weight in it (2.5 times the work); nearest: x"
+    )
+    assert reason_of(line, words) == ("computed again for each of two halves", False)
+    assert reason_of("layout.compress = int8: is not wanted; nearest: none", words) == ("", False)
