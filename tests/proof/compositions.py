@@ -2,8 +2,8 @@
 
 `make proof` runs it. Each row is one `shoal train` command that is drawn by the seed and its
 number. It is started with nothing kept (cold); once more with what the first start kept (warm), and
-then one of its ranks kills itself with SIGKILL in the third step, once the checkpoint of the second
-is complete, so that the supervisor starts it a third time. What holds then:
+then one of its ranks kills itself with SIGKILL after the second step, once the checkpoint of the
+first is complete, so that the supervisor starts it a third time. What holds then:
 
     refused   in one line, before SOON_S are over, for a reason of compositions_reasons.py that is
               true of these words. Seconds are CPU seconds, since a busy machine's are others':
@@ -53,12 +53,12 @@ TARGET = ROOT / "docs" / "proof" / "compositions.json"
 SOON_S, DEADLINE_S = 5.0, 240.0
 NEAR = 0.05
 RIGHT = ("equal", "refused")
-KILLED_AT = 3
+KILLED_AT = 2
 
 from compositions_drawn import BASE, Words, alone, draw, furnish  # noqa: E402
 from compositions_reasons import reason_of  # noqa: E402
 from source import source_hash  # noqa: E402
-from warm_start import COLD, Ended, apart, train, warm  # noqa: E402
+from warm_start import COLD, FORESEES, Ended, apart, train, warm  # noqa: E402
 
 from cli_run import final_hashes, lines, trajectory  # noqa: E402
 
@@ -161,7 +161,7 @@ class Fate:
         if precision != "fp64" and "layout.compress" not in self.words:
             wide = {**self.words, "precision.compute": "fp64"}
             wide.pop("precision.reduce", None)
-            wide["train.prove"] = "off"
+            wide |= {"train.prove": "off", "train.steps": "2"}
             self.must_end("in float64", self.start("cold-wide", wide))
             self.as_alone("-wide", wide)
         return {"outcome": "equal", "why": ""}
@@ -175,6 +175,7 @@ class Fate:
             },
             "SHOAL_CACHE": str(self.cache),
             "COMPOSITION_KILL": json.dumps(kill),
+            FORESEES: str(int(name == "cold" or "train.validate_every" in words)),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled"),
         }

@@ -13,17 +13,42 @@ from pathlib import Path
 
 Words = dict[str, str]
 
+
+def degrees(words: Words) -> dict[str, int]:
+    """Degree of every axis that the words ask for."""
+    size = int(words["launch.processes"])
+    found = {axis: int(words.get(f"layout.{axis}", "1")) for axis in ("tp", "cp", "pp", "ep")}
+    shard, replicate = (int(words.get(f"layout.dp_{n}", "1")) for n in ("shard", "replicate"))
+    strategy = words.get("layout.strategy", "")
+    if strategy in ("tp", "cp"):
+        found[strategy] = size
+    elif strategy in ("ddp", "ep"):
+        replicate = size
+        found["ep"] = size if strategy == "ep" else found["ep"]
+    elif strategy == "hsdp":
+        replicate, shard = 2, size // 2
+    elif strategy:
+        shard = size
+    return {**found, "dp_shard": shard, "dp_replicate": replicate}
+
+
+def data_ranks(words: Words) -> int:
+    """Ranks that draw different samples."""
+    found = degrees(words)
+    return found["dp_shard"] * found["dp_replicate"]
+
+
 BASE: Words = {
     "data.source": "tokens:tokens",
     "data.sequence": "16",
     "data.validation": "0",
     "train.batch": "8",
-    "train.steps": "4",
-    "checkpoint.every": "2",
+    "train.steps": "3",
+    "checkpoint.every": "1",
     "checkpoint.keep": "5",
     "optimizer.warmup_steps": "1",
 }
-"""What all have: four steps, of which the second and fourth are saved; nothing is held out."""
+"""What all have: three steps, each of which is saved; nothing is held out."""
 
 HELD_OUT: Words = {"data.validation": "0.05", "train.validate_samples": "7"}
 """What those have too that validate: samples that no number of ranks shares evenly."""
@@ -176,7 +201,10 @@ def alone(words: Words) -> Words:
 
 
 def draw(dice: random.Random) -> tuple[str, Words]:
-    """(its name, its words)."""
+    """(its name, its words).
+
+    Where no stages are to be filled, a step has two micro-batches on every rank, or what was drawn.
+    """
     known = layouts()
     layout = dice.choice(list(known))
     processes, words = known[layout]
@@ -214,4 +242,6 @@ def draw(dice: random.Random) -> tuple[str, Words]:
         maybe("layout.chunks", 0.3, "2", "4")
     if "train.validate_every" in words:
         words |= HELD_OUT
+    if words["train.batch"] == BASE["train.batch"] and degrees(words)["pp"] == 1:
+        words["train.batch"] = str(2 * int(words["train.micro_batch"]) * data_ranks(words))
     return layout, words

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compositions_drawn import Words
+from compositions_drawn import Words, data_ranks, degrees
 
 BLOCKS = 4
 """Of every model that is drawn."""
@@ -39,24 +39,6 @@ def reason_of(line: str, words: Words) -> tuple[str, bool]:
     return "", False
 
 
-def degrees(words: Words) -> dict[str, int]:
-    """Degree of every axis that the words ask for."""
-    size = int(words["launch.processes"])
-    found = {axis: int(words.get(f"layout.{axis}", "1")) for axis in ("tp", "cp", "pp", "ep")}
-    shard, replicate = (int(words.get(f"layout.dp_{n}", "1")) for n in ("shard", "replicate"))
-    strategy = words.get("layout.strategy", "")
-    if strategy in ("tp", "cp"):
-        found[strategy] = size
-    elif strategy in ("ddp", "ep"):
-        replicate = size
-        found["ep"] = size if strategy == "ep" else 1
-    elif strategy == "hsdp":
-        replicate, shard = 2, size // 2
-    elif strategy:
-        shard = size
-    return {**found, "dp_shard": shard, "dp_replicate": replicate}
-
-
 def zero_of(words: Words) -> int:
     """What the data-parallel ranks split: 0 nothing to 3 parameters."""
     named = {"zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}
@@ -68,12 +50,6 @@ def stages(words: Words) -> int:
     schedule, pp = words.get("layout.schedule", ""), degrees(words)["pp"]
     each = {"zbv": 2, "interleaved": int(words.get("layout.chunks", "2"))}.get(schedule, 1)
     return pp * each
-
-
-def data_ranks(words: Words) -> int:
-    """Ranks that draw different samples."""
-    found = degrees(words)
-    return found["dp_shard"] * found["dp_replicate"]
 
 
 def micro_batches(words: Words) -> int:

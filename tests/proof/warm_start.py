@@ -1,10 +1,10 @@
 """Runs `shoal train` in a process that has imported torch already: a start costs a fork.
 
 The command itself is the real one: it checks the request, writes the run folder, supervises as many
-worker processes as there are ranks, kills and restarts them. Only two things are spent once instead
-of in every process: what a new interpreter spends on imports (…_IMPORTS_S), and the measuring of this
-machine's rates, of which nothing depends but what is foreseen and printed. Whoever imports this must
-have no threads: a fork copies none of them.
+worker processes as there are ranks, kills and restarts them. Two things are left out. Imports are
+spent once instead of in every process (…_IMPORTS_S); and this machine's rates are not measured, of
+which nothing depends but what is foreseen and printed. Whoever imports this must have no threads: a
+fork copies none of them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ WANTED = (
     *("shoal.parallel.pipeline", "shoal.parallel.tensor_parallel", "transformers"),
 )
 """What workers import."""
+
+FORESEES = "COMPOSITION_FORESEES"
+"""Environment variable: "0" for a start that says nothing of its steps' expected time."""
 
 COLD = 77
 """Exit code of a command that would start workers, where nothing was imported for them."""
@@ -168,8 +171,7 @@ def _as_command(words: Sequence[str], folder: Path, environ: dict[str, str], log
             prepared = start.prepare(list(words[2:] if resume else words), resume)
             if WANTED[-1] not in sys.modules:
                 os._exit(COLD)
-            sys.modules["shoal.profile.matmul"]._measure = lambda *_: (1e10, True)  # type: ignore[attr-defined]
-            sys.modules["shoal.trainer.loop"].measure_machine = lambda *_: {}  # type: ignore[attr-defined]
+            _measure_nothing(environ.get(FORESEES) != "0")
             code = start.launch(prepared, dict(os.environ))
         except ShoalError as failure:
             sys.stderr.write(f"shoal: {failure}\n")
@@ -184,6 +186,16 @@ def _as_command(words: Sequence[str], folder: Path, environ: dict[str, str], log
             told = [times.user + times.system, Forked.started]
             (folder / SPENT).write_text(json.dumps(told))
         os._exit(code)
+
+
+def _measure_nothing(foresees: bool) -> None:
+    """Leave out what is only printed: this machine's rates, and unless `foresees`, the plan's."""
+    matmul, loop = (sys.modules[f"shoal.{name}"] for name in ("profile.matmul", "trainer.loop"))
+    given: dict[str, Any] = {"measure_machine": lambda *_: {}}
+    if not foresees:
+        given |= {"foresee": lambda *_: {}, "_count_flops": lambda *_: None}
+    vars(loop).update(given)
+    vars(matmul)["_measure"] = lambda *_: (1e10, True)
 
 
 def _print_to(log: Path) -> None:
