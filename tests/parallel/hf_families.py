@@ -100,6 +100,20 @@ def sounds(samples: int) -> dict[str, Any]:
     return {"input_features": heard, "decoder_input_ids": ids(samples)}
 
 
+def waves(samples: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(400)
+    return {"input_values": torch.randn(samples, 95, generator=draw)}
+
+
+def series(samples: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(500)
+    return {"past_values": torch.randn(samples, 4 * TOKENS, 2, generator=draw)}
+
+
+def bytes_of_text(samples: int) -> dict[str, Any]:
+    return {"inputs": ids(samples)}
+
+
 MAMBA = {"state_size": 8, "n_groups": 1, "head_dim": 16, "num_heads": 4, "expand": 2}
 SSM = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 ROUTED = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
@@ -177,5 +191,105 @@ FAMILIES: dict[str, Family] = {
         "WhisperForConditionalGeneration",
         sounds,
         more={"num_mel_bins": 8, "max_source_positions": TOKENS, "max_target_positions": 16},
+    ),
+    "swin": Family(
+        "SwinConfig",
+        "SwinForImageClassification",
+        images,
+        more={
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 2,
+        },
+    ),
+    "convnext": Family(
+        "ConvNextConfig",
+        "ConvNextForImageClassification",
+        images,
+        more={"patch_size": 2, "num_stages": 2, "hidden_sizes": [16, 32], "depths": [2, 2]},
+    ),
+    # Unlike each other and all above: rotary in two dimensions, convolutions over sound, shared
+    # blocks, windows on both sides, queries that are learnt, Fourier transforms, series of numbers.
+    "dinov3": Family("DINOv3ViTConfig", "DINOv3ViTModel", images, True),
+    "segformer": Family(
+        "SegformerConfig",
+        "SegformerForImageClassification",
+        images,
+        more={
+            "num_encoder_blocks": 2,
+            "depths": [2, 2],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [2, 4],
+            "mlp_ratios": [2, 2],
+        },
+    ),
+    "wav2vec2": Family(
+        "Wav2Vec2Config",
+        "Wav2Vec2ForCTC",
+        waves,
+        more={
+            "conv_dim": [16, 16],
+            "conv_stride": [5, 2],
+            "conv_kernel": [10, 3],
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 4,
+            "mask_time_length": 2,
+        },
+    ),
+    "minicpm3": _text("MiniCPM3", **LATENT),
+    "llama4": _text(
+        "Llama4", config="Llama4Text", attention_chunk_size=4, intermediate_size_mlp=40
+    ),
+    "zamba2": _text(
+        "Zamba2",
+        num_key_value_heads=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        chunk_size=4,
+        use_mamba_kernels=False,
+        num_logits_to_keep=0,
+    ),
+    "xlstm": _text("xLSTM", embedding_dim=32, chunk_size=4, ffn_round_up_to_multiple_of=8),
+    "switch": Family(
+        "SwitchTransformersConfig",
+        "SwitchTransformersForConditionalGeneration",
+        both_sides,
+        more={"d_kv": 8, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 1},
+    ),
+    "longformer": Family(
+        "LongformerConfig", "LongformerForMaskedLM", causal, True, {"attention_window": 4}
+    ),
+    "perceiver": Family(
+        "PerceiverConfig",
+        "PerceiverForMaskedLM",
+        bytes_of_text,
+        more={
+            "num_latents": 4,
+            "d_latents": 32,
+            "num_self_attends_per_block": 4,
+            "num_self_attention_heads": 4,
+            "num_cross_attention_heads": 4,
+            "qk_channels": 16,
+            "v_channels": 32,
+            "max_position_embeddings": TOKENS,
+        },
+    ),
+    "fnet": Family("FNetConfig", "FNetForMaskedLM", causal, True),
+    "patchtst": Family(
+        "PatchTSTConfig",
+        "PatchTSTModel",
+        series,
+        more={
+            "num_input_channels": 2,
+            "context_length": 4 * TOKENS,
+            "patch_length": 4,
+            "patch_stride": 4,
+        },
     ),
 }

@@ -162,3 +162,22 @@ HF_EXAMPLES: dict[str, Example] = {
         "transformer.h.{}",
     ),
 }
+
+SIX = {**WIDTHS, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 48}
+
+
+def eight(batch: int) -> dict[str, Any]:
+    return {"input_ids": tokens(batch, 8), "use_cache": False}
+
+
+SIX_HEADS: dict[str, Example] = {
+    "llama": text(
+        built("LlamaConfig", "LlamaForCausalLM", **SIX, num_key_value_heads=3),
+        "model.layers.{}",
+        eight,
+    ),
+    "gpt-neox": text(
+        built("GPTNeoXConfig", "GPTNeoXForCausalLM", **SIX), "gpt_neox.layers.{}", eight
+    ),
+}
+"""Sequences that 4 ranks can share, and heads that they cannot."""

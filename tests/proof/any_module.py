@@ -13,14 +13,12 @@ transformers' models cast to float32 inside; they have two rows: with the casts 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +34,20 @@ MOST_AS_IS = 1e-6
 """Largest difference of losses and gradients where a model casts to float32 on its way."""
 
 from equality import source_hash  # noqa: E402
+from kept_rows import Row, counted, parser_of, rows_before, versions  # noqa: E402
 
 import any_case  # noqa: E402
 from worlds import Failed, Members  # noqa: E402
 
-Row = dict[str, Any]
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fresh", action="store_true", help="forget what is done already")
-    parser.add_argument("--keep", action="store_true", help="keep rows of earlier sources too")
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", default="", help="comma-separated; default: all")
     parser.add_argument("--models", default="", help="separated by ;, default: all")
     parser.add_argument("--page", action="store_true", help="shares and page only, no new row")
     options = parser.parse_args()
     source = source_hash()
-    rows = {} if options.fresh else done_already("" if options.keep else source)
+    rows = rows_before(options, TARGET, source)
     if options.page:
         kept = json.loads(TARGET.read_text())
         publish({**kept, "counts": counts(kept["rows"]), "shares": split_shares()})
@@ -141,15 +136,6 @@ def one_row(world: Members, model: str, layout: str) -> tuple[Row, bool]:
     return row, False
 
 
-def done_already(source: str) -> dict[str, Row]:
-    """Rows of this source, or of any."""
-    try:
-        kept = json.loads(TARGET.read_text())
-    except (OSError, ValueError):
-        return {}
-    return {k: row for k, row in kept["rows"].items() if source in ("", row["source"])}
-
-
 def split_shares() -> dict[str, list[float]]:
     """Share of every model's parameters that tp2 and tp4 split: planned only, nothing is run."""
     names = [name for name in every_model() if not name.endswith(AS_IS)]
@@ -158,26 +144,16 @@ def split_shares() -> dict[str, list[float]]:
 
 def counts(rows: dict[str, Row]) -> str:
     """How often every outcome came up."""
-    found = Counter(row["verdict"] for row in rows.values())
-    return ", ".join(f"{number} {what}" for what, number in found.most_common())
+    return counted(row["verdict"] for row in rows.values())
 
 
 def write(rows: dict[str, Row], source: str, shares: dict[str, list[float]]) -> None:
     """The record, and the page that people read."""
-    import torch
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        import transformers
-
-        versions["transformers"] = transformers.__version__
-    except ImportError:
-        pass
     result = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "source": source,
         "machine": {"cores": os.cpu_count(), "platform": platform.platform()},
-        "versions": versions,
+        "versions": versions(),
         "definition": "float64, SGD with momentum, 5 steps, the last one short: losses, norms, "
         "gradients and weights within 1e-12 of one process, transformers' casts to float32 lifted; "
         "as they are, losses and gradients within 1e-6",
@@ -206,7 +182,9 @@ def page(result: dict[str, Any]) -> str:
         "that could be split stays whole (listed below).",
         "",
         f"{len(result['rows'])} rows: **{result['counts']}**. Sequences are 12 tokens (ours) or 6, "
-        "heads 4, key/value heads 2 where a model has fewer. The second column is the share of the "
+        "heads 4, key/value heads 2 where a model has fewer; rows of 6 heads (3 for keys and "
+        "values in Llama) read 12 or 8 tokens, which 4 ranks can share, and have heads that they "
+        "cannot. The second column is the share of the "
         "parameters that tp2 and tp4 split; what is left is whole on every rank.",
         "",
         "| model | split by tp2 · tp4 | " + " | ".join(layouts) + " |",

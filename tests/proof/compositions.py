@@ -57,6 +57,7 @@ KILLED_AT = 2
 
 from compositions_drawn import BASE, Words, alone, draw, furnish  # noqa: E402
 from compositions_reasons import reason_of  # noqa: E402
+from kept_rows import Row, done_already  # noqa: E402
 from source import source_hash  # noqa: E402
 from warm_start import COLD, FORESEES, Ended, apart, train, warm  # noqa: E402
 
@@ -66,7 +67,6 @@ ACCUSED = re.compile(
     r"saved other tensors in its second run|no parameter got a gradient|computes something else"
     r"|changes its input in place|differ"
 )
-Row = dict[str, Any]
 
 
 def main() -> int:
@@ -345,15 +345,6 @@ def _first(before: list[Any], after: list[Any]) -> str:
     if len(before) != len(after):
         return f"{len(before)} and {len(after)} steps"
     return next(f"{b} and {a}" for b, a in zip(before, after, strict=True) if b != a)
-
-
-def done_already(path: Path, source: str) -> dict[str, Row]:
-    """Rows of this source, or of any."""
-    try:
-        rows = json.loads(path.read_text())["rows"]
-    except (OSError, ValueError, KeyError):
-        return {}
-    return {key: row for key, row in rows.items() if source in ("", row["source"])}
 
 
 def add(path: Path, key: str, row: Row, kept: str) -> dict[str, Row]:

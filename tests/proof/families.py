@@ -11,13 +11,10 @@ docs/proof/families.json, so it can be stopped and started again; --fresh begins
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +28,19 @@ NAMED = 3
 
 from equality import source_hash  # noqa: E402
 from hf_families import FAMILIES  # noqa: E402
+from kept_rows import Row, counted, parser_of, rows_before, versions  # noqa: E402
 
 from worlds import Failed, Members  # noqa: E402
 
-Row = dict[str, Any]
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fresh", action="store_true", help="forget what is done already")
-    parser.add_argument("--keep", action="store_true", help="keep rows of earlier sources too")
+    parser = parser_of(__doc__)
     parser.add_argument("--families", default="", help="comma-separated; default: all")
     parser.add_argument("--again", default="", help="verdicts whose rows are made anew")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after them")
     options = parser.parse_args()
     source = source_hash()
-    rows = {} if options.fresh else done_already("" if options.keep else source)
+    rows = rows_before(options, TARGET, source)
     rows = {key: row for key, row in rows.items() if row["verdict"] not in options.again.split(",")}
     wanted = options.families.split(",") if options.families else list(FAMILIES)
     with tempfile.TemporaryDirectory() as logs:
@@ -114,32 +108,14 @@ def told(row: Row) -> str:
 
 def counts(rows: dict[str, Row]) -> str:
     """How often every outcome came up."""
-    return ", ".join(
-        f"{n} {what}" for what, n in Counter(map(outcome, rows.values())).most_common()
-    )
-
-
-def done_already(source: str) -> dict[str, Row]:
-    """Rows of this source, or of any."""
-    try:
-        kept = json.loads(TARGET.read_text())
-    except (OSError, ValueError):
-        return {}
-    return {k: row for k, row in kept["rows"].items() if source in ("", row["source"])}
+    return counted(map(outcome, rows.values()))
 
 
 def write(rows: dict[str, Row]) -> None:
     """The record, and the page that people read."""
-    import torch
-    import transformers
-
     result = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "definition": "what `shoal prove` says of tiny models (4 layers, 8 tokens; 4 heads, or 6 "
         "where that is marked), 3 steps of SGD with momentum in float64, the second short",
         "counts": counts(rows),
@@ -152,13 +128,13 @@ def write(rows: dict[str, Row]) -> None:
 def page(result: dict[str, Any]) -> str:
     """The table as Markdown, and beneath it every line that needs words."""
     rows: dict[str, Row] = result["rows"]
-    versions = result["versions"]
+    made_with = result["versions"]
     families = list(dict.fromkeys(key.partition(" | ")[0] for key in rows))
     lines = [
         "# Families of the transformers library",
         "",
-        f"Made by `tests/proof/families.py`, {result['date']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}: {result['definition']}. {len(families)} "
+        f"Made by `tests/proof/families.py`, {result['date']}, torch {made_with['torch']}, "
+        f"transformers {made_with['transformers']}: {result['definition']}. {len(families)} "
         f"families, {len(rows)} rows: **{result['counts']}**.",
         "",
         "A cell is the largest difference of a gradient, as a share of the whole gradient's norm. "

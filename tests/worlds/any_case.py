@@ -58,6 +58,13 @@ OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "our gpt": ("gpt", {"dim": 32, "layers": 4, "heads": 4, "dropout": 0.1}, 61),
     # Without dropout: its blocks are no graphs, and under tp such a one may not drop out.
     "our moe": ("moe", {"dim": 32, "layers": 4, "heads": 4, "experts": 4, "hidden": 24}, 61),
+    # Sequences that 4 ranks can share, and heads that they cannot.
+    "our llama, 6 heads": (
+        "llama",
+        {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 3, "dropout": 0.1},
+        61,
+    ),
+    "our gpt, 6 heads": ("gpt", {"dim": 48, "layers": 4, "heads": 6, "dropout": 0.1}, 61),
     "our vit": ("vit", {"dim": 32, "layers": 4, "heads": 4, "patch": 4}, None),
     "our resnet": ("resnet", {"channels": 4, "stages": 2, "blocks": 2}, None),
 }
@@ -122,9 +129,10 @@ def examples() -> dict[str, Any]:
         import transformers  # noqa: F401
     except ImportError:
         return found
-    from hf_modules import HF_EXAMPLES
+    from hf_modules import HF_EXAMPLES, SIX_HEADS
 
-    return {**found, **{f"hf {name}": example for name, example in HF_EXAMPLES.items()}}
+    more = {f"hf {name}": example for name, example in HF_EXAMPLES.items()}
+    return {**found, **more, **{f"hf {n}, 6 heads": example for n, example in SIX_HEADS.items()}}
 
 
 def models() -> list[str]:

@@ -68,15 +68,7 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     degrees = config.layout.degrees()
     zero = _zero(config)
     schedule, chunks = _schedule(config, degrees.get("pp", 1))
-    settings = case_settings(
-        model=config.model,
-        optimizer=config.optimizer,
-        train=config.train,
-        layout=config.layout,
-        precision=config.precision,
-        memory=config.memory,
-        compute=compute,
-    )
+    settings = case_settings(config, compute)
     if "memory.recompute" not in loaded.origins:
         settings["recompute"] = None
     asked = Asked(

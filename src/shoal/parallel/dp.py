@@ -13,7 +13,6 @@ first step, which runs in turn and looks whether a generator is still where it w
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from shoal.base.errors import PlanError
 from shoal.parallel._torch import BatchNorm, generators
 from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
 from shoal.profile.blocks import blocks
+from shoal.profile.copies import copied_module
 
 
 def apply(program: Program) -> Program:
@@ -132,7 +132,7 @@ def _replica(program: Program) -> nn.Module:
     for parameter in program.module.parameters():
         own = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         shared[id(parameter)] = own
-    return copy.deepcopy(program.module, shared)
+    return copied_module(program.module, shared)
 
 
 class AddedGradients:

@@ -9,46 +9,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.base.policies import MemoryPolicy, OptimizerPolicy, PrecisionPolicy
-from shoal.config.sections import LayoutSection, ModelSection, TrainSection
+from shoal.base.policies import OptimizerPolicy
+from shoal.config.sections import Config, ModelSection
 from shoal.planner.model_facts import LANGUAGE, family_of
 from shoal.planner.published import find
 from shoal.planner.states import STATE_BYTES
 
 
-def case_settings(
-    *,
-    model: ModelSection,
-    optimizer: OptimizerPolicy,
-    train: TrainSection,
-    layout: LayoutSection,
-    precision: PrecisionPolicy,
-    memory: MemoryPolicy,
-    compute: str,
-) -> dict[str, Any]:
+def case_settings(config: Config, compute: str) -> dict[str, Any]:
     """Gives the fields that `Case` and `Asked` have in common, by name.
 
     compute   what precision.compute means on the machine in question
 
-    >>> from shoal.config.sections import Config
-    >>> plain = Config()
-    >>> found = case_settings(model=plain.model, optimizer=plain.optimizer, train=plain.train,
-    ...     layout=plain.layout, precision=plain.precision, memory=plain.memory, compute="bf16")
+    >>> found = case_settings(Config(), compute="bf16")
     >>> found["loss"], found["optimizer_bytes"], found["reduce_bytes"]
     ('chunked', 8, 0)
     """
     return {
         "compute": compute,
         # Sums of fp64 gradients stay wide (`parallelize`); fp32 is how all others are kept.
-        "reduce_bytes": 2 if precision.reduce == "bf16" and compute != "fp64" else 0,
-        "recompute": memory.recompute,
-        "offload": memory.offload,
-        "sequence_parallel": layout.sequence_parallel != "off",
-        "loss": loss_form(model),
-        "defer_sync": train.defer_sync,
-        "average": bool(optimizer.average),
-        "optimizer_bytes": _state_bytes(optimizer),
-        "compiled": train.compile != "none",
+        "reduce_bytes": 2 if config.precision.reduce == "bf16" and compute != "fp64" else 0,
+        "recompute": config.memory.recompute,
+        "offload": config.memory.offload,
+        "sequence_parallel": config.layout.sequence_parallel != "off",
+        "loss": loss_form(config.model),
+        "defer_sync": config.train.defer_sync,
+        "average": bool(config.optimizer.average),
+        "optimizer_bytes": _state_bytes(config.optimizer),
+        "compiled": config.train.compile != "none",
     }
 
 

@@ -7,7 +7,6 @@ Matrix products, convolutions and attention count; element-wise work does not, a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.profile._torch import pytree
 from shoal.profile.alone import alone
+from shoal.profile.copies import copied_module
 
 
 def backward_flops(
@@ -58,7 +58,7 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         twins[id(tensor)] = twin
-    copied = copy.deepcopy(module, twins)
+    copied = copied_module(module, twins)
     for part in copied.modules():
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()

@@ -27,10 +27,11 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.parallel import precision as formats
+from shoal.planner.case_settings import case_settings
 from shoal.planner.measured import read_measured
 from shoal.planner.search import Asked, Candidate, search
 from shoal.planner.states import WIDTHS
-from shoal.trainer.foresee import facts_of, settings_of
+from shoal.trainer.foresee import facts_of
 from shoal.trainer.proof.material import asked_layout, portions
 
 Choice = tuple[dict[str, Any], str]
@@ -85,7 +86,7 @@ def _choose(config: Config, source: Source, world: World, folder: Path) -> dict[
             batch=batch,
             micro_batch=micro_batch,
             zero=None if config.layout.zero < 0 else config.layout.zero,
-            **settings_of(config, compute),
+            **case_settings(config, compute),
             built=True,
         )
         candidates = [c for c in search(model, cluster, asked) if c.fits and _carries(config, c)]

@@ -111,19 +111,6 @@ def held_now_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def settings_of(config: Config, compute: str) -> dict[str, Any]:
-    """Fields of a case that the configuration alone decides (`planner.case_settings`)."""
-    return case_settings(
-        model=config.model,
-        optimizer=config.optimizer,
-        train=config.train,
-        layout=config.layout,
-        precision=config.precision,
-        memory=config.memory,
-        compute=compute,
-    )
-
-
 def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> Case:
     """The run as the planner sees it."""
     return Case(
@@ -136,7 +123,7 @@ def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> 
         chunks=plan.layout.chunks,
         ep=plan.layout.ep,
         expert_tp=1 if plan.layout.ep > 1 else 0,
-        **settings_of(config, plan.precision),
+        **case_settings(config, plan.precision),
     )
 
 

@@ -428,3 +428,25 @@ def test_dropped_weights_keep_form_and_ties() -> None:
     assert list(dict(model.named_parameters())) == ["table.weight", "norm.weight", "norm.bias"]
     with pytest.raises(BugError, match=r"nom\.weight is kept.*nearest: norm\.weight"):
         drop_foreign(model, {"nom.weight"})
+
+
+def rescaled(model: Model, h: Tensor) -> Tensor:
+    """RWKV's habit: for evaluation the blocks' weights are divided, in place."""
+    if not model.training:
+        with torch.no_grad():
+            for block in model.blocks:
+                next(block.parameters()).data.div_(2)
+    return chained(model, h)
+
+
+def test_a_model_that_writes_into_other_blocks_weights_is_refused_and_stays_as_it_is() -> None:
+    model = made(lambda: Model(rescaled))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(PlanError) as refusal:
+        cut_of(model)
+    assert re.match(
+        r"layout.pp: in evaluation, Model's forward pass writes into a parameter outside of its "
+        r"blocks \(blocks.0.[a-z0-9.]+, at test_stage_guards.py:\d+\), and other stages' parameters",
+        str(refusal.value),
+    )
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

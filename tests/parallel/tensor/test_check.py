@@ -59,3 +59,21 @@ def test_one_line_says_what_and_why() -> None:
     )
     gradients = Finding("blocks.0", 0.0, ("o.weight", "q.weight"), "the cause")
     assert "outputs are right, the gradient of o.weight and 1 more differs" in gradients.text()
+
+
+class Remembers(Cast):
+    """Keeps what it computed last, as recurrent layers and those that show their attention do."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.last = {"state": super().forward(x, mask)}
+        return self.last["state"]
+
+
+def test_a_layer_that_keeps_its_last_output_is_split() -> None:
+    module = Stack()
+    module.layers = nn.ModuleList(Remembers() for _ in range(2))
+    x = torch.randn(2, 4, 8)
+    module(x)
+    split = plan_split(module, lambda m: m(x), 2)
+    (group,) = split.classes
+    assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]

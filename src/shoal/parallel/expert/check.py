@@ -14,7 +14,6 @@ them, so what is drawn would depend on the layout.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from torch.func import functional_call
 
 from shoal.parallel.expert.find import ExpertLayer
 from shoal.parallel.expert.stand_in import telling
+from shoal.profile.copies import copied_module
 
 TOKENS = 24
 """How many are sent through the layer; few, as it runs with all its experts in float64."""
@@ -58,7 +58,7 @@ def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
 
 
 def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLayer:
-    twin = copy.deepcopy(layer.part).to(dtype).train()
+    twin = copied_module(layer.part).to(dtype).train()
     values = _values(layer, dtype)
     upstream = values[0].flip(0)
     with torch.random.fork_rng():

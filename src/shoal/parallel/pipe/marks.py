@@ -18,7 +18,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from shoal.base.errors import PlanError
 from shoal.parallel._torch import TorchDispatchMode, pytree
+from shoal.profile.alone import called_from
 from shoal.profile.shapes import map_tensors, tensors_of
 
 
@@ -51,6 +53,10 @@ class Marking(TorchDispatchMode):
     read      what was read since the present call began · born  storages made since then
     on_host   what Python knows the values of · between  parameters read outside of calls
     flops     of all operators since the present call began
+    weights   whose memory it is
+
+    A write into a parameter outside of calls is refused before it is done (PlanError): every stage
+    runs that code, and has nobody else's parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,6 +69,8 @@ class Marking(TorchDispatchMode):
         self.on_host: Marks = NOTHING
         self.between: set[str] = set()
         self.flops = 0
+        self.module = module
+        self.weights = {_key(parameter): name for name, parameter in module.named_parameters()}
         for name, parameter in module.named_parameters():
             self.mark(parameter, self.of(parameter) | {Mark("parameter", name=name)})
         for name, buffer in module.named_buffers():
@@ -112,6 +120,9 @@ class Marking(TorchDispatchMode):
     ) -> Any:
         """Run the operator and mark what it gives."""
         kwargs = kwargs or {}
+        into = {_key(tensor) for tensor in _written(func, args, kwargs)}
+        if self.inside is None and (changed := into & self.weights.keys()):
+            raise self._writes(sorted(self.weights[key] for key in changed)[0])
         out = func(*args, **kwargs)
         if self.paused:
             return out
@@ -131,14 +142,23 @@ class Marking(TorchDispatchMode):
                 self.on_host |= sources
         if packet._qualified_op_name.rpartition("::")[2] in SHAPE_ONLY:
             result = NOTHING
-        written = {_key(tensor) for tensor in _written(func, args, kwargs)}
-        for key in written | {_key(tensor) for tensor in made}:
+        for key in into | {_key(tensor) for tensor in made}:
             if key not in self.marks:
                 self.born.add(key)
                 self.marks[key] = result
-            elif key in written:
+            elif key in into:
                 self.marks[key] |= result
         return out
+
+    def _writes(self, name: str) -> PlanError:
+        kind = type(self.module).__name__
+        mode = "training" if self.module.training else "evaluation"
+        return PlanError(
+            f"layout.pp: in {mode}, {kind}'s forward pass writes into a parameter outside of its "
+            f"blocks ({name}, at {called_from() or 'an unknown line'}), and other stages' "
+            f"parameters are not there to be written; nearest: layout.pp=1, or a forward pass "
+            f"that leaves its parameters as they are"
+        )
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

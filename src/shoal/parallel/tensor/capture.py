@@ -6,7 +6,6 @@ autograd would keep for a backward pass is thrown away at once.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.echo import as_cheaply, echoing
 from shoal.parallel.program import StandIn
 from shoal.parallel.trunk import Run, without_trace
+from shoal.profile.copies import copied_module
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def bare(block: nn.Module) -> nn.Module:
     for p in block.parameters():
         number = torch.zeros((), dtype=p.dtype, device=p.device)
         shown[id(p)] = nn.Parameter(number.expand(p.shape), requires_grad=p.requires_grad)
-    twin = copy.deepcopy(block, shown)
+    twin = copied_module(block, shown)
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_hooks):
         hooks.clear()
     return twin

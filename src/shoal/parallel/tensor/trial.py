@@ -6,7 +6,6 @@ inputs and of all parameters) is put together again, so that both can be compare
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from shoal.parallel.tensor.exchange import Axis
 from shoal.parallel.tensor.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
 from shoal.parallel.tensor.model_split import BlockClass
 from shoal.parallel.tensor.split_block import again
+from shoal.profile.copies import copied_module
 
 NOISE = 0.1
 """Standard deviation of the perturbation, of that of the values; at least as for values of 0.1."""
@@ -179,7 +179,7 @@ class Trial:
 
 def _in_float64(bare: nn.Module) -> nn.Module:
     """A copy in float64, its parameters still without numbers."""
-    twin = copy.deepcopy(bare)
+    twin = copied_module(bare)
     for p in twin.parameters():
         p.data = torch.zeros((), dtype=torch.float64, device=p.device).expand(p.shape)
     for part in twin.modules():
