@@ -38,8 +38,12 @@ class Family:
 
         kind = getattr(transformers, self.config)
         plain = kind()
-        known = {*plain.to_dict(), *getattr(kind, "attribute_map", {})}
-        given = {k: v for k, v in sizes(self.six).items() if k in known}
+        other_names: dict[str, str] = getattr(kind, "attribute_map", {})
+        known = {*plain.to_dict(), *other_names}
+        # What a family has one of per stage is for `more` to say.
+        lists = {k for k in known if isinstance(getattr(plain, k, None), list | tuple)}
+        said = {k for k, name in other_names.items() if name in self.more}
+        given = {k: v for k, v in sizes(self.six).items() if k in known - lists - said}
         config = kind(**{**given, **self.more})
         config.use_cache = False
         module: nn.Module = getattr(transformers, self.model)(config)

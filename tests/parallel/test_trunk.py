@@ -11,7 +11,7 @@ from torch import nn
 from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers, tokens
 
 from shoal.models.catalog import build
-from shoal.parallel.trunk import find_trunk
+from shoal.parallel.trunk import find_trunk, without_trace
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {
@@ -154,3 +154,26 @@ def test_what_is_seen_does_not_depend_on_a_rank_s_draws() -> None:
         seen.append(find_trunk(module, lambda m: m(x)).calls[1].args[0])
         assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.equal(*seen)
+
+
+def test_attributes_are_left_as_they_were() -> None:
+    class Keeps(nn.Linear):
+        """As recurrent layers keep their state, and routers what they chose."""
+
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.seen: list[torch.Tensor] = []
+            self.calls, self.state = 0, None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.state = self.result = super().forward(x)
+            self.seen.append(self.result)
+            return self.result
+
+    module = nn.Sequential(Keeps(), Keeps())
+    with without_trace(module):
+        module(torch.ones(2, 3))
+        assert module[1].calls == 1
+    for part in module:
+        assert (part.calls, part.state, part.seen, hasattr(part, "result")) == (0, None, [], False)

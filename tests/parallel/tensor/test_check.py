@@ -77,3 +77,21 @@ def test_a_layer_that_keeps_its_last_output_is_split() -> None:
     split = plan_split(module, lambda m: m(x), 2)
     (group,) = split.classes
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
+
+
+class NoFloat64(Cast):
+    """Some fused products, and constants of another format's range, exist in short formats only."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("value cannot be converted to type float without overflow")
+        return super().forward(x, mask)
+
+
+def test_a_layer_without_float64_is_checked_in_float32() -> None:
+    module = Stack()
+    module.layers = nn.ModuleList(NoFloat64() for _ in range(2))
+    x = torch.randn(2, 4, 8)
+    split = plan_split(module, lambda m: m(x), 2)
+    (group,) = split.classes
+    assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]

@@ -1,4 +1,4 @@
-"""Runs one block alone and split over the ranks, on the same perturbed numbers, in float64.
+"""Runs one block alone and split over the ranks, on the same perturbed numbers, in one format.
 
 The split run gets its parts of the parameters and inputs, and what it gives (outputs, gradients of
 inputs and of all parameters) is put together again, so that both can be compared number by number.
@@ -40,15 +40,22 @@ class Trial:
     """A block with perturbed numbers, its inputs, and the gradients that pull at its outputs.
 
     block   holds its parameters whole; they stay as they are
+    dtype   what it computes in: float64, or float32 for a block that knows no float64
     """
 
-    def __init__(self, block: nn.Module, group: BlockClass, axis: Axis) -> None:
-        self.axis, self.split = axis, group.split
+    def __init__(
+        self,
+        block: nn.Module,
+        group: BlockClass,
+        axis: Axis,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.axis, self.split, self.dtype = axis, group.split, dtype
         self.generator = torch.Generator().manual_seed(1)
         self.args, self.kwargs = pytree.tree_map_only(
             Tensor, self._input, (group.call.args, group.call.kwargs)
         )
-        self.block = _in_float64(group.bare)
+        self.block = _in_format(group.bare, dtype)
         self.numbers = {n: self._perturbed(p, True) for n, p in block.named_parameters()}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
@@ -62,8 +69,8 @@ class Trial:
 
     @property
     def casts(self) -> bool:
-        """Whether the block itself computes in float32 somewhere."""
-        return "torch.float32" in self.program.run.code
+        """Whether the block computes in float32 somewhere."""
+        return self.dtype == torch.float32 or "torch.float32" in self.program.run.code
 
     def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
         """As one process computes it; `numbers` in place of the perturbed parameters."""
@@ -125,17 +132,17 @@ class Trial:
             return leaf
         if leaf.requires_grad:
             return self._perturbed(leaf, False).requires_grad_()
-        return leaf.to(torch.float64)
+        return leaf.to(self.dtype)
 
     def _perturbed(self, value: Tensor, parameter: bool) -> Tensor:
         noise = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
         if value.is_meta:  # not made yet: any numbers of a usual size do
-            return noise / max(1, value.shape[-1]) ** 0.5 if value.dim() else noise
+            return (noise / max(1, value.shape[-1]) ** 0.5 if value.dim() else noise).to(self.dtype)
         wide = value.detach().to("cpu", torch.float64)
         if not bool(wide.isfinite().all()):
-            return wide.to(value.device)
+            return wide.to(value.device, self.dtype)
         size = float(wide.std()) if wide.numel() > 1 else 0.0
-        return (wide + noise * (NOISE * max(size, 0.1))).to(value.device)
+        return (wide + noise * (NOISE * max(size, 0.1))).to(value.device, self.dtype)
 
     def _fresh_inputs(self) -> tuple[Any, Any, dict[str, Tensor]]:
         """(args, kwargs, those that take a gradient by name), part of no graph yet."""
@@ -177,15 +184,15 @@ class Trial:
         return total
 
 
-def _in_float64(bare: nn.Module) -> nn.Module:
-    """A copy in float64, its parameters still without numbers."""
+def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in another format, its parameters still without numbers."""
     twin = copied_module(bare)
     for p in twin.parameters():
-        p.data = torch.zeros((), dtype=torch.float64, device=p.device).expand(p.shape)
+        p.data = torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
     for part in twin.modules():
         for key, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                part._buffers[key] = buffer.double()
+                part._buffers[key] = buffer.to(dtype)
     return twin
 
 
