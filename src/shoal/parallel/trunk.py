@@ -98,15 +98,14 @@ class Snapshots:
 
 
 @contextmanager
-def without_trace(module: nn.Module) -> Iterator[None]:
+def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
     """Buffers, attributes and generators are afterwards what they were, whatever passes ran inside.
 
-    An attribute that keeps what a pass gave would keep its graph too, and that the shapes which
-    parameters had before they were cut.
+    attributes   False: they stay as the passes leave them, for a pass to come that needs them
+
     Inside, every rank draws the same numbers: what ranks see and compare must not depend on chance.
     """
     kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
-    attributes = _Attributes(module)
     values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
     drawn = torch.get_rng_state()
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -116,13 +115,13 @@ def without_trace(module: nn.Module) -> Iterator[None]:
     if on_cuda:
         torch.cuda.manual_seed_all(0)
     try:
-        yield
+        with attributes_kept(module) if attributes else nullcontext():
+            yield
     finally:
         random.setstate(python)
         torch.set_rng_state(drawn)
         if on_cuda:
             torch.cuda.set_rng_state_all(on_cuda)
-        attributes.restore()
         for part, held in kept:
             part._buffers.clear()
             part._buffers.update(held)
@@ -130,6 +129,20 @@ def without_trace(module: nn.Module) -> Iterator[None]:
                 if buffer is None or buffer.is_meta or torch.equal(buffer, values[id(buffer)]):
                     continue
                 buffer.detach().copy_(values[id(buffer)])
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Plain attributes of all parts are afterwards what they were.
+
+    One that keeps what a pass gave would keep its graph too, and that the shapes which parameters
+    had before they were cut.
+    """
+    before = _Attributes(module)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 class _Attributes:

@@ -19,7 +19,7 @@ from torch import nn
 from shoal.parallel.pipe.deal import StageCut, deal
 from shoal.parallel.pipe.liveness import alike, merged, watch
 from shoal.parallel.pipe.verify import verify
-from shoal.parallel.trunk import Run, Trunk
+from shoal.parallel.trunk import Run, Trunk, attributes_kept
 
 
 def cut_stages(
@@ -38,6 +38,13 @@ def cut_stages(
     Errors  PlanError for more stages than blocks, for a block whose work is read later otherwise
             than through what it returns, and for values that leave torch between the blocks
     """
+    with attributes_kept(module):  # what a block leaves aside, its stage's checks need once more
+        return _cut(module, trunk, run, stages, costs)
+
+
+def _cut(
+    module: nn.Module, trunk: Trunk, run: Run, stages: int, costs: Mapping[str, float] | None
+) -> StageCut:
     flow = watch(module, trunk, run)
     if not module.training:
         cut = deal(module, flow, stages, costs)

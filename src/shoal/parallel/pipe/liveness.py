@@ -100,7 +100,7 @@ def _has_state(part: nn.Module) -> bool:
 
 def watch(module: nn.Module, trunk: Trunk, run: Run) -> Flow:
     """The flow of one forward pass under no_grad, in the module's present mode; leaves no trace."""
-    with torch.no_grad(), without_trace(module):
+    with torch.no_grad(), without_trace(module, attributes=False):
         followed = _Followed(module, set(trunk.blocks))
         found = units(module, trunk)
         watched = [_Watched(name, part, followed) for name, part in found.items()]

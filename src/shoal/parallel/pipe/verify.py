@@ -35,7 +35,7 @@ def verify(module: nn.Module, cut: StageCut, flow: Flow, run: Run) -> None:
     try:
         for number in range(cut.stages):
             for fill in FILLS:
-                with torch.no_grad(), without_trace(module):
+                with torch.no_grad(), without_trace(module, attributes=False):
                     _replay(held, number, flow, run, fill)
     finally:
         held.take_away()
