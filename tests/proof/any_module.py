@@ -33,8 +33,8 @@ SHARED = (2, 4)
 MOST_AS_IS = 1e-6
 """Largest difference of losses and gradients where a model casts to float32 on its way."""
 
-from equality import source_hash  # noqa: E402
 from kept_rows import Row, counted, parser_of, rows_before, versions  # noqa: E402
+from source import source_hash  # noqa: E402
 
 import any_case  # noqa: E402
 from worlds import Failed, Members  # noqa: E402

@@ -26,9 +26,9 @@ LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "fsdp2": {"dp_shard": 2}}
 NAMED = 3
 """Parameters that stay whole and are named in the page; the record has all."""
 
-from equality import source_hash  # noqa: E402
 from hf_families import FAMILIES  # noqa: E402
 from kept_rows import Row, counted, parser_of, rows_before, versions  # noqa: E402
+from source import source_hash  # noqa: E402
 
 from worlds import Failed, Members  # noqa: E402
 
