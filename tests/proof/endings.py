@@ -60,6 +60,8 @@ from shoal.fabric.pulse import Pulse  # noqa: E402
 SIZE, QUIET_S, SLOW_S, STACKS_S = 2, 20.0, 120.0, 15.0
 DEADLINE_S, LATE_S, BUSY_S = 5.0, 1.0, 2.5
 LATER_S = 0.5
+IDLE = 0.1
+"""Share of a core that a world at a standstill takes: gloo's loops look round every 10 ms."""
 NAMED, THREADS_LEFT = 5, 7
 """Exit codes: the mistake was named · a thread of gloo outlived its group."""
 EARLY = (
@@ -217,7 +219,7 @@ def world_of(
             if done:
                 ended[pid] = os.waitstatus_to_exitcode(code)
         alive = [pid for pid in pids if pid not in ended]
-        if (wants_s := sum(wanted(pid) for pid in alive)) > wanted_s + 0.02 * (now_s - quiet_s):
+        if (wants_s := sum(wanted(pid) for pid in alive)) > wanted_s + IDLE * (now_s - quiet_s):
             wanted_s, quiet_s = wants_s, now_s
         problem = "slow" if now_s - began_s > SLOW_S else ""
         problem = "hung" if now_s - quiet_s > QUIET_S else problem

@@ -36,6 +36,7 @@ from shoal.base.systems import loopback
 from shoal.fabric._torch import all_gather_single, empty_mesh
 from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
 from shoal.fabric.place import Place, find_place
+from shoal.fabric.rest import await_rest
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Traffic
 
 JOIN_TIMEOUT = timedelta(seconds=120)
@@ -375,6 +376,7 @@ def _leave_at_exit() -> None:
 
 def _destroy_group() -> None:
     """Destroy the group for good: whoever still refers to it keeps gloo's threads alive."""
+    await_rest()
     _let_go()
     dist.destroy_process_group()
 
