@@ -46,8 +46,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "worlds")]
 
 import torch  # noqa: E402
-from equality import source_hash  # noqa: E402
 from processes import machine  # noqa: E402
+from source import source_hash  # noqa: E402
 from torch import nn  # noqa: E402
 
 import plane_case  # noqa: E402
@@ -92,7 +92,7 @@ def main() -> None:
         "differ": lambda number: world_of(at_once(differ), [NAMED]),
         "closed": killed_island,
     }[options.what]
-    began_s = time.monotonic()
+    began_s, source = time.monotonic(), source_hash()
     counted: Counter[str] = Counter()
     while counted.total() - counted["busy"] < options.trials:
         took_s = time.monotonic() - began_s
@@ -107,7 +107,7 @@ def main() -> None:
         told["noticed_s"] = {f"p{k}": noticed_s[len(noticed_s) * k // 100] for k in (50, 90, 99)}
         told["noticed_s"]["largest"] = noticed_s[-1]
     print(json.dumps({options.what: told}))
-    told |= {"source": source_hash(), "machine": machine()}
+    told |= {"source": source, "machine": machine()}
     if options.out:
         file = Path(options.out)
         record = json.loads(file.read_text()) if file.exists() else {}

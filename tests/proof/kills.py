@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "worlds"))
 
-from equality import source_hash  # noqa: E402
+from source import source_hash  # noqa: E402
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, trajectory  # noqa: E402
 

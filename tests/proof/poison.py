@@ -50,8 +50,8 @@ def main() -> None:
 
     import endings
     import torch
-    from equality import source_hash
     from processes import machine
+    from source import source_hash
 
     torch.set_num_threads(1)
     for early in (*endings.EARLY, "cases", "island_case"):
