@@ -181,11 +181,13 @@ def page(result: dict[str, Any]) -> str:
         "of a gradient, as a share of the whole gradient's norm; `·` marks cells in which something "
         "that could be split stays whole (listed below).",
         "",
-        f"{len(result['rows'])} rows: **{result['counts']}**. Sequences are 12 tokens (ours) or 6, "
+        f"{len(result['rows'])} rows: **{result['counts']}**. Sources, by rows made with them: "
+        f"{counted(row['source'] for row in result['rows'].values())}. Sequences are 12 tokens (ours) or 6, "
         "heads 4, key/value heads 2 where a model has fewer; rows of 6 heads (3 for keys and "
         "values in Llama) read 12 or 8 tokens, which 4 ranks can share, and have heads that they "
         "cannot. The second column is the share of the "
-        "parameters that tp2 and tp4 split; what is left is whole on every rank.",
+        "parameters that tp2 and tp4 split (empty where `--page` was not run since the last new "
+        "row); what is left is whole on every rank.",
         "",
         "| model | split by tp2 · tp4 | " + " | ".join(layouts) + " |",
         "|---|---|" + "---|" * len(layouts),

@@ -135,7 +135,8 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Made by `tests/proof/families.py`, {result['date']}, torch {made_with['torch']}, "
         f"transformers {made_with['transformers']}: {result['definition']}. {len(families)} "
-        f"families, {len(rows)} rows: **{result['counts']}**.",
+        f"families, {len(rows)} rows: **{result['counts']}**. Sources, by rows made with them: "
+        f"{counted(row['source'] for row in rows.values())}.",
         "",
         "A cell is the largest difference of a gradient, as a share of the whole gradient's norm. "
         "`casts` marks models that cast to float32 on their way: they are equal with their casts "
