@@ -202,6 +202,9 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([*map(str, places), *([inherited] if inherited else [])]),
         "PYTHONUNBUFFERED": "1",
         "SHOAL_CACHE": str(folder / "cache"),
+        # A compiler that a time limit kills leaves half a file, which every later run would load.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "GLOO_SOCKET_IFNAME": "lo",
     }

@@ -100,6 +100,13 @@ def test_what_no_json_can_hold_is_kept_as_text(tmp_path: Path) -> None:
     assert row["where"] == str(tmp_path)
 
 
+def test_no_cache_outlives_a_run(tmp_path: Path) -> None:
+    """A compiler killed by a time limit left half a file, and every later compile was refused."""
+    inherited = driver().environment(tmp_path)
+    for name in ("SHOAL_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert Path(inherited[name]).is_relative_to(tmp_path)
+
+
 def test_no_part_has_the_name_of_a_package_that_libraries_look_for() -> None:
     """The parts' folder comes first on the path: `kernels`, say, is one that transformers takes."""
     names = {path.stem for path in HERE.glob("*.py")}
