@@ -5,6 +5,8 @@ What only a GPU can show (overlap, memory, order of streams) is in tests/cuda/ho
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from shoal.fabric.place import Place
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, recompute
+from shoal.parallel.compose import divide
 from shoal.parallel.program import Program, undivided
 
 CPU = torch.device("cpu")
@@ -48,6 +51,21 @@ def test_offload_without_a_device_is_refused() -> None:
         )
     program = program_of(nn.Linear(2, 2))
     assert offload.apply(program, "none") is program
+
+
+def test_a_policy_that_cannot_hold_is_refused_before_the_model_is_looked_at() -> None:
+    whole = program_of(nn.Linear(2, 2), layout=Layout(tp=2))
+
+    def look(*_: object) -> None:
+        raise AssertionError("traced, which takes seconds, for nothing")
+
+    for words, line in (
+        ({"offload": "parameters"}, "memory.offload = parameters: this run computes on the CPU"),
+        ({"compile": "blocks", "recompute": "selective"}, "train.compile = blocks: memory.recom"),
+    ):
+        with pytest.raises(PlanError) as failure:
+            divide(whole.module, replace(whole.plan, **words), whole.world, look)
+        assert str(failure.value).startswith(line)
 
 
 def test_another_policy_is_refused() -> None:

@@ -30,23 +30,33 @@ from shoal.parallel.program import Program, StandIn, own_blocks
 from shoal.profile.blocks import is_single_layer
 
 
-def apply(program: Program, policy: str) -> Program:
-    """Compile every block of the program's module; before parameters split and blocks recompute.
+def check(policy: str, recompute: str, device: torch.device) -> None:
+    """Refuse what cannot be compiled here, before anything is cut or traced.
 
-    policy   none or blocks
-    Errors   ConfigError for another policy, PlanError where nothing here can compile. While a step
-             runs, PlanError for a block whose code the compiler refuses
+    Errors: ConfigError for a policy that is none of COMPILE; PlanError where it does not go with
+    memory.recompute, or where nothing here can compile
     """
     if policy not in COMPILE:
         raise ConfigError(one_of("train.compile", policy, COMPILE))
     if policy == "none":
-        return program
-    if program.plan.recompute == "selective":
+        return
+    if recompute == "selective":
         raise PlanError(
             "train.compile = blocks: memory.recompute = selective looks at single operations, "
             "which a compiled block no longer has; nearest: memory.recompute=full"
         )
-    check_compiler(program.world.device)
+    check_compiler(device)
+
+
+def apply(program: Program, policy: str) -> Program:
+    """Compile every block of the program's module; before parameters split and blocks recompute.
+
+    policy   none or blocks
+    Errors   as `check`. While a step runs, PlanError for a block whose code the compiler refuses
+    """
+    check(policy, program.plan.recompute, program.world.device)
+    if policy == "none":
+        return program
     found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}
     if not found:
         program.notices.append(

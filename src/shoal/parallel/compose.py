@@ -52,8 +52,11 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
 
     module    whole, on the world's device and in the plan's parameter format
     look      needed for tp, pp, cp and ep, which are derived from what the model does
-    Errors    PlanError when ranks hold different models, or where this one cannot be divided so
+    Errors    PlanError when ranks hold different models, where this one cannot be divided so, and
+              for a policy that cannot hold here: said first, since tracing takes seconds
     """
+    offload.check(plan.offload, plan.layout, world.device)
+    compiling.check(plan.compile, plan.recompute, world.device)
     program = undivided(module, plan, world)
     if look is not None:
         program = replace(program, twin=meta_twin(module))

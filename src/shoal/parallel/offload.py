@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.layout import Layout
 from shoal.parallel.program import Program
 from shoal.profile.blocks import blocks
 
@@ -43,19 +44,16 @@ AHEAD = 2
 """Tensors whose copies may be under way while computing goes on, in either direction."""
 
 
-def apply(program: Program, policy: str) -> Program:
-    """Offload a program's activations; for the other policies see that they can be.
+def check(policy: str, layout: Layout, device: torch.device) -> None:
+    """Refuse what cannot be offloaded here, before anything is cut or traced.
 
-    policy   none, optimizer (`stream_state` does it), parameters (the technique that splits them
-             does it), activations
-    Errors   ConfigError for another policy; PlanError where there is no device to relieve, or
-             where parameters are not split
+    Errors: ConfigError for a policy that is none of POLICIES; PlanError where there is no device to
+    relieve, or where parameters are not split
     """
     if policy not in POLICIES:
         raise ConfigError(one_of("memory.offload", policy, POLICIES))
     if policy == "none":
-        return program
-    device, layout = program.world.device, program.plan.layout
+        return
     if device.type == "cpu":
         raise PlanError(
             f"memory.offload = {policy}: this run computes on the CPU, its memory is the host's "
@@ -66,6 +64,17 @@ def apply(program: Program, policy: str) -> Program:
             f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "
             f"device; nearest: layout.strategy=fsdp, or memory.offload=optimizer"
         )
+
+
+def apply(program: Program, policy: str) -> Program:
+    """Offload a program's activations; for the other policies see that they can be.
+
+    policy   none, optimizer (`stream_state` does it), parameters (the technique that splits them
+             does it), activations
+    Errors   as `check`
+    """
+    device = program.world.device
+    check(policy, program.plan.layout, device)
     if policy != "activations":
         return program
     park = Activations(program.module, device)
