@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from trainer_small import run_of, sgd
 
+from shoal.base.phases import listen
 from shoal.config.sections import Config, ModelSection, TrainSection
 from shoal.data.samples import EvenPart
 from shoal.data.sources import Source
@@ -92,6 +94,24 @@ def test_more_samples_at_once_give_the_same_figures(tmp_path: Path) -> None:
     (told,) = [e["text"] for e in events(tmp_path / "8", "notice")]
     assert told == "validation at the end: 23 held-out samples, 8 at a time; about 11.5 s each time"
     assert len(events(tmp_path / "8", "validated")) == 2
+
+
+def test_progress_is_told_with_the_number_of_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.base.phases.EVERY_S", 0.0)
+    run, _, validate = begun(tmp_path, plain(), fits=8)
+    heard: list[str] = []
+    listen(lambda phases: heard.extend(f"{p.name} {p.done}/{p.of}" for p in phases))
+    try:
+        validate()
+        told = heard[-1]
+        run.evaluate(DataLoader(Labels(), 5))
+    finally:
+        listen(None)
+        run.close()
+    assert told == "validation 3/3"
+    assert heard[-1] == "validation 5/5", "batches of one's own are counted too"
 
 
 def test_what_looks_across_samples_keeps_the_micro_batch_of_training(tmp_path: Path) -> None:

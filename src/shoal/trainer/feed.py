@@ -8,7 +8,7 @@ the same dataset gives the same one, so `for batch in run.loader(data)` is a new
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,10 @@ class Feed:
 
         data   a dataset (split over ranks here), or an iterable of this rank's own batches
         """
+        if isinstance(data, MicroBatches):
+            return data
         if isinstance(data, list) or not is_indexed(data):
-            return MicroBatches(data, len(data) if isinstance(data, list) else 0)
+            return MicroBatches(data, _length(data))
         return self.held_out(data, workers, collate)
 
     def held_out(self, data: Any, workers: int, collate: Any, micro_batch: int = 0) -> MicroBatches:
@@ -147,6 +149,14 @@ class Feed:
             "rank": self.world.rank,
             "degree": self.plan.layout.data_degree,
         }
+
+
+def _length(batches: Iterable[Any]) -> int:
+    """How many there are; 0 where that is not known, as in a DataLoader over a stream."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else 0
+    except TypeError:
+        return 0
 
 
 @dataclass(frozen=True)
