@@ -48,7 +48,7 @@ def test_prove_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     stream, now_s = io.StringIO(), 0.0
     monkeypatch.setattr("shoal.view.phases.time.monotonic", lambda: now_s)
     line = PhaseLine(stream)
-    for now_s in range(8):  # noqa: B007 - the clock
+    for now_s in range(8):
         line.show(Doing((Phase("layout", 10, int(now_s), 100.0),), 100.0 + now_s))
     assert stream.getvalue().splitlines() == [
         "phase=layout done=2/10 seconds=2 left=8s",
@@ -67,7 +67,7 @@ def test_export_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         now_s = 1.0
         with phase("export", of=38) as told:
-            for now_s in (2.0, 3.0):  # noqa: B007 - the clock
+            for now_s in (2.0, 3.0):
                 told.step(9)
     finally:
         listen(None)
