@@ -67,7 +67,7 @@ def test_export_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         now_s = 1.0
         with phase("export", of=38) as told:
-            for now_s in (2.0, 3.0):
+            for now_s in (2.0, 3.0):  # noqa: B007 - the clock
                 told.step(9)
     finally:
         listen(None)
