@@ -191,7 +191,10 @@ def test_tables(tmp_path: Path) -> None:
         (("--table", "speed"), "nearest: speedup"),
         (("--table", "memory", "--models", "7x"), "no published model"),
         (("--table", "memory", "--gpus", "2,x"), "--gpus x"),
-        (("layout.tp=3", "model.name=llama-3-8b", "--on", "8xH100"), "3 devices, but there are 8"),
+        (
+            ("layout.tp=3", "model.name=llama-3-8b", "--on", "8xH100"),
+            "3 devices, but there are 8; nearest legal: layout.tp=2",
+        ),
         (("model.name=hf:nowhere",), "nowhere"),
         (("layout.tp=-1", "model.name=llama-3-8b", "--on", "8xH100"), "at least 1"),
         (("layout.zero=7", "model.name=llama-3-8b", "--on", "8xH100"), "a stage is 0, 1, 2 or 3"),

@@ -166,10 +166,14 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
     if "dp_replicate" not in degrees and processes % layout.processes == 0:
         layout = replace(layout, dp_replicate=processes // layout.processes)
     if layout.processes != processes:
-        named = " × ".join(f"{k} {v}" for k, v in degrees.items())
+        named = " × ".join(f"{k} {v}" for k, v in degrees.items() if k != "ep")
+        changes = _nearest(degrees, processes)
+        if "dp_replicate" not in degrees:
+            changes.pop("dp_replicate", None)  # follows from the others
+        nearest = " ".join(f"layout.{axis}={n}" for axis, n in changes.items())
         raise PlanError(
             f"layout: {named} = {layout.processes} devices, but there are {processes}; nearest "
-            f"legal: leave layout.dp_replicate out, or degrees whose product divides {processes}"
+            f"legal: {nearest}"
         )
     return replace(layout, zero=settle_zero(layout, zero))
 
