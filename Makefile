@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors worlds unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, the
 	$(BIN)/shoal compare
 
 test: lint floors  ## everything that must hold before a change lands
-	$(MAKE) --jobs=2 types unit
+	$(MAKE) --jobs=3 types worlds unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -30,8 +30,11 @@ types: $(STAMP)
 floors: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
+worlds: $(STAMP)  ## tests of several processes, beside those of one
+	$(BIN)/python -m pytest tests/worlds
+
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/worlds
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py

@@ -129,7 +129,7 @@ def world_of_two(tmp_path: Path, how: str, place: int) -> list[tuple[int, str, s
     return [ended(process) for process in started]
 
 
-@pytest.mark.parametrize("place", [-1, 1])
+@pytest.mark.parametrize("place", [pytest.param(-1, marks=pytest.mark.proof), 1])
 def test_two_processes(tmp_path: Path, place: int) -> None:
     """Every rank that raises says so with its rank; a peer that waits for it does not hang."""
     first, second = world_of_two(tmp_path, "mean" if place == 1 else "nan", place)

@@ -826,3 +826,108 @@ def own_barrier_on_rank_0(world: World, layout: str) -> None:
     if world.rank == 0:
         torch.distributed.barrier()
     run.step(share(world, 1))
+
+
+# ---- what a reader tried
+
+
+@mistake("model: layer 1 is Dropout(p=0.1, inplace=False) on rank 0, and 1 is Dropout(p=0.3")
+def dropout_of_the_rank(world: World, layout: str) -> None:
+    begin(world, layout, net(0.1 + 0.2 * world.rank))
+
+
+@mistake("model: a run trains it already, and two would both sum its gradients; nearest: run.close")
+def parallelized_twice(world: World, layout: str) -> None:
+    model = net()
+    first = begin(world, layout, model)
+    first.step(share(world))
+    begin(world, layout, model)
+
+
+@mistake(RIGHT)
+def compiled_before(world: World, layout: str) -> float:
+    run = begin(world, layout, torch.compile(net(), backend="eager"))
+    run.step(share(world))
+    return off_by(run, [whole(world)])
+
+
+@mistake("model: 0.weight has no shape yet, its layer is a lazy one; nearest: one forward pass")
+def lazy_layers(world: World, layout: str) -> None:
+    begin(world, layout, nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(2)))
+
+
+@mistake("model: 0.weight is on the meta device and has no values; nearest: a function that builds")
+def built_on_meta(world: World, layout: str) -> None:
+    with torch.device("meta"):
+        model = net()
+    begin(world, layout, model)
+
+
+@mistake(RIGHT, "optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
+         "fsdp (dp_shard = 2)); nearest: load before shoal.parallelize, or run.restore()",
+         "optimizer.load_state_dict(…): this rank steps a part of the weights only (layout zero1",
+         layouts=("ddp", "fsdp", "zero1"))  # fmt: skip
+def optimizer_state_loaded_late(world: World, layout: str) -> float:
+    model = net()
+    plain = torch.optim.AdamW(model.parameters())
+    squares(model(X), Y).mean().backward()
+    plain.step()
+    run = begin(world, layout, optimizer=torch.optim.AdamW)
+    run.optimizer.load_state_dict(plain.state_dict())
+    moments = [state["exp_avg"] for state in run.optimizer.state.values()]
+    before = [state["exp_avg"] for state in plain.state.values()]
+    return max(float((a - b).abs().max()) for a, b in zip(moments, before, strict=True))
+
+
+@mistake(RIGHT)
+def optimizer_state_loaded_before(world: World, layout: str) -> float:
+    """No mistake: moments that an optimizer has already go with the weights."""
+    model, same = net(), net()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, same)]
+    for one, optimizer in zip((model, same), optimizers, strict=True):
+        squares(one(X), Y).mean().backward()
+        optimizer.step()
+    run = begin(world, layout, model, optimizers[0])
+    run.step(share(world))
+    optimizers[1].zero_grad()
+    inputs, targets = whole(world)
+    squares(same(inputs), targets).mean().backward()
+    optimizers[1].step()
+    got, plain = run.state_dict(), same.state_dict()
+    return max(float((got[name] - plain[name]).abs().max()) for name in plain)
+
+
+@mistake("loss: calls torch.distributed.all_reduce; the run sums what it returns over all ranks")
+def count_summed_in_the_loss(world: World, layout: str) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        values = squares(outputs, targets)
+        count = torch.tensor(float(values.numel()))
+        torch.distributed.all_reduce(count)
+        return values.sum(), count
+
+    begin(world, layout, loss=loss).step(share(world))
+
+
+@mistake("loss: calls torch.distributed.get_world_size; the run sums")
+def loss_divided_by_ranks(world: World, layout: str) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return squares(outputs, targets) / torch.distributed.get_world_size()
+
+    begin(world, layout, loss=loss).step(share(world))
+
+
+@mistake("optimizer: the learning rate is 0.5 on rank 0, 0.1 on rank 1")
+def rate_set_on_rank_0(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    if world.rank == 0:
+        run.optimizer.param_groups[0]["lr"] = 0.5
+    run.step(share(world, 1))
+
+
+@mistake("every rank must give the same dataset, which run.loader deals out. Was it made without a")
+def files_listed_in_other_order(world: World, layout: str) -> None:
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(world.rank))
+    run = begin(world, layout, batch=8)
+    for batch in run.loader(TensorDataset(X[order], Y[order])):
+        run.step(batch)

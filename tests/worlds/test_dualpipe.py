@@ -21,7 +21,7 @@ PROVEN = [
     ("llama", {"pp": 2}, 17),
     ("llama", {"pp": 2, "dp_replicate": 2}, 25),
     ("gpt", {"pp": 2, "dp_shard": 2, "zero": 1}, 25),
-    ("gpt", {"tp": 2, "pp": 2}, 25),
+    pytest.param("gpt", {"tp": 2, "pp": 2}, 25, marks=pytest.mark.proof),
     ("resnet", {"pp": 2}, 25),
 ]
 """Model, degrees, samples: after a step of 16 comes one of 9, five micro-batches, or of one."""

@@ -73,6 +73,7 @@ def test_a_sharded_model_and_its_mesh_hold_no_group() -> None:
     end_well(sharded)
 
 
+@pytest.mark.proof
 def test_a_script_that_forgets_close_leaves_cleanly_too() -> None:
     forgets = SCRIPT.replace("run.close()", "import atexit; atexit.unregister").replace(
         "sys.exit(7 if any", "report = (7 if any"

@@ -92,6 +92,7 @@ def test_full_disk_in_a_save_does_not_stop_training(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(runs)], check=False)
 
 
+@pytest.mark.proof
 def test_lists_of_samples_train_and_validate(tmp_path: Path) -> None:
     """Neither side is a Dataset object; every held-out sample counts once, on two ranks."""
     arguments = (*TOY_ARGUMENTS, TWO, "data.source=toy:lists", "train.steps=3")

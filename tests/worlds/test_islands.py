@@ -113,8 +113,8 @@ def test_who_goes_on_from_anothers_checkpoint_brings_nothing(islands, tmp_path: 
 
 
 LAYOUTS = [
-    "fsdp",
-    *(pytest.param(n, marks=pytest.mark.proof) for n in ("pp", "ddp", "zero1", "tp")),
+    "zero1",
+    *(pytest.param(n, marks=pytest.mark.proof) for n in ("pp", "ddp", "fsdp", "tp")),
     pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.proof, id="tp-pp"),
 ]
 

@@ -26,6 +26,8 @@ WHOLE_LEGS = [(2, "zero2"), (3, "zero1"), (4, "ddp"), (1, "single")]
 BOUND = 1e-10
 SLICED = [(case, name) for case in ("llama", "mlp") for name in resume_case.SLICED]
 WHOLE = [(case, name) for case in ("llama", "mlp") for name in resume_case.WHOLE]
+SHORT = {("llama", "adamw"), ("llama", "muon")}
+"""Rows of the larger model that `make test` runs; `make proof` runs them all."""
 
 Legs = list[dict[str, list[Any]]]
 
@@ -57,16 +59,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
+def is_long(row: tuple[str, str]) -> bool:
+    return row[0] == "llama" and row not in SHORT
+
+
+def wanted(rows: list[tuple[str, str]], request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """The rows that are asked for."""
+    short = request.config.option.markexpr == "not proof"
+    return [row for row in rows if not (short and is_long(row))]
+
+
+def marked(rows: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*r, marks=[pytest.mark.proof] if is_long(r) else []) for r in rows]
+
+
 @pytest.fixture(scope="module")
-def sliced(worlds, folder: Path) -> Legs:
+def sliced(worlds, folder: Path, request: pytest.FixtureRequest) -> Legs:
     """fsdp 4 → ddp 2 → hsdp 2×2 → zero1 3 → single."""
-    return run_legs(worlds, folder, SLICED, SLICED_LEGS)
+    return run_legs(worlds, folder, wanted(SLICED, request), SLICED_LEGS)
 
 
 @pytest.fixture(scope="module")
-def whole(worlds, folder: Path) -> Legs:
+def whole(worlds, folder: Path, request: pytest.FixtureRequest) -> Legs:
     """zero2 2 → zero1 3 → ddp 4 → single."""
-    return run_legs(worlds, folder, WHOLE, WHOLE_LEGS)
+    return run_legs(worlds, folder, wanted(WHOLE, request), WHOLE_LEGS)
 
 
 def assert_unbroken(legs: Legs, case: str, optimizer: str, folder: Path) -> None:
@@ -86,14 +102,14 @@ def assert_unbroken(legs: Legs, case: str, optimizer: str, folder: Path) -> None
     assert told[-1][0]["weights"] == pytest.approx(expected["weights"], rel=BOUND)
 
 
-@pytest.mark.parametrize(("case", "optimizer"), SLICED)
+@pytest.mark.parametrize(("case", "optimizer"), marked(SLICED))
 def test_a_run_goes_on_over_all_layouts(
     sliced: Legs, folder: Path, case: str, optimizer: str
 ) -> None:
     assert_unbroken(sliced, case, optimizer, folder)
 
 
-@pytest.mark.parametrize(("case", "optimizer"), WHOLE)
+@pytest.mark.parametrize(("case", "optimizer"), marked(WHOLE))
 def test_a_run_with_whole_owners_goes_on(
     whole: Legs, folder: Path, case: str, optimizer: str
 ) -> None:

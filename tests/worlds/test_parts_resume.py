@@ -100,6 +100,7 @@ def test_the_same_grid_goes_on_bit_for_bit(worlds, chain, tmp_path: Path) -> Non
     assert second[0]["averages"] == ranks[0]["averages"]
 
 
+@pytest.mark.proof
 def test_fewer_key_heads_than_ranks_go_on(worlds, tmp_path: Path) -> None:
     """Ranks that share a key head offer the same slices."""
     told = run_legs(worlds, tmp_path / "legs", [("grouped", "sgd")], COPIES)

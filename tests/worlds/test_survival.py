@@ -81,6 +81,7 @@ def test_sigkill_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
     assert not alive, f"still there: {alive}"
 
 
+@pytest.mark.proof
 def test_a_kill_costs_one_start_and_two_steps_at_most(tmp_path: Path) -> None:
     """Saved at every step: the one that was under way and the one whose save was are done again."""
     command = CommandLine(tmp_path, *TOY_ARGUMENTS, "launch.processes=2", "checkpoint.every=1")

@@ -40,10 +40,18 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The module inside DistributedDataParallel or DataParallel, and the line that says so.
+    """The module inside DistributedDataParallel, DataParallel or torch.compile, and a line on it.
 
-    Left in place, DDP would sum the same gradients at the same time, into the same memory.
+    Left in place, DDP would sum the same gradients at the same time, into the same memory; what was
+    compiled is a module of other names around the same one.
     """
+    if type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
+        inside, said = bare(model._orig_mod)
+        return inside, [
+            "model: taken out of torch.compile, which knows nothing of layouts, so it is not "
+            'compiled now; nearest: compile="blocks"',
+            *said,
+        ]
     if not isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return model, []
     name = type(model).__name__

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
 from shoal.optim.schedule import lr_factor
@@ -32,6 +33,10 @@ class OptimizerGuard:
         self._movement = MovementCheck()
         self._held = parameters_held(self.optimizer)
         self._last_lr: list[float] = []
+        self._loading: RemovableHandle | None = None
+        layout = program.plan.layout
+        if layout.zero or program.places or program.pipe.size > 1:
+            self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
         if settings.schedule is not None:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -78,6 +83,18 @@ class OptimizerGuard:
                 f"optimizer: holds {held} parameters, {self._held} when shoal.parallelize was "
                 f"called; change groups before, or save, and parallelize again"
             )
+
+    def close(self) -> None:
+        """Leave the optimizer alone."""
+        if self._loading is not None:
+            self._loading.remove()
+
+    def _refuse_state(self, *_what: object) -> None:
+        raise ConfigError(
+            f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
+            f"{self.program.plan.layout.text()}); nearest: load before shoal.parallelize, or "
+            f"run.restore()"
+        )
 
     def check_first_update(self) -> None:
         """Errors: ConfigError for an optimizer that moves nothing, or that could not be saved."""

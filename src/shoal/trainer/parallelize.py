@@ -50,6 +50,7 @@ from shoal.trainer.contract import Loss, bare
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.look import divides, look_at
+from shoal.trainer.module_guard import enter_run, refuse_unlike, refuse_unready
 from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
@@ -134,8 +135,10 @@ def parallelize(
     compute = formats.resolve(precision, world.device)
     with light_build() if divides(layout) else nullcontext():
         module, said = bare(build_module(model, seed))
+        refuse_unready(module)
         module = formats.convert(module, compute)
     module = module.to(world.device)
+    refuse_unlike(module, world)
     parameters = trainable(module)
     said += narrow_weights(parameters, compute)
     _refuse_untrainable(module, parameters)
@@ -181,6 +184,7 @@ def parallelize(
         loss_scale=loss_scale,
         average=average,
     )
+    program = replace(program, on_close=(*program.on_close, enter_run(module)))
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:
         run.lease = own(recorder.folder, world)

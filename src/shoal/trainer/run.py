@@ -356,6 +356,7 @@ class Run:
         self._closed = True
         self.saving.close()
         self.touched.close()
+        self.guard.close()
         for undo in self.program.on_close:
             undo()
         self.world.close()

@@ -2,18 +2,24 @@
 
     a mean with a count      the loss's last operation is a mean, which was then called a sum
     targets = inputs         Hugging Face's labels, with a loss that compares place t with place t
+    ranks in the loss        it sums or divides over ranks itself, as the run does once more
     evaluation mode          dropout is off and BatchNorm frozen while the model trains
 
 None of them computes anything twice: the first is read from the autograd graph, the second from the
-gradient that arrives at the last place of the outputs, which no shifted loss looks at.
+gradient that arrives at the last place of the outputs, which no shifted loss looks at, the third
+from the loss's calls of torch.distributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shoal.base.errors import ConfigError
@@ -44,13 +50,15 @@ class FirstStep:
         # One tensor given twice is no label: it fills in for data, to see how fast steps are.
         self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
         self.compared = False
+        self.asked: set[str] = set()
         self.cut_off = self._tied = False
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if self.loss is token_loss and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
-        result = self.loss(outputs, targets)
+        with _calls_of_ranks(self.asked):
+            result = self.loss(outputs, targets)
         if isinstance(result, tuple) and len(result) == 2:
             _refuse_mean(*result)
         self._look_at(result)
@@ -66,6 +74,12 @@ class FirstStep:
         """
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
+        if self.asked:
+            notice(
+                f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "
+                f"it returns over all ranks and divides once, so a sum over ranks or a division by "
+                f"their number would count twice; nearest: (sum, count) of this rank's own samples"
+            )
         if not self.copied or not self.compared:
             return
         line = (
@@ -102,6 +116,35 @@ class FirstStep:
                 self.compared = True
 
         return look
+
+
+RANKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "get_rank", "get_world_size")
+"""Functions of torch.distributed that a loss has no need of."""
+
+
+@contextmanager
+def _calls_of_ranks(asked: set[str]) -> Iterator[None]:
+    """Collect which of `RANKS` are called inside, by their name in `torch.distributed`."""
+    whole = {name: getattr(dist, name) for name in RANKS}
+
+    def listed(name: str) -> Callable[..., Any]:
+        @functools.wraps(whole[name])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # A loss over parts of a vocabulary has collectives too, ours and torch's own.
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+            if caller.partition(".")[0] not in ("shoal", "torch"):
+                asked.add(name)
+            return whole[name](*args, **kwargs)
+
+        return call
+
+    for name in RANKS:
+        setattr(dist, name, listed(name))
+    try:
+        yield
+    finally:
+        for name, function in whole.items():
+            setattr(dist, name, function)
 
 
 def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

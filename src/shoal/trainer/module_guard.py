@@ -1,0 +1,85 @@
+"""Modules that no run can begin with, refused in one line before anything is divided.
+
+a lazy layer          it has no shapes yet: one forward pass gives them
+the meta device       weights without values: nothing says which they shall be
+in a run already      two runs would both sum its gradients (a notebook's cell, run twice)
+sharded already       by FSDP2, or by a run under fsdp that is closed
+other numbers         dropout of 0.1 on one rank and 0.3 on another: ranks train unlike models
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from shoal.base.errors import ConfigError, PlanError
+from shoal.data.fetch import digest_of
+from shoal.fabric import World
+
+_in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def enter_run(module: nn.Module) -> Callable[[], None]:
+    """Mark a module as one that a run trains; gives what takes the mark away."""
+    _in_a_run.add(module)
+    return functools.partial(_in_a_run.discard, module)
+
+
+def refuse_unready(module: nn.Module) -> None:
+    """Errors: ConfigError for a module that has no weights to train, or that a run has already."""
+    if any(part in _in_a_run for part in module.modules()):
+        raise ConfigError(
+            "model: a run trains it already, and two would both sum its gradients; nearest: "
+            "run.close() on that one first, or build the model again"
+        )
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"model: {name} has no shape yet, its layer is a lazy one; nearest: one forward "
+                f"pass, model(inputs), before shoal.parallelize"
+            )
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"model: {name} is sharded already, by fully_shard or by a run that is closed; "
+                f"nearest: the module as it was built"
+            )
+        if parameter.is_meta:
+            raise ConfigError(
+                f"model: {name} is on the meta device and has no values; nearest: a function that "
+                f'builds the model, or model.to_empty(device="cpu") and its weights loaded'
+            )
+
+
+def refuse_unlike(module: nn.Module, world: World) -> None:
+    """Compare over ranks what torch's layers say of themselves: sizes, dropout, epsilons.
+
+    Errors: PlanError, the same on all ranks, naming the first layer that differs
+    """
+    if world.size == 1:
+        return
+    said = [
+        f"{name or 'itself'} is {type(part).__name__}({part.extra_repr()})"
+        for name, part in module.named_modules()
+        if type(part).__module__.startswith("torch.nn.")
+    ]
+    told = world.gather_json([len(said), digest_of(said)])
+    if all(one == told[0] for one in told):
+        return
+    all_said = world.gather_json(said)
+    for rank, other in enumerate(all_said):
+        if told[rank] == told[0]:
+            continue
+        place = next(
+            (n for n, (a, b) in enumerate(zip(all_said[0], other, strict=False)) if a != b),
+            min(len(all_said[0]), len(other)),  # one has a layer more
+        )
+        first, second = ([*one, "not there"][place] for one in (all_said[0], other))
+        raise PlanError(
+            f"model: layer {first} on rank 0, and {second} on rank {rank}; every rank must build "
+            f"the same model: look for a builder that reads the rank"
+        )
