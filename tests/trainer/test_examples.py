@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE_S = 60
+DEADLINE_S = 180
 
 
 def run(name: str, folder: Path, *arguments: str, before: tuple[str, ...] = ()) -> str:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, torch
 from pathlib import Path
