@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,14 +20,24 @@ from torch.nn.parameter import is_lazy
 from shoal.base.errors import ConfigError, PlanError
 from shoal.data.fetch import digest_of
 from shoal.fabric import World
+from shoal.parallel.program import Program
+from shoal.trainer.contract import bare
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def enter_run(module: nn.Module) -> Callable[[], None]:
-    """Mark a module as one that a run trains; gives what takes the mark away."""
+def enter_run(module: nn.Module, program: Program) -> Program:
+    """Mark a module as one that a run trains, until the program is closed."""
     _in_a_run.add(module)
-    return functools.partial(_in_a_run.discard, module)
+    leave = functools.partial(_in_a_run.discard, module)
+    return replace(program, on_close=(*program.on_close, leave))
+
+
+def ready(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The bare module and a line on what it was taken out of. Errors: as `refuse_unready`."""
+    module, said = bare(model)
+    refuse_unready(module)
+    return module, said
 
 
 def refuse_unready(module: nn.Module) -> None:

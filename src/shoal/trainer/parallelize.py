@@ -46,11 +46,11 @@ from shoal.parallel.offload import stream_state
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
-from shoal.trainer.contract import Loss, bare
+from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.look import divides, look_at
-from shoal.trainer.module_guard import enter_run, refuse_unlike, refuse_unready
+from shoal.trainer.module_guard import enter_run, ready, refuse_unlike
 from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
@@ -134,14 +134,12 @@ def parallelize(
     )
     compute = formats.resolve(precision, world.device)
     with light_build() if divides(layout) else nullcontext():
-        module, said = bare(build_module(model, seed))
-        refuse_unready(module)
+        module, said = ready(build_module(model, seed))
         module = formats.convert(module, compute)
     module = module.to(world.device)
-    refuse_unlike(module, world)
     parameters = trainable(module)
     said += narrow_weights(parameters, compute)
-    _refuse_untrainable(module, parameters)
+    _refuse_untrainable(module, parameters, world)
     samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
     bound = rebind(optimizer, module, parameters)
     _agree(world, {"optimizer": settings_of(bound)})
@@ -164,7 +162,7 @@ def parallelize(
     program = compose(replace(program, plan=plan), seed=seed)
     program.notices.extend(said + notices + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
-    program = give_masters(program)
+    program = enter_run(module, give_masters(program))
     if offload == "optimizer":
         undo = stream_state(bound, world.device)
         program = replace(program, on_close=(*program.on_close, undo))
@@ -184,7 +182,6 @@ def parallelize(
         loss_scale=loss_scale,
         average=average,
     )
-    program = replace(program, on_close=(*program.on_close, enter_run(module)))
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:
         run.lease = own(recorder.folder, world)
@@ -312,7 +309,10 @@ def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list
     ]
 
 
-def _refuse_untrainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def _refuse_untrainable(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], world: World
+) -> None:
+    refuse_unlike(module, world)
     if not parameters:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
     for name, part in module.named_modules():
