@@ -53,6 +53,15 @@ def until(true: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None
         time.sleep(0.01)
 
 
+def is_strange(raw: bytes, count: int) -> bool:
+    """Whether it is no beat where there are so many islands."""
+    try:
+        read_beat(raw, count)
+    except ValueError:
+        return True
+    return False
+
+
 def test_a_strange_beat_ends_no_pulse_and_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three islands beat on; when the third is silent later, it is the one that is named."""
     monkeypatch.setattr(pulses, "BEAT_S", 0.05)
@@ -62,16 +71,14 @@ def test_a_strange_beat_ends_no_pulse_and_blames_nobody(monkeypatch: pytest.Monk
     members = [Pulse(store, i, 3, lambda line, i=i: told.append((i, line))) for i in range(3)]
     for member in members:
         member.start(5)
-    beats = itertools.cycle(raw for raw, _ in STRANGE)
-    for raw, _ in STRANGE:
-        store.set("beat/1", raw)
-        time.sleep(0.02)
+    beats = itertools.cycle(raw for raw, _ in STRANGE if is_strange(raw, 3))
     # Island 1 beats over them, so they are sent until each listener met one.
     until(
         lambda: {island for island, _ in told} == {0, 1, 2},
         meanwhile=lambda: store.set("beat/1", next(beats)),
     )
     assert all(member._thread.is_alive() for member in members)
+    assert not any(beat.given_up[0] for member in members for beat in member._told)
     heard = [member._beats for member in members]
     until(lambda: all(m._beats > n for m, n in zip(members, heard, strict=True)))
     assert len(told) == 3, "one line on each island, however many there were"

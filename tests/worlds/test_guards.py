@@ -37,9 +37,9 @@ def test_a_second_backward_in_one_micro_batch_is_found(worlds) -> None:
 def test_other_structures_are_named(worlds) -> None:
     wide, frozen, strided = everywhere(worlds, "structures_differ")
     assert wide == (
-        "PlanError: model: 2.weight is [2, 8] torch.float32 on rank 0 and [3, 8] torch.float32 on "
-        "rank 1; every rank must build the same model: look for a builder that reads the rank or "
-        "the environment"
+        "PlanError: model: layer 2 is Linear(in_features=8, out_features=2, bias=True) on rank 0, "
+        "and 2 is Linear(in_features=8, out_features=3, bias=True) on rank 1; every rank must "
+        "build the same model: look for a builder that reads the rank or the environment"
     )
     assert "model: 0.bias is [8] torch.float32 on rank 0 and [8] torch.float32, frozen" in frozen
     assert "strides [27, 9, 3, 1] (memory format) on rank 0 and" in strided

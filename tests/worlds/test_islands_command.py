@@ -11,6 +11,7 @@ import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
 from shoal.base.errors import ConfigError
+from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
 from shoal.cli.checkpoint import _checkpoints as checkpoints_of
 
@@ -55,8 +56,8 @@ def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:
     """SIGKILL: all gone in 2 s, loader processes too. Then a folder that is in use says so."""
     command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, "train.steps=400", "data.workers=1")
     run = command.run
-    whole = "island-{}/checkpoints/step-*/manifest.json"
-    command.wait_for(lambda: all(list(run.glob(whole.format(k))) for k in (0, 1)), DEADLINE_S)
+    kept = [run / f"island-{island}" / "checkpoints" for island in (0, 1)]
+    command.wait_for(lambda: all(p.is_dir() and find(p) for p in kept), DEADLINE_S)
     family = psutil.Process(command.process.pid).children(recursive=True)
     assert len(family) >= 2 * 3, "a supervisor, a worker and a loader process of each"
     command.process.kill()

@@ -91,5 +91,5 @@ def refuse_unlike(module: nn.Module, world: World) -> None:
         first, second = ([*one, "not there"][place] for one in (all_said[0], other))
         raise PlanError(
             f"model: layer {first} on rank 0, and {second} on rank {rank}; every rank must build "
-            f"the same model: look for a builder that reads the rank"
+            f"the same model: look for a builder that reads the rank or the environment"
         )
