@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -931,3 +932,27 @@ def files_listed_in_other_order(world: World, layout: str) -> None:
     run = begin(world, layout, batch=8)
     for batch in run.loader(TensorDataset(X[order], Y[order])):
         run.step(batch)
+
+
+class Masked(nn.Module):
+    """Hides inputs by a mask out of numpy, as speech models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.as_tensor(np.random.rand(*x.shape) < 0.5)
+        return self.net(x.masked_fill(hidden, 0.0))
+
+
+@mistake(RIGHT)
+def mask_out_of_numpy(world: World, layout: str) -> float:
+    """No mistake: each micro-batch draws the same mask whatever came before on its rank."""
+    losses = []
+    for before in (0, 1 + world.rank):
+        np.random.seed(before)
+        run = begin(world, layout, Masked())
+        losses.append(run.step(share(world)).loss)
+        np.random.rand(before)
+    return abs(losses[0] - losses[1])

@@ -7,15 +7,20 @@ too, so that it does not depend on how much the block drew. A block that runs se
 micro-batch (a recurrent cell, shared layers) has a key per call; activation checkpointing, which
 runs it again during the backward pass, gets the key of the call that is recomputed. Outside
 training steps the user's own generator state is left as it was.
+
+`random` and `numpy.random` are keyed once per micro-batch: some models draw masks from them, and
+ranks that share a sample would each hide something else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -113,14 +118,20 @@ class _Keyed:
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         kept = [generator.get_state() for generator in self.generators]
+        python, numpy = random.getstate(), np.random.get_state()
         self.at = (step, index)
         self.calls, self.inside = {}, {}
         self.arrived = self.arrivals.setdefault((step, index), {})
         self._set("", 0)
+        number = key(self.seed, step, index, "host")
+        random.seed(number)
+        np.random.seed(number % 2**32)
         try:
             yield
         finally:
             self.at = None
+            random.setstate(python)
+            np.random.set_state(numpy)
             for generator, state in zip(self.generators, kept, strict=True):
                 generator.set_state(state)
 
