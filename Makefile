@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors worlds unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors unit commands worlds proof wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,8 @@ demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, the
 	$(BIN)/shoal compare
 
 test: lint floors  ## everything that must hold before a change lands
-	$(MAKE) --jobs=3 types worlds unit
+	$(MAKE) --jobs=2 unit commands
+	$(MAKE) worlds
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -30,11 +31,17 @@ types: $(STAMP)
 floors: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
-worlds: $(STAMP)  ## tests of several processes, beside those of one
-	$(BIN)/python -m pytest tests/worlds
+# One process each, so two lanes fit two cores; worlds of up to four processes have them alone.
+COMMANDS := tests/cli tests/cuda tests/fabric tests/islands tests/launch tests/moving tests/trainer
 
-unit: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/worlds
+commands: $(STAMP)
+	$(BIN)/python -m pytest $(COMMANDS)
+
+unit: types
+	$(BIN)/python -m pytest $(COMMANDS:%=--ignore=%) --ignore=tests/worlds
+
+worlds: $(STAMP)
+	$(BIN)/python -m pytest tests/worlds
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
