@@ -63,7 +63,8 @@ def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:
     command.process.kill()
     command.process.wait()
     _, alive = psutil.wait_procs(family, timeout=2)
-    assert not alive, f"trains on as an orphan: {alive}"
+    training = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not training, f"trains on as an orphan: {training}"  # init reaps the dead when it can
     with RunLease(run / "island-1", "somebody else"):
         again = CommandLine(tmp_path, "--resume", str(run))
         code, output = again.finish(DEADLINE_S)
