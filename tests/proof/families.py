@@ -41,8 +41,10 @@ def main() -> int:
     options = parser.parse_args()
     source = source_hash()
     rows = rows_before(options, TARGET, source)
-    rows = {key: row for key, row in rows.items() if row["verdict"] not in options.again.split(",")}
     wanted = options.families.split(",") if options.families else list(FAMILIES)
+    again = {f"{family} | {layout}" for family in wanted for layout in LAYOUTS}
+    again = {k for k in again & rows.keys() if rows[k]["verdict"] in options.again.split(",")}
+    rows = {key: row for key, row in rows.items() if key not in again}
     with tempfile.TemporaryDirectory() as logs:
         fill(rows, wanted, Path(logs), source, time.monotonic() + options.seconds)
     wrong = [k for k, row in rows.items() if row["verdict"] in ("different", "failed")]
@@ -63,7 +65,7 @@ def fill(rows: dict[str, Row], wanted: list[str], logs: Path, source: str, until
             try:
                 report = world.call("family_case:prove", family=family, layout=degrees)[0]
             except Failed as failure:
-                rows[key] = {"verdict": "failed", "reason": str(failure)[-600:], "said": []}
+                rows[key] = {"verdict": "failed", "reason": last_line(str(failure)), "said": []}
                 for process in world.processes:
                     process.kill()
                 world = None
@@ -74,6 +76,15 @@ def fill(rows: dict[str, Row], wanted: list[str], logs: Path, source: str, until
             write(rows)
     if world is not None:
         world.close()
+
+
+def last_line(text: str) -> str:
+    """What an exception said, without the places of this machine's files.
+
+    >>> last_line("Traceback …\\n  File …\\nRuntimeError: no\\n")
+    'RuntimeError: no'
+    """
+    return text.strip().splitlines()[-1] if text.strip() else ""
 
 
 def row_of(report: dict[str, Any]) -> Row:
