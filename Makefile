@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors unit commands worlds proof wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors lanes unit commands worlds proof wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,9 +17,7 @@ demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, the
 	$(BIN)/shoal train
 	$(BIN)/shoal compare
 
-test: lint floors  ## everything that must hold before a change lands
-	$(MAKE) --jobs=2 unit commands
-	$(MAKE) worlds
+test: lint floors lanes worlds  ## everything that must hold before a change lands
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -33,6 +31,9 @@ floors: $(STAMP)
 
 # One process each, so two lanes fit two cores; worlds of up to four processes have them alone.
 COMMANDS := tests/cli tests/cuda tests/fabric tests/islands tests/launch tests/moving tests/trainer
+
+lanes: $(STAMP)
+	$(MAKE) --jobs=2 unit commands
 
 commands: $(STAMP)
 	$(BIN)/python -m pytest $(COMMANDS)
