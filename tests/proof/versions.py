@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--at", type=Path, default=ROOT / "build" / "versions")
     parser.add_argument("--only", choices=[python for python, _ in CLAIMED], default="")
     asked = parser.parse_args()
-    source = source_hash()
+    source = hash_of_what_ran()
     known = json.loads(TARGET.read_text())["rows"] if asked.only and TARGET.exists() else []
     rows = {row["python"]: row for row in known if row.get("source") == source}
     for python, torch in CLAIMED:
@@ -63,7 +63,7 @@ def main() -> int:
     return 0 if [row["state"] for row in rows.values()] == ["passed"] * len(CLAIMED) else 1
 
 
-def source_hash() -> str:
+def hash_of_what_ran() -> str:
     """Of what ran: the package and the sample of its tests."""
     total = hashlib.sha256()
     files = [ROOT / test.split("::")[0] for test in SAMPLE]

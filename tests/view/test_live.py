@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from terminals import Terminal, busy
 
 import shoal.view.live
 from shoal.base.events import EventLog, append_line
@@ -23,15 +24,6 @@ STEP = {
     "mfu": 0.341, "peak_memory_bytes": 432013312, "comm_bytes": {"all_reduce": 100},
     "comm_exposed_s": 0.0123, "data_wait_s": 0.0004,
 }  # fmt: skip
-
-
-class Terminal(io.StringIO):
-    """Claims to be a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 class Clock:
@@ -279,16 +271,6 @@ def test_a_closed_pipe_ends_the_drawing_not_the_run(tmp_path: Path) -> None:
 def test_light_rooms_do_without_torch() -> None:
     code = "import sys, shoal.view, shoal.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
-
-
-def busy(folder: Path, *phases: tuple[str, int, int, float]) -> None:
-    """What a first worker would have told: (name, done, of, seconds ago)."""
-    now_s = time.time()
-    rows = [
-        {"name": name, "done": done, "of": of, "began_s": now_s - ago_s}
-        for name, done, of, ago_s in phases
-    ]
-    (folder / "phase.json").write_text(json.dumps({"time_s": now_s, "phases": rows}))
 
 
 def test_a_terminal_names_what_is_waited_for_at_start_during_training_and_at_the_end(

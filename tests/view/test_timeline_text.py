@@ -6,6 +6,7 @@ import io
 import re
 
 import pytest
+from terminals import Terminal
 
 from shoal.base.timeline import Held, Span, Timeline
 from shoal.planner.puzzles import puzzle_timeline
@@ -80,10 +81,6 @@ def test_piped_is_plain_and_a_terminal_has_colours() -> None:
     assert "\x1b" not in pipe.getvalue()
     drawn = "\n".join(one for one in pipe.getvalue().splitlines() if one.startswith("rank"))
     assert drawn.isascii()
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm-256color")

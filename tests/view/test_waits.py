@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
-import time
 from pathlib import Path
 
 import pytest
+from terminals import Terminal, busy
 
 from shoal.base.phases import Phase, listen, phase
 from shoal.view.phases import Doing, PhaseLine, read_doing
 from shoal.view.waiting import Waiting
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def busy(folder: Path, *phases: tuple[str, int, int, float]) -> None:
-    """What a first worker would have told: (name, done, of, seconds ago)."""
-    now_s = time.time()
-    rows = [
-        {"name": name, "done": done, "of": of, "began_s": now_s - ago_s}
-        for name, done, of, ago_s in phases
-    ]
-    (folder / "phase.json").write_text(json.dumps({"time_s": now_s, "phases": rows}))
 
 
 def frames(stream: io.StringIO) -> list[str]:

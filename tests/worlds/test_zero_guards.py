@@ -47,6 +47,18 @@ def test_the_nearest_layout_takes_it(worlds) -> None:
     assert everywhere(worlds, "trains_beside") == "nothing was raised"
 
 
+def test_a_parameter_without_elements_hinders_nothing(worlds) -> None:
+    """DINOv3 has one by default; torch's fully_shard fails on it."""
+    answers = {
+        layout: worlds(2).call("zero_guards:trains_with_nothing", layout=layout)[0]
+        for layout in ("ddp", "zero2", "fsdp")
+    }
+    assert [len(values) for values in answers["ddp"]] == [2, 8, 0]
+    for layout in ("zero2", "fsdp"):
+        for ours, theirs in zip(answers[layout], answers["ddp"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-14)
+
+
 def test_fsdp_needs_a_sample_for_every_rank_in_the_first_step(worlds) -> None:
     assert everywhere(worlds, "first_step_without_samples", layout="fsdp") == (
         "ConfigError: layout fsdp: the first step has no sample for some ranks, which must run the "

@@ -103,6 +103,19 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
+class Empty(nn.Module):
+    """A table of no rows, as a configuration leaves one behind (DINOv3's register tokens)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.registers = nn.Parameter(torch.empty(1, 0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([self.registers.expand(x.shape[0], -1, -1), x.unsqueeze(1)], dim=1)
+        return self.layer(rows)[:, 0]
+
+
 def refusals(world: World) -> list[str]:
     """A scalar, two formats, and an optimizer of whole matrices under fsdp."""
     mixed = linear()
@@ -121,6 +134,15 @@ def refusals(world: World) -> list[str]:
 def trains_beside(world: World) -> str:
     """What fsdp refuses, zero2 trains."""
     return message(lambda: run_of(world, Scaled(), layout="zero2").step(share(world)))
+
+
+def trains_with_nothing(world: World, layout: str) -> list[list[float]]:
+    """Weights after a step of a model one of whose parameters has no element."""
+    torch.manual_seed(3)
+    run = run_of(world, Empty(), layout=layout, precision="fp64")
+    run.step(share(world))
+    weights = run.state_dict()
+    return [weights[name].flatten().tolist() for name in sorted(weights)] if world.is_first else []
 
 
 def first_step_without_samples(world: World, layout: str) -> str:

@@ -121,6 +121,8 @@ def _shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """One stand-in's shape per number of dims, and at least two: one tensor shows no coupling."""
     largest: dict[int, torch.Tensor] = {}
     for p in parameters:
+        if not p.numel():
+            continue  # no step moves what has no element
         if p.ndim not in largest or p.numel() > largest[p.ndim].numel():
             largest[p.ndim] = p
     shapes = []

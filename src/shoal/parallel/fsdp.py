@@ -156,7 +156,8 @@ def _wrap(
     module, plan = program.module, program.plan
     host = CPUOffloadPolicy() if plan.offload == "parameters" else OffloadPolicy()
     detours = []
-    ignored = {p for p in module.parameters() if p.is_meta}  # of other stages
+    # Of other stages, or without an element, which torch's cutting fails on.
+    ignored = {p for p in module.parameters() if p.is_meta or not p.numel()}
     if program.plan.layout.expert_shard == 1:
         ignored |= {p for n, p in module.named_parameters() if n in program.apart}
     for unit in wrapped:

@@ -1,10 +1,12 @@
 """Modules that no run can begin with, refused in one line before anything is divided.
 
-a lazy layer          it has no shapes yet: one forward pass gives them
-the meta device       weights without values: nothing says which they shall be
-in a run already      two runs would both sum its gradients (a notebook's cell, run twice)
-sharded already       by FSDP2, or by a run under fsdp that is closed
-other numbers         dropout of 0.1 on one rank and 0.3 on another: ranks train unlike models
+    a lazy layer          it has no shapes yet: one forward pass gives them
+    the meta device       weights without values: nothing says which they shall be
+    in a run already      two runs would both sum its gradients (a notebook's cell, run twice)
+    sharded already       by FSDP2, or by a run under fsdp that is closed
+    other numbers         dropout of 0.1 on one rank and 0.3 on another: ranks train unlike models
+
+`parallelize` asks before it builds a layout, and for the last one once all ranks have met.
 """
 
 from __future__ import annotations

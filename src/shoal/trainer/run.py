@@ -387,4 +387,4 @@ class Run:
             self.recorder.notice(line)
         if self.guard.state_checked:
             return None
-        return FirstStep(self.loss, self.model, micro_batches)
+        return FirstStep(self.loss, self.model, micro_batches, self.world.size)

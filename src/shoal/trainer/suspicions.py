@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,8 +43,10 @@ DRAWS = (
 class FirstStep:
     """The loss of a run as it is called in its first step; counts the same."""
 
-    def __init__(self, loss: Loss, module: nn.Module, batches: list[tuple[int, Any]]) -> None:
-        self.loss, self.module = loss, module
+    def __init__(
+        self, loss: Loss, module: nn.Module, batches: list[tuple[int, Any]], ranks: int
+    ) -> None:
+        self.loss, self.module, self.ranks = loss, module, ranks
         found = [pair for _, value in batches if (pair := _copied(value)) is not None]
         self.copied = bool(found)
         # One tensor given twice is no label: it fills in for data, to see how fast steps are.
@@ -57,7 +59,8 @@ class FirstStep:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if self.loss is token_loss and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
-        with _calls_of_ranks(self.asked):
+        # One rank alone has nothing to count twice, and may have runs in other threads beside it.
+        with _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext():
             result = self.loss(outputs, targets)
         if isinstance(result, tuple) and len(result) == 2:
             _refuse_mean(*result)
