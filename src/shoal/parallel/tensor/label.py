@@ -93,9 +93,13 @@ class Labelling:
     def _output(self, node: fx.Node) -> None:
         values: Any = node.args[0]
         for place, value in enumerate(values):
-            wanted = self._of_sequence.get(tuple(value.meta["val"].shape), WHOLE)
+            along = self._of_sequence.get(tuple(value.meta["val"].shape), WHOLE)
+            # Samples × places in one dim: a rank's part is a run of each sample, which no reader
+            # outside puts together; it would gather it there.
+            wanted = along if may_stay_split(along) else WHOLE
             label = self.label(value)
-            if isinstance(label, Split | Tiled) and label != wanted and not self.cheap(value):
+            split = isinstance(label, Split | Tiled) and label not in (wanted, along)
+            if split and not self.cheap(value):
                 if place in self.lazy and may_stay_split(label):
                     wanted = label
                 else:

@@ -27,6 +27,7 @@ from torch import Tensor
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree
 from shoal.parallel.tensor.exchange import Axis
+from shoal.parallel.tensor.labels import Label, Split
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,13 @@ def show(local: Tensor, deal: Deal, kind: type[SequenceShard] = SequenceShard) -
     shard: SequenceShard = _Show.apply(local, deal, kind)
     shard._local = local  # with its history: the next block goes on from here, without the wrapper
     return shard
+
+
+def handed_on(value: Tensor, label: Label, axis: Axis) -> Tensor:
+    """A block's result as its reader gets it: whole, or this rank's part shown as the whole."""
+    if not isinstance(label, Split):
+        return value
+    return show(value, Deal.even(axis, label.dim, value.shape[label.dim] * axis.size))
 
 
 def gather(local: Tensor, deal: Deal) -> Tensor:

@@ -25,7 +25,7 @@ from shoal.parallel.program import StandIn
 from shoal.parallel.tensor.exchange import Axis
 from shoal.parallel.tensor.labels import Label, Split
 from shoal.parallel.tensor.rewrite import between_exchanges
-from shoal.parallel.tensor.sequence import Deal, is_shard, local_of, show, whole_of
+from shoal.parallel.tensor.sequence import Deal, handed_on, is_shard, local_of, whole_of
 from shoal.parallel.tensor.split_block import BlockSplit, NotSplit, again
 from shoal.parallel.tensor.trace import Untraceable
 
@@ -129,7 +129,7 @@ class SplitForward(StandIn):
         outputs = self.programs.code(split)(self.axis, *held, *flat)
         return split.rebuild(
             [
-                self._leaves(value, label)
+                handed_on(value, label, self.axis)
                 for value, label in zip(outputs, split.outputs, strict=True)
             ]
         )
@@ -149,12 +149,6 @@ class SplitForward(StandIn):
             return local_of(value, Deal.even(self.axis, label.dim, value.shape[label.dim]))
         whole: Tensor = whole_of(value)
         return whole
-
-    def _leaves(self, value: Tensor, label: Label) -> Tensor:
-        if isinstance(label, Split):
-            length = value.shape[label.dim] * self.axis.size
-            return show(value, Deal.even(self.axis, label.dim, length))
-        return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitForward:
         """A copy of the model talks to the same ranks and shares the graphs."""

@@ -17,6 +17,7 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.tensor.exchange import Axis
 from shoal.parallel.tensor.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
 from shoal.parallel.tensor.model_split import BlockClass
+from shoal.parallel.tensor.sequence import handed_on, whole_of
 from shoal.parallel.tensor.split_block import again
 from shoal.profile.copies import copied_module
 
@@ -115,7 +116,7 @@ class Trial:
             for n, (_, label) in leaves.items()
         }
         wholes = [
-            self._joined(o.detach(), label)
+            whole_of(handed_on(o.detach(), label, axis))
             for o, label in zip(outputs, program.outputs, strict=True)
         ]
         return Results(wholes, gradients, own)
