@@ -19,21 +19,12 @@ import torch
 from torch import nn
 
 from shoal.base.batches import check_batch, default_micro_batch
-from shoal.base.errors import ConfigError, ShoalError, UserError, nearest, one_of
+from shoal.base.errors import ConfigError, ShoalError, UserError
 from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.frames import user_place
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.policies import (
-    COMPILE,
-    OFFLOAD,
-    PRECISIONS,
-    RECOMPUTE,
-    REDUCTIONS,
-    OptimizerPolicy,
-    TensorPolicy,
-    check_compress,
-)
+from shoal.base.policies import OptimizerPolicy, TensorPolicy, check_compress
 from shoal.base.systems import untried
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
@@ -46,6 +37,7 @@ from shoal.parallel.offload import stream_state
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
+from shoal.trainer.arguments import check_arguments, refuse_unknown
 from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
@@ -129,9 +121,6 @@ def parallelize(
     Source       design §5; the loss rule is design §6
     """
     world = _begin(world, unknown, locals())
-    _check_words(
-        precision=precision, reduce=reduce, recompute=recompute, offload=offload, compile=compile
-    )
     compute = formats.resolve(precision, world.device)
     with light_build() if divides(layout) else nullcontext():
         module, said = ready(build_module(model, seed))
@@ -193,7 +182,8 @@ def parallelize(
 def _begin(world: World | None, unknown: Mapping[str, Any], given: Mapping[str, Any]) -> World:
     """Meet the other processes, which must have been given the same arguments."""
     install()
-    _refuse_unknown(unknown)
+    refuse_unknown(unknown, inspect.signature(parallelize).parameters)
+    check_arguments(given)
     world = world or start_world()
     install().world = world
     _agree(world, {name: given[name] for name in COMPARED})
@@ -218,47 +208,6 @@ def _agree(world: World, said: Mapping[str, Any]) -> None:
                     f"shoal.parallelize: {name} is {value} on rank 0 and {other[name]} on rank "
                     f"{rank}; every rank must say the same, and run.loader deals the samples"
                 )
-
-
-WORDS = {
-    "precision": PRECISIONS,
-    "reduce": REDUCTIONS,
-    "recompute": RECOMPUTE,
-    "offload": OFFLOAD,
-    "compile": COMPILE,
-}
-"""Arguments of `parallelize` that are one of a few words."""
-
-
-ELSEWHERE = {
-    "batch_size": "batch",
-    "train_batch_size": "batch",
-    "lr": "torch.optim.AdamW(model.parameters(), lr=…) as the optimizer",
-    "epochs": "for epoch in run.epochs(…)",
-    "max_grad_norm": "clip",
-    "gradient_clipping": "clip",
-    "gradient_accumulation_steps": "batch and micro_batch",
-    "mixed_precision": "precision",
-    "dtype": "precision",
-    "strategy": "layout",
-}
-"""Names that other libraries have for arguments of `parallelize`, or for what is said elsewhere."""
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for an argument that there is none of, with the nearest."""
-    for name in unknown:
-        known = [n for n in inspect.signature(parallelize).parameters if n != "unknown"]
-        close = ELSEWHERE.get(name) or nearest(name, known)
-        hint = f"nearest: {close}" if close else f"there are {', '.join(known)}"
-        raise ConfigError(f"shoal.parallelize has no argument {name}; {hint}")
-
-
-def _check_words(**given: str) -> None:
-    """Errors: ConfigError with the nearest right spelling."""
-    for name, value in given.items():
-        if value not in WORDS[name]:
-            raise ConfigError(one_of(name, value, WORDS[name]))
 
 
 @phase("build")

@@ -37,6 +37,10 @@ class Recorder:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+            except FileExistsError as failure:
+                raise ConfigError(
+                    f"folder = {folder}: is a file, a folder is wanted; nearest: {folder}-run"
+                ) from failure
             except OSError as failure:
                 raise ConfigError(f"folder = {folder}: cannot be made: {failure}") from failure
         self.folder = folder

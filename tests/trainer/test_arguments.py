@@ -1,0 +1,62 @@
+"""Arguments of `shoal.parallelize` that mean nothing: one line each, with what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+
+
+def told(**arguments: Any) -> str:
+    """The line of the refusal."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(shoal.ConfigError) as failure:
+        shoal.parallelize(model, optimizer, None, "single", **arguments)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"batch": -4}, "batch = -4: a whole number of at least 1 is wanted; nearest: batch=32"),
+        ({"batch": "x"}, "batch = x: a whole number of at least 1 is wanted; nearest: batch=32"),
+        ({"batch": 2.5}, "batch = 2.5: a whole number of at least 1 is wanted; nearest: batch=32"),
+        ({"micro_batch": 0}, "micro_batch = 0: a whole number of at least 1 is wanted; nearest: micro_batch=4"),
+        ({"seed": "a"}, "seed = a: a whole number of at least 0 is wanted; nearest: seed=0"),
+        ({"keep": 0}, "keep = 0: a whole number of at least 1 is wanted; nearest: keep=2"),
+        ({"skip_limit": True}, "skip_limit = True: a whole number of at least 1 is wanted; nearest: skip_limit=5"),
+        ({"total_steps": -1}, "total_steps = -1: a whole number of at least 0 is wanted; nearest: total_steps=0"),
+        ({"clip": -1}, "clip = -1: a number of at least 0 is wanted; nearest: clip=1.0"),
+        ({"clip": None}, "clip = None: a number of at least 0 is wanted; nearest: clip=1.0"),
+        ({"clip": float("nan")}, "clip = nan: a number of at least 0 is wanted; nearest: clip=1.0"),
+        ({"average": "ema"}, "average = ema: a number of at least 0 is wanted; nearest: average=0.999"),
+        ({"loss_scale": 8.0}, 'loss_scale = 8.0: only fp16 has a loss scale, precision = auto; nearest: precision="fp16"'),
+        ({"schedule": "cosine"}, 'schedule = cosine: an OptimizerPolicy, or None is wanted; nearest: schedule=shoal.OptimizerPolicy(schedule="cosine") with total_steps'),
+        ({"precision": torch.bfloat16}, "precision = torch.bfloat16: not one of auto, fp64, fp32, bf16, fp16; nearest: bf16"),
+        ({"precision": "fp8"}, "precision = fp8: not one of auto, fp64, fp32, bf16, fp16; nearest: bf16"),
+        ({"recompute": True}, "recompute = True: not one of none, selective, full; nearest: full"),
+        ({"compile": True}, "compile = True: not one of none, blocks; nearest: blocks"),
+        ({"call": "args"}, "call = args: not one of single, kwargs; nearest: single"),
+        ({"learning_rate": 1e-3}, "shoal.parallelize has no argument learning_rate; nearest: torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"),
+        ({"num_epochs": 3}, "shoal.parallelize has no argument num_epochs; nearest: for epoch in run.epochs(…)"),
+        ({"layuot": "ddp"}, "shoal.parallelize has no argument layuot; nearest: layout"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_means_nothing_is_one_line(arguments: dict[str, Any], line: str) -> None:
+    assert told(**arguments) == line
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    line = told(folder=tmp_path / "notes")
+    assert line == (
+        f"folder = {tmp_path}/notes: is a file, a folder is wanted; nearest: {tmp_path}/notes-run"
+    )
+    assert (tmp_path / "notes").read_text() == "mine"
