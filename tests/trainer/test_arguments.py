@@ -12,12 +12,16 @@ from torch import nn
 import shoal
 
 
-def told(**arguments: Any) -> str:
-    """The line of the refusal."""
+def started(**arguments: Any) -> shoal.Run:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return shoal.parallelize(model, optimizer, **{"layout": "single", **arguments})
+
+
+def told(**arguments: Any) -> str:
+    """The line of the refusal."""
     with pytest.raises(shoal.ConfigError) as failure:
-        shoal.parallelize(model, optimizer, None, "single", **arguments)
+        started(**arguments)
     return str(failure.value)
 
 
@@ -43,6 +47,10 @@ def told(**arguments: Any) -> str:
         ({"recompute": True}, "recompute = True: not one of none, selective, full; nearest: full"),
         ({"compile": True}, "compile = True: not one of none, blocks; nearest: blocks"),
         ({"call": "args"}, "call = args: not one of single, kwargs; nearest: single"),
+        ({"layout": ["tp"]}, "layout = ['tp']: the name of a layout, or its degrees, is wanted; nearest: layout={\"tp\": 2}"),
+        ({"layout": None}, 'layout = None: the name of a layout, or its degrees, is wanted; nearest: layout="auto"'),
+        ({"layout": {"tp": "x"}}, "layout.tp = x: a whole number is wanted; nearest: layout.tp=2"),
+        ({"loss": "mse"}, 'loss = mse: a function (outputs, targets) → (sum, count) or unreduced values is wanted; nearest: loss=torch.nn.CrossEntropyLoss(reduction="none")'),
         ({"learning_rate": 1e-3}, "shoal.parallelize has no argument learning_rate; nearest: torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"),
         ({"num_epochs": 3}, "shoal.parallelize has no argument num_epochs; nearest: for epoch in run.epochs(…)"),
         ({"layuot": "ddp"}, "shoal.parallelize has no argument layuot; nearest: layout"),
@@ -60,3 +68,26 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
         f"folder = {tmp_path}/notes: is a file, a folder is wanted; nearest: {tmp_path}/notes-run"
     )
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"batch_size": 4}, "run.loader has no argument batch_size; nearest: shoal.parallelize(…, batch=…)"),
+        ({"num_workers": 4}, "run.loader has no argument num_workers; nearest: workers"),
+        ({"shuffle": True}, "run.loader has no argument shuffle; nearest: the order is drawn anew every epoch, by the seed of shoal.parallelize"),
+        ({"pin_memory": True}, "run.loader has no argument pin_memory; there are dataset, workers, collate"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_a_dataloader_takes_is_said_elsewhere(arguments: dict[str, Any], line: str) -> None:
+    with started() as run, pytest.raises(shoal.ConfigError) as failure:
+        run.loader([0] * 8, **arguments)
+    assert str(failure.value) == line
+
+
+@pytest.mark.parametrize("count", [-1, "3", 2.5])
+def test_epochs_want_a_count(count: Any) -> None:
+    with started() as run, pytest.raises(shoal.ConfigError) as failure:
+        list(run.epochs(count))
+    assert str(failure.value) == f"run.epochs({count!r}): a count of epochs is wanted; nearest: 1"

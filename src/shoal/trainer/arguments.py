@@ -9,12 +9,14 @@ run.toml's keys of the same names are checked where they are read (config/load.p
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, one_of, short
+from shoal.base.layout import AXES
 from shoal.base.policies import (
     COMPILE,
     OFFLOAD,
@@ -78,13 +80,32 @@ ELSEWHERE = {
 """Names that other libraries have for arguments, or for what is said elsewhere."""
 
 
-def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
+OF_A_LOADER = {
+    **dict.fromkeys(("batch_size", "batch"), "shoal.parallelize(…, batch=…)"),
+    "num_workers": "workers",
+    "collate_fn": "collate",
+    **dict.fromkeys(("shuffle", "sampler", "generator"), "the order is drawn anew every epoch, by "
+                    "the seed of shoal.parallelize"),
+    "drop_last": "nothing is dropped: the last step is smaller, and weighed by its count",
+}  # fmt: skip
+"""What a DataLoader takes, and where it is said here."""
+
+
+def refuse_unknown(
+    function: Callable[..., Any], unknown: Iterable[str], elsewhere: Mapping[str, str]
+) -> None:
     """Errors: ConfigError for an argument that there is none of, with the nearest."""
-    names = [name for name in known if name != "unknown"]
+    names = [name for name in inspect.signature(function).parameters if name not in NO_ARGUMENT]
+    where = (
+        "shoal.parallelize" if function.__name__ == "parallelize" else f"run.{function.__name__}"
+    )
     for name in unknown:
-        close = ELSEWHERE.get(name) or nearest(name, names)
+        close = elsewhere.get(name) or nearest(name, names)
         hint = f"nearest: {close}" if close else f"there are {', '.join(names)}"
-        raise ConfigError(f"shoal.parallelize has no argument {name}; {hint}")
+        raise ConfigError(f"{where} has no argument {name}; {hint}")
+
+
+NO_ARGUMENT = ("self", "unknown")
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -92,6 +113,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
     given   the arguments of `parallelize` by name; those of which nothing is known here pass
     """
+    _check_layout(given["layout"])
+    if given["loss"] is not None and not callable(given["loss"]):
+        wanted = "a function (outputs, targets) → (sum, count) or unreduced values"
+        _refuse("loss", given["loss"], wanted, 'torch.nn.CrossEntropyLoss(reduction="none")')
     for name, words in WORDS.items():
         if given[name] not in words:
             raise ConfigError(one_of(name, given[name], words, OTHER_WORDS[name]))
@@ -113,6 +138,16 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if not isinstance(given["schedule"], OptimizerPolicy | None):
         usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
         _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, str | Mapping):
+        near = '"auto"' if layout is None else '{"tp": 2}'
+        _refuse("layout", layout, "the name of a layout, or its degrees,", near)
+    if isinstance(layout, Mapping):
+        for axis in (*AXES, "ep"):
+            if not _is(layout.get(axis, 1), numbers.Integral):
+                _refuse(f"layout.{axis}", layout[axis], "a whole number", 2)
 
 
 def _is(value: Any, kind: type) -> bool:

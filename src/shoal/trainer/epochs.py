@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shoal.base.errors import ConfigError
 from shoal.trainer.feed import Feed
 
 
@@ -36,7 +37,9 @@ class Epochs:
         return self.done if self.used else self.feed.passes()
 
     def turns(self, count: int, stopping: Callable[[], bool]) -> Iterator[int]:
-        """The numbers of the turns that are left of `count`."""
+        """The numbers of the turns that are left of `count`. Errors: ConfigError for no count."""
+        if not isinstance(count, int) or count < 0:
+            raise ConfigError(f"run.epochs({count!r}): a count of epochs is wanted; nearest: 1")
         if not self.used:
             self.used, self.done, self.steps = True, self.feed.passes(), 0
         while self.done < count and not stopping():

@@ -6,7 +6,6 @@ Slurm: which processes there are is found in the environment.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -37,7 +36,7 @@ from shoal.parallel.offload import stream_state
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
-from shoal.trainer.arguments import check_arguments, refuse_unknown
+from shoal.trainer.arguments import ELSEWHERE, check_arguments, refuse_unknown
 from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
@@ -182,7 +181,7 @@ def parallelize(
 def _begin(world: World | None, unknown: Mapping[str, Any], given: Mapping[str, Any]) -> World:
     """Meet the other processes, which must have been given the same arguments."""
     install()
-    refuse_unknown(unknown, inspect.signature(parallelize).parameters)
+    refuse_unknown(parallelize, unknown, ELSEWHERE)
     check_arguments(given)
     world = world or start_world()
     install().world = world

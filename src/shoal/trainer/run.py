@@ -24,6 +24,7 @@ from shoal.fabric import World
 from shoal.optim.average import WeightAverage
 from shoal.parallel.program import Program
 from shoal.profile.memory import peak_memory_bytes
+from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.brought import Brought
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
@@ -121,7 +122,7 @@ class Run:
         return self.program.plan
 
     def loader(
-        self, dataset: Any, *, workers: int = 0, collate: Any = None
+        self, dataset: Any, *, workers: int = 0, collate: Any = None, **unknown: Any
     ) -> Loader | IterableLoader:
         """Batches of a dataset in this run's order, each rank getting its own micro-batches.
 
@@ -129,8 +130,10 @@ class Run:
                    same on every rank
         Gives      an iterable over the steps of one epoch; iterating again is the next epoch
         After `restore`, the first loader goes on where the checkpoint was taken. The same dataset
-        gives the same loader again.
+        gives the same loader again. What a DataLoader takes besides is refused, with where to
+        say it.
         """
+        refuse_unknown(self.loader, unknown, OF_A_LOADER)
         return self.feed.open(dataset, workers, collate)
 
     @property
