@@ -17,6 +17,7 @@ import cases
 import shoal
 from shoal.base.errors import ClusterError, TrainingError
 from shoal.base.islands import IslandsPolicy
+from shoal.base.phases import listen
 from shoal.fabric import World
 from shoal.fabric.place import Place
 from shoal.fabric.plane import IslandLost
@@ -66,6 +67,7 @@ def opened(
 
 def leave(run: Run, joined: Joined | None = None) -> None:
     """As a process that ends, but the world stays for the next check."""
+    listen(None)
     if joined is not None:
         joined.close()
     run.saving.close()
@@ -94,6 +96,8 @@ def train(
     own = str(Path(folder) / f"island-{index}") if folder else None
     run, data = opened(world, folder=own, **{k: asked.pop(k) for k in RUN & set(asked)})
     policy = {"pace": "equal", **asked}  # speeds differ from run to run
+    phases: set[str] = set()
+    listen(lambda doing: phases.update(one.name for one in doing))
     joined = join(run, IslandsPolicy(count=count, at=at, index=index, **policy).settled())
     began = joined.common.round
     loop = Rounds(run, joined, run.loader(data))
@@ -132,6 +136,7 @@ def train(
         "weights": digest(weights),
         "norm": norm(weights),
         "spread": [merge.spread for merge in merges],
+        "phases": sorted(phases),
         "left": {tag: digest({tag: one}) for tag, one in left.items()},
     }
     if folder:

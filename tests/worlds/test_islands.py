@@ -319,6 +319,8 @@ def test_a_slow_disk_is_waited_for(islands, tmp_path: Path) -> None:
     assert [island[0].get("committed") for island in told] == [[True, True]] * 2, told
     first = told[0][0]
     assert first["exchange_s"][1] > first["learnt_s"][1] + 0.2, "a save is no silence"
+    waits = {"meet the other islands", "merge with the other islands"}
+    assert waits <= set(first["phases"]), "what the terminal says meanwhile"
 
 
 USUAL = [("die", "steps"), ("die", "voted"), ("stop", "reduce")]

@@ -24,6 +24,7 @@ import torch
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.events import Emit
 from shoal.base.islands import IslandsPolicy, check_keep
+from shoal.base.phases import phase
 from shoal.checkpoint.catalog import find, read_manifest
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.folders import temporary
@@ -78,6 +79,7 @@ class Joined:
         leave(self.inner)
 
 
+@phase("meet the other islands")
 def join(run: Run, policy: IslandsPolicy) -> Joined:
     """Meet the other islands and agree with them; every rank of every island calls it.
 

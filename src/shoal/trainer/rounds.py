@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, TrainingError
+from shoal.base.phases import phase
 from shoal.config.sections import Config
 from shoal.data.loader import Loader
 from shoal.data.sources import Source
@@ -198,7 +199,8 @@ class Rounds:
 
     def _apply(self, moment: Moment, *, last: bool) -> Merge:
         joined, index = self.joined, self.policy.index
-        merge = joined.merger.result()
+        with phase("merge with the other islands"):
+            merge = joined.merger.result()
         refused = merge.refused(index)
         weights, plain = movable(self.run)
         names = [name for name in joined.fragments[moment.fragment] if name in weights]
