@@ -10,15 +10,15 @@ import pytest
 import any_case
 
 SAMPLE = [
-    ("our gpt", "tp2"),
+    pytest.param("our gpt", "tp2", marks=pytest.mark.proof),
     ("our vit", "tp2"),
     pytest.param("our moe", "tp2", marks=pytest.mark.proof),
     pytest.param("nested", "tp2", marks=pytest.mark.proof),
-    ("mlp", "tp2"),
+    pytest.param("mlp", "tp2", marks=pytest.mark.proof),
     pytest.param("hf bert", "tp2", marks=pytest.mark.proof),
     ("our resnet", "pp2"),
     ("unet", "pp2"),
-    ("hf t5", "pp2"),
+    pytest.param("hf t5", "pp2", marks=pytest.mark.proof),
     ("mlp", "tp4"),
     pytest.param("our llama", "tp4", marks=pytest.mark.proof),
     ("tuples", "pp4"),

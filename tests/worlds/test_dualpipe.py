@@ -18,8 +18,8 @@ DUALPIPE = {"schedule": "dualpipe"}
 PROVEN = [
     ("llama", {"pp": 2}, 25),
     ("llama", {"pp": 4}, 25),
-    ("llama", {"pp": 2}, 17),
-    ("llama", {"pp": 2, "dp_replicate": 2}, 25),
+    pytest.param("llama", {"pp": 2}, 17, marks=pytest.mark.proof),
+    pytest.param("llama", {"pp": 2, "dp_replicate": 2}, 25, marks=pytest.mark.proof),
     ("gpt", {"pp": 2, "dp_shard": 2, "zero": 1}, 25),
     pytest.param("gpt", {"tp": 2, "pp": 2}, 25, marks=pytest.mark.proof),
     ("resnet", {"pp": 2}, 25),

@@ -323,8 +323,8 @@ def test_a_slow_disk_is_waited_for(islands, tmp_path: Path) -> None:
     assert waits <= set(first["phases"]), "what the terminal says meanwhile"
 
 
-USUAL = [("die", "steps"), ("die", "voted"), ("stop", "reduce")]
-MORE = [("die", "reduce"), ("die", "commit")]
+USUAL = [("die", "voted")]
+MORE = [("die", "steps"), ("stop", "reduce"), ("die", "reduce"), ("die", "commit")]
 
 
 @pytest.mark.parametrize("faults", [USUAL, pytest.param(MORE, marks=pytest.mark.proof)])

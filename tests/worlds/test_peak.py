@@ -15,7 +15,7 @@ LAYOUTS = ["ddp", "zero1", "zero2", "fsdp"]
 
 @pytest.mark.parametrize(
     ("name", "rounds"),
-    [("llama", 1), pytest.param("llama", 3, marks=pytest.mark.proof), ("layers", 3)],
+    [*(pytest.param("llama", n, marks=pytest.mark.proof) for n in (1, 3)), ("layers", 3)],
 )
 def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
     answers = worlds(2).call(

@@ -36,7 +36,7 @@ def test_layouts_agree_with_one_process(worlds, reference, layout: str, precisio
 
 
 def test_reduce_in_bf16(worlds, reference) -> None:
-    for layout in LAYOUTS:
+    for layout in ("ddp", "fsdp"):  # ours sums, torch sums
         told = worlds(2).call(
             "precision_case:train", layout=layout, precision="bf16", reduce="bf16"
         )

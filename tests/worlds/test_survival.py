@@ -95,6 +95,7 @@ def test_a_kill_costs_one_start_and_two_steps_at_most(tmp_path: Path) -> None:
     assert resumed["step"] >= before - 2
 
 
+@pytest.mark.proof  # without processes: tests/trainer/test_own_folder.py
 def test_live_folder_refuses_a_second_owner(tmp_path: Path) -> None:
     first = CommandLine(tmp_path, *TOY_ARGUMENTS, "launch.processes=1")
     first.wait_for(lambda: first.steps() >= 4)
