@@ -20,6 +20,7 @@ from shoal.models.loss import token_loss
 from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut
 from shoal.planner.transients import gathered_elements
+from shoal.planner.validation import validation_micro_batch
 from shoal.profile.states import peak_extra_bytes, state_bytes
 from shoal.profile.trace import trace_facts
 from shoal.trainer.parallelize import parallelize
@@ -183,10 +184,18 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
     extra_bytes = peak_extra_bytes(lambda: run.step(batch), world.device, times=times)
     loss = "chunked" if name == "llama" else "full"
     case = case_of(known, run.plan.layout, world.size, run.plan.batch, rows, loss)
+    foreseen = predict_memory(case)
+    at_once = validation_micro_batch(case, foreseen)
+    held_out = [samples(name, at_once, world.rank)]
+    sizes: list[int] = []
+    watch = run.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    validating = peak_extra_bytes(lambda: run.evaluate(held_out), world.device, times=times)
+    watch.remove()
     for undo in run.program.on_close:
         undo()
-    foreseen = predict_memory(case)
     return {
+        "step_bytes": extra_bytes,
+        "validation": {"at_once": at_once, "sizes": sorted(set(sizes)), "bytes": validating},
         "held": states.total + extra_bytes,
         "foreseen": foreseen.allocated_bytes,
         "parts": foreseen.parts,

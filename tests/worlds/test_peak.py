@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import peak_case
+
 LAYOUTS = ["ddp", "zero1", "zero2", "fsdp"]
 
 
@@ -18,12 +20,18 @@ LAYOUTS = ["ddp", "zero1", "zero2", "fsdp"]
     [*(pytest.param("llama", n, marks=pytest.mark.proof) for n in (1, 3)), ("layers", 3)],
 )
 def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
+    least = peak_case.MICRO_BATCH[name]
     answers = worlds(2).call(
         "peak_case:held_and_foreseen", name=name, layouts=LAYOUTS, rounds=rounds
     )
     for rank in answers:
         for layout, found in zip(LAYOUTS, rank, strict=True):
             assert found["foreseen"] == pytest.approx(found["held"], rel=0.1), (layout, found)
+            # A validation takes more samples at once than training, and no more memory for them.
+            told = found["validation"]
+            assert told["sizes"] == [told["at_once"]]
+            assert told["bytes"] <= found["step_bytes"], (layout, found)
+        assert max(found["validation"]["at_once"] for found in rank) > least
 
 
 @pytest.fixture(scope="module")
