@@ -90,6 +90,36 @@ def test_compiled_blocks_compute_the_same(plain, recompute) -> None:
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda function: lambda x: function(x) * (1 + 1e-6), "outputs"),
+        (lambda function: lambda x: function(x.detach() + 0 * x), "gradients"),
+        (lambda function: lambda x: function(x) + (x - x.detach()), "gradients"),
+    ],
+    ids=["outputs", "a gradient is lost", "a gradient too many"],
+)
+def test_wrong_code_is_found_in_the_first_step(monkeypatch, wrong, what: str) -> None:
+    """torch 2.11 loses gradients of norms where an autograd.Function writes in place."""
+    monkeypatch.setattr(compiling, "_compile", wrong)
+    with pytest.raises(PlanError) as failure:
+        steps("blocks")
+    line = str(failure.value)
+    assert line.startswith(f"train.compile = blocks: layers.0: the {what} of its compiled code")
+    assert line.endswith(
+        f"torch {torch.__version__} makes wrong code of it; nearest: train.compile=none"
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_check_of_the_code_leaves_no_trace(monkeypatch, plain, recompute: str) -> None:
+    """Random numbers, buffers, gradients and recompute are as without it; right code passes."""
+    monkeypatch.setattr(compiling, "_compile", lambda function: function)
+    losses, weights = steps("blocks", recompute)
+    assert losses == plain[0]
+    assert all(torch.equal(one, other) for one, other in zip(weights, plain[1], strict=True))
+
+
 def test_selective_recompute_is_refused() -> None:
     with pytest.raises(PlanError, match=r"selective looks at single .* memory\.recompute=full"):
         steps("blocks", "selective")

@@ -6,7 +6,8 @@ share the code, what a layout hangs on a block (a new key for dropout, FSDP2's g
 stays outside of it as ordinary Python; where one block cannot be compiled, others still are. Of a
 block whose ranks talk to each other inside (tp, cp) what stands between the exchanges is compiled.
 Random operations draw from torch's own generators (`fallback_random`), so that dropout is the same
-as without. The first pass of every new shape takes seconds to a minute.
+as without. The first pass of every new shape takes seconds to a minute. The first block of every
+kind is held against its own code (`compile_check.py`).
 
 Sources  torch.compile, regional compilation (PyTorch recipes, 2024)
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from torch import nn
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.policies import COMPILE
 from shoal.parallel._torch import function_modes, pytree
+from shoal.parallel.compile_check import refuse_wrong_code
 from shoal.parallel.program import Program, StandIn, own_blocks
 from shoal.profile.blocks import is_single_layer
 
@@ -64,8 +66,9 @@ def apply(program: Program, policy: str) -> Program:
             "whose entries are blocks of several layers"
         )
         return program
+    checked: set[Hashable] = set()
     compiled = [
-        _Compiled(name, block)
+        _Compiled(name, block, checked)
         for name, block in found.values()
         if not _compiles_inside(name, block, program.notices)
     ]
@@ -135,10 +138,14 @@ def _in_one_line(name: str) -> Iterator[None]:
 
 
 class _Compiled(StandIn):
-    """A block's `forward` as compiled code; a copy compiles anew, which a cache makes short."""
+    """A block's `forward` as compiled code; a copy compiles anew, which a cache makes short.
 
-    def __init__(self, name: str, block: nn.Module) -> None:
+    checked   kinds of blocks whose code was held against the block, shared by all of them
+    """
+
+    def __init__(self, name: str, block: nn.Module, checked: set[Hashable]) -> None:
         self.fast: Callable[..., Any] | None = None
+        self.checked = checked
         super().__init__(name, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +156,21 @@ class _Compiled(StandIn):
         if self.fast is None:
             self.fast = _compile(self.forward)
         with _in_one_line(self.name):
+            # fp16 that is imitated rounds around functions, of which compiled code has others.
+            if torch.is_grad_enabled() and not function_modes():
+                self._check(args, kwargs)
             return self.fast(*args, **kwargs)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Errors: PlanError where the first block of its kind computes something else compiled."""
+        block, fast = self.block, self.fast
+        held = [p for p in block.parameters() if not p.is_meta]
+        kind = (type(block), tuple((p.shape, p.dtype) for p in held), block.training)
+        if kind in self.checked or fast is None:
+            return
+        self.checked.add(kind)
+        buffers = list(block.buffers())
+        refuse_wrong_code(self.name, self.forward, fast, args, kwargs, held, buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block."""

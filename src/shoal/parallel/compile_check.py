@@ -1,0 +1,99 @@
+"""Checks compiled code against the block it was made of, on the first inputs that train it.
+
+    the block's own forward and backward  ┐ same inputs, same random numbers, same gradient of the
+    the compiled ones                     ┘ outputs → outputs, gradients of inputs and parameters
+
+torch.compile has given wrong gradients without a word more than once: a reduction that is rebound
+instead of written (pytorch #193061, since 2.10); what an autograd.Function saves after in-place
+operations, on a CPU (2.11, seen here: gradients of norms off by their own size, the loss of the
+first step equal to the last bit). It costs one block's step per kind of block, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.base.errors import PlanError
+from shoal.parallel._torch import pytree
+
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Largest difference that rounding and another order of sums explain, of a tensor's norm."""
+
+NARROW_BOUND = 0.1
+"""In bf16 and fp16: compiled code keeps more digits between operations than the block does."""
+
+SMALL = 1e-2
+"""Of all gradients' norm: a smaller gradient is compared with this, as it may be mere rounding."""
+
+Forward = Callable[..., Any]
+
+
+def refuse_wrong_code(
+    name: str,
+    plain: Forward,
+    fast: Forward,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    held: Sequence[Tensor],
+    state: Sequence[Tensor],
+) -> None:
+    """Errors: PlanError where compiled code gives other outputs or gradients than the block.
+
+    name   of the block · held  its parameters · state  its buffers, left as they were
+    """
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    wanted = [t for t in (*held, *inputs) if t.requires_grad]
+    if not wanted:
+        return
+    kept = [buffer.clone() for buffer in state]
+    devices = sorted({t.device.index or 0 for t in wanted if t.device.type == "cuda"})
+    runs = []
+    # Whatever waits for saved tensors (recompute, offload) has no part in this.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        for forward in (plain, fast):
+            with torch.random.fork_rng(devices=devices):
+                runs.append(_results(forward, args, kwargs, wanted))
+            for buffer, before in zip(state, kept, strict=True):
+                buffer.copy_(before)
+    (outputs, gradients), (fast_outputs, fast_gradients) = runs
+    bound = min(_bound(t) for t in wanted) if len({t.dtype for t in wanted}) == 1 else NARROW_BOUND
+    whole = torch.stack([g.double().norm().cpu() for g in gradients]).norm()
+    for what, pairs, least in (
+        ("outputs", zip(outputs, fast_outputs, strict=True), 0.0),
+        ("gradients", zip(gradients, fast_gradients, strict=True), SMALL * float(whole)),
+    ):
+        apart = max((_apart(a, b, least) for a, b in pairs), default=0.0)
+        if not apart <= bound:
+            raise PlanError(
+                f"train.compile = blocks: {name}: the {what} of its compiled code differ by "
+                f"{apart:.0e} of their norm from those of the block itself: torch "
+                f"{torch.__version__} makes wrong code of it; nearest: train.compile=none"
+            )
+
+
+def _results(
+    forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs, gradients of `wanted`), zeros where nothing arrives."""
+    leaves = pytree.tree_leaves(forward(*args, **kwargs))
+    outputs = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+    moving = [t for t in outputs if t.requires_grad]
+    draw = torch.Generator().manual_seed(1)
+    pulls = [torch.randn(t.shape, generator=draw).to(t.device, t.dtype) for t in moving]
+    found = torch.autograd.grad(moving, wanted, pulls, allow_unused=True)
+    zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True))
+    return [t.detach() for t in outputs], [g.detach() for g in zeros]
+
+
+def _bound(tensor: Tensor) -> float:
+    return BOUNDS.get(tensor.dtype, NARROW_BOUND)
+
+
+def _apart(one: Tensor, other: Tensor, least: float) -> float:
+    norm = max(float(one.double().norm()), least)
+    apart = float((one.double() - other.double()).norm())
+    return apart / norm if norm else apart
