@@ -111,7 +111,8 @@ def outcome(row: Row) -> str:
 
 def told(row: Row) -> str:
     """A row in one line."""
-    far = f" {row['largest']['gradient']:.0e}" if row.get("largest") else ""
+    apart = (row.get("largest") or {}).get("gradient")
+    far = "" if apart is None else f" {apart:.0e}"
     share = f", {row['share_split']:.0%} split" if row.get("share_split") is not None else ""
     said = "; ".join(row["said"])
     return f"{outcome(row)}{far}{share} {row['reason'][:300]} {said} ({row['seconds']} s)"

@@ -47,10 +47,12 @@ def test_the_nearest_layout_takes_it(worlds) -> None:
     assert everywhere(worlds, "trains_beside") == "nothing was raised"
 
 
-def test_a_parameter_without_elements_hinders_nothing(worlds) -> None:
+def test_a_parameter_without_elements_hinders_nothing(worlds, tmp_path) -> None:
     """DINOv3 has one by default; torch's fully_shard fails on it."""
     answers = {
-        layout: worlds(2).call("zero_guards:trains_with_nothing", layout=layout)[0]
+        layout: worlds(2).call(
+            "zero_guards:trains_with_nothing", layout=layout, folder=str(tmp_path / layout)
+        )[0]
         for layout in ("ddp", "zero2", "fsdp")
     }
     assert [len(values) for values in answers["ddp"]] == [2, 8, 0]

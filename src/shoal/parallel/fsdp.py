@@ -91,8 +91,8 @@ def apply(program: Program) -> Program:
     }
     local = {
         name: Local(nn.Parameter(parts[name][0]), parts[name][1])
-        for name in parameters
-        if parts[name][0].numel()
+        for name, p in parameters.items()
+        if parts[name][0].numel() or not p.numel()
     }
     reducer.local = local
 
@@ -206,6 +206,8 @@ def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecision
 
 def _rows(name: str, parameter: torch.Tensor, program: Program) -> Shard:
     layout = program.plan.layout
+    if not parameter.numel():
+        return program.place(name)  # nothing to deal: every rank has all of it
     if name in program.apart:
         among, degree = program.apart[name], layout.expert_shard
     else:
