@@ -52,6 +52,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          "so layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4"),
         ("layout.pp=2 layout.schedule=zbv memory.recompute=full launch.processes=2",
          "nearest: memory.recompute=none, or layout.schedule=1f1b"),
+        ("train.compile=blocks memory.recompute=selective",
+         "which a compiled block no longer has; nearest: memory.recompute=full"),
         ("layout.strategy=diloco", "nearest: islands.method=diloco islands.count=2"),
         ("layout.strategy=3d launch.processes=2", "nearest legal: launch.processes=4"),
         ("layout.strategy=tp layout.zero=1", "nearest: degrees, layout.tp=2 layout.dp_shard=2"),

@@ -190,6 +190,20 @@ class TensorPolicy:
             )
 
 
+def check_compile(policy: str, recompute: str) -> None:
+    """Refuse a way of compiling that is none, or that recomputing activations cannot go with.
+
+    Errors: ConfigError with the nearest policy; PlanError with the nearest recompute
+    """
+    if policy not in COMPILE:
+        raise ConfigError(one_of("train.compile", policy, COMPILE))
+    if policy != "none" and recompute == "selective":
+        raise PlanError(
+            "train.compile = blocks: memory.recompute = selective looks at single operations, "
+            "which a compiled block no longer has; nearest: memory.recompute=full"
+        )
+
+
 def check_compress(text: str, strategy: str, precision: str = "", reduce: str = "") -> None:
     """Refuse a way of compressing that a layout or a precision cannot carry.
 

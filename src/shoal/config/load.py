@@ -22,7 +22,6 @@ import msgspec
 from shoal.base.errors import ConfigError, nearest, one_of, short
 from shoal.base.layout import AXES
 from shoal.base.policies import (
-    COMPILE,
     OFFLOAD,
     OTHER_FORMATS,
     PRECISIONS,
@@ -30,6 +29,7 @@ from shoal.base.policies import (
     RECOMPUTE,
     REDUCTIONS,
     SCHEDULES,
+    check_compile,
     check_compress,
 )
 from shoal.base.schedules import canonical
@@ -256,7 +256,6 @@ def _check_values(config: Config) -> None:
         ("memory.recompute", config.memory.recompute, RECOMPUTE),
         ("memory.offload", config.memory.offload, OFFLOAD),
         ("train.prove", config.train.prove, PROOFS),
-        ("train.compile", config.train.compile, COMPILE),
         ("optimizer.schedule", optimizer.schedule, SCHEDULES),
         ("model.call", config.model.call, ("single", "kwargs")),
     ):
@@ -282,6 +281,7 @@ def _check_values(config: Config) -> None:
             raise ConfigError(f"optimizer.{key} = inf: no weight would stay finite; nearest: 0.001")
     config.islands.settled()
     layout = config.layout
+    check_compile(config.train.compile, config.memory.recompute)
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
     if layout.schedule:
         canonical(layout.schedule)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, PlanError, one_of
-from shoal.base.policies import COMPILE
+from shoal.base.errors import PlanError
+from shoal.base.policies import check_compile
 from shoal.parallel._torch import function_modes, pytree
 from shoal.parallel.compile_check import refuse_wrong_code
 from shoal.parallel.program import Program, StandIn, own_blocks
@@ -38,16 +38,9 @@ def check(policy: str, recompute: str, device: torch.device) -> None:
     Errors: ConfigError for a policy that is none of COMPILE; PlanError where it does not go with
     memory.recompute, or where nothing here can compile
     """
-    if policy not in COMPILE:
-        raise ConfigError(one_of("train.compile", policy, COMPILE))
-    if policy == "none":
-        return
-    if recompute == "selective":
-        raise PlanError(
-            "train.compile = blocks: memory.recompute = selective looks at single operations, "
-            "which a compiled block no longer has; nearest: memory.recompute=full"
-        )
-    check_compiler(device)
+    check_compile(policy, recompute)
+    if policy != "none":
+        check_compiler(device)
 
 
 def apply(program: Program, policy: str) -> Program:
