@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -118,6 +119,33 @@ def test_the_check_of_the_code_leaves_no_trace(monkeypatch, plain, recompute: st
     losses, weights = steps("blocks", recompute)
     assert losses == plain[0]
     assert all(torch.equal(one, other) for one, other in zip(weights, plain[1], strict=True))
+
+
+def test_what_a_block_changes_is_changed_once(monkeypatch) -> None:
+    """Its input in place, its buffers, and an object that it is given."""
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("passes", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, seen: list[int] | Counter | None) -> torch.Tensor:
+            self.passes += 1
+            if isinstance(seen, Counter):
+                seen["passes"] += 1
+            x += 1
+            return self.inner(x)
+
+    monkeypatch.setattr(compiling, "_compile", lambda function: function)
+    for seen in (None, Counter()):
+        block, x = Changes(), torch.randn(2, 4)
+        compiling._Compiled("block", block, set())
+        mine = x.clone()
+        block(mine, seen)
+        assert torch.equal(mine, x + 1)
+        assert block.passes == 1
+        assert seen is None or seen["passes"] == 1
 
 
 def test_selective_recompute_is_refused() -> None:

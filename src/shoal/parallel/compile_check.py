@@ -29,6 +29,9 @@ NARROW_BOUND = 0.1
 SMALL = 1e-2
 """Of all gradients' norm: a smaller gradient is compared with this, as it may be mere rounding."""
 
+PLAIN = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+"""What no pass changes, or what each pass here gets a copy of."""
+
 Forward = Callable[..., Any]
 
 
@@ -45,7 +48,10 @@ def refuse_wrong_code(
 
     name   of the block · held  its parameters · state  its buffers, left as they were
     """
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not all(isinstance(leaf, PLAIN) for leaf in leaves):
+        return  # an object that a second pass would change once more, say a cache
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     wanted = [t for t in (*held, *inputs) if t.requires_grad]
     if not wanted:
         return
@@ -79,6 +85,7 @@ def _results(
     forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(outputs, gradients of `wanted`), zeros where nothing arrives."""
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
     leaves = pytree.tree_leaves(forward(*args, **kwargs))
     outputs = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
     moving = [t for t in outputs if t.requires_grad]
