@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,7 +124,7 @@ def test_the_check_of_the_code_leaves_no_trace(monkeypatch, plain, recompute: st
 
 
 def test_what_a_block_changes_is_changed_once(monkeypatch) -> None:
-    """Its input in place, its buffers, and an object that it is given."""
+    """Its input in place, its buffers, random numbers, and an object that it is given."""
 
     class Changes(nn.Module):
         def __init__(self) -> None:
@@ -135,16 +137,23 @@ def test_what_a_block_changes_is_changed_once(monkeypatch) -> None:
             if isinstance(seen, Counter):
                 seen["passes"] += 1
             x += 1
+            drawn.append(float(np.random.rand()) + random.random())
             return self.inner(x)
 
     monkeypatch.setattr(compiling, "_compile", lambda function: function)
     for seen in (None, Counter()):
-        block, x = Changes(), torch.randn(2, 4)
+        block, x, drawn = Changes(), torch.randn(2, 4), []
         compiling._Compiled("block", block, set())
         mine = x.clone()
+        np.random.seed(7)
+        random.seed(7)
+        expected = np.random.rand() + random.random()
+        np.random.seed(7)
+        random.seed(7)
         block(mine, seen)
         assert torch.equal(mine, x + 1)
         assert block.passes == 1
+        assert drawn[-1] == expected, "what the check draws is put back"
         assert seen is None or seen["passes"] == 1
 
 

@@ -64,48 +64,6 @@ class Plain(nn.Module):
         return logits
 
 
-class Flat(nn.Module):
-    """Works on tokens one after another and hands them on so, as layers of experts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[batch, seq, 16] to [batch · seq, 16]."""
-        moved: Tensor = self.down(F.gelu(self.up(h.reshape(-1, 16))))
-        return moved
-
-
-class FlatLayer(nn.Module):
-    """Looks at a number on its way, so that it is split by its parts only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.experts = nn.Linear(16, 16), Flat()
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[batch, seq, 16] to [batch, seq, 16]."""
-        scale = 2.0 if float(h.detach().sum()) > 1e9 else 1.0
-        return h + scale * self.experts(self.mix(h)).view(h.shape)
-
-
-class OfFlat(Plain):
-    """Layers inside of which samples and places are one dim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(FlatLayer() for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[batch, seq] to logits [batch, seq, vocabulary]."""
-        h = self.tokens(ids)
-        for layer in self.layers:
-            h = layer(h)
-        logits: Tensor = self.out(h)
-        return logits
-
-
 class FusedBlock(nn.Module):
     """Attention with one weight for q, k and v, biases everywhere, then a feed-forward part."""
 
@@ -163,11 +121,21 @@ def gated(**settings: Any) -> nn.Module:
     return Gated(12, **settings)
 
 
+def flat() -> nn.Module:
+    """`Plain` with layers inside of which samples and places are one dim."""
+    sys.path[:0] = [str(Path(__file__).parents[1] / "parallel")]
+    from user_modules import FlatLayer
+
+    module = Plain()
+    module.layers = nn.ModuleList(FlatLayer(16) for _ in range(2))
+    return module
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "plain": Plain,
     "fused": Fused,
-    "flat": OfFlat,
+    "flat": flat,
     "mlp": lambda: MLP(inputs=12, hidden=32, layers=3, classes=6),
     "sequential": sequential,
     "gated": gated,

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree
+from shoal.parallel.trunk import without_trace
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference that rounding and another order of sums explain, of a tensor's norm."""
@@ -37,34 +38,36 @@ Forward = Callable[..., Any]
 
 def refuse_wrong_code(
     name: str,
+    block: nn.Module,
     plain: Forward,
     fast: Forward,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    held: Sequence[Tensor],
-    state: Sequence[Tensor],
 ) -> None:
-    """Errors: PlanError where compiled code gives other outputs or gradients than the block.
+    """Run a block as it is and compiled, and hold outputs and gradients against each other.
 
-    name   of the block · held  its parameters · state  its buffers, left as they were
+    name   of the block, whose own forward is `plain` and whose code is `fast`; buffers, attributes
+           and random generators are as before afterwards
+    Errors PlanError where they differ by more than rounding explains
     """
     leaves = pytree.tree_leaves((args, kwargs))
     if not all(isinstance(leaf, PLAIN) for leaf in leaves):
         return  # an object that a second pass would change once more, say a cache
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # Leaves of their own: no hook and no graph behind the real inputs sees these passes.
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, dict(kwargs))
+    )
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    held = [p for p in block.parameters() if not p.is_meta]
     wanted = [t for t in (*held, *inputs) if t.requires_grad]
     if not wanted:
         return
-    kept = [buffer.clone() for buffer in state]
-    devices = sorted({t.device.index or 0 for t in wanted if t.device.type == "cuda"})
     runs = []
     # Whatever waits for saved tensors (recompute, offload) has no part in this.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         for forward in (plain, fast):
-            with torch.random.fork_rng(devices=devices):
+            with without_trace(block):  # which has both draw the same random numbers
                 runs.append(_results(forward, args, kwargs, wanted))
-            for buffer, before in zip(state, kept, strict=True):
-                buffer.copy_(before)
     (outputs, gradients), (fast_outputs, fast_gradients) = runs
     bound = min(_bound(t) for t in wanted) if len({t.dtype for t in wanted}) == 1 else NARROW_BOUND
     whole = torch.stack([g.double().norm().cpu() for g in gradients]).norm()
@@ -91,7 +94,8 @@ def _results(
     moving = [t for t in outputs if t.requires_grad]
     draw = torch.Generator().manual_seed(1)
     pulls = [torch.randn(t.shape, generator=draw).to(t.device, t.dtype) for t in moving]
-    found = torch.autograd.grad(moving, wanted, pulls, allow_unused=True)
+    none = [None] * len(wanted)
+    found = torch.autograd.grad(moving, wanted, pulls, allow_unused=True) if moving else none
     zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True))
     return [t.detach() for t in outputs], [g.detach() for g in zeros]
 

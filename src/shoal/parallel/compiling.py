@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shoal.base.errors import PlanError
 from shoal.base.policies import check_compile
@@ -162,8 +163,10 @@ class _Compiled(StandIn):
         if kind in self.checked or fast is None:
             return
         self.checked.add(kind)
-        buffers = list(block.buffers())
-        refuse_wrong_code(self.name, self.forward, fast, args, kwargs, held, buffers)
+        # A part that ranks compute together, or that gathers by itself, would send once more.
+        inside = [part for part in block.modules() if part is not block]
+        if not any("forward" in p.__dict__ or isinstance(p, FSDPModule) for p in inside):
+            refuse_wrong_code(self.name, block, self.forward, fast, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block."""

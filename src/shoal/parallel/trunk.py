@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -109,8 +110,9 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
     values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
     drawn = torch.get_rng_state()
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    python = random.getstate()
+    python, numpy = random.getstate(), np.random.get_state()
     random.seed(0)
+    np.random.seed(0)
     torch.default_generator.manual_seed(0)
     if on_cuda:
         torch.cuda.manual_seed_all(0)
@@ -119,6 +121,7 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
+        np.random.set_state(numpy)
         torch.set_rng_state(drawn)
         if on_cuda:
             torch.cuda.set_rng_state_all(on_cuda)

@@ -47,8 +47,11 @@ OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
 }
 """What others say, or a switch where a word is wanted."""
 
+DEFAULT_BATCH = 32
+"""Samples per step where nobody says how many."""
+
 COUNTS: Mapping[str, tuple[int, int]] = {
-    "batch": (1, 32),
+    "batch": (1, DEFAULT_BATCH),
     "micro_batch": (1, 4),
     "seed": (0, 0),
     "total_steps": (0, 0),
@@ -91,6 +94,10 @@ OF_A_LOADER = {
 """What a DataLoader takes, and where it is said here."""
 
 
+NO_ARGUMENT = ("self", "unknown")
+"""Of a signature: what nobody gives by name."""
+
+
 def refuse_unknown(
     function: Callable[..., Any], unknown: Iterable[str], elsewhere: Mapping[str, str]
 ) -> None:
@@ -103,9 +110,6 @@ def refuse_unknown(
         close = elsewhere.get(name) or nearest(name, names)
         hint = f"nearest: {close}" if close else f"there are {', '.join(names)}"
         raise ConfigError(f"{where} has no argument {name}; {hint}")
-
-
-NO_ARGUMENT = ("self", "unknown")
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

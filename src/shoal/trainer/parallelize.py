@@ -36,7 +36,7 @@ from shoal.parallel.offload import stream_state
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
-from shoal.trainer.arguments import ELSEWHERE, check_arguments, refuse_unknown
+from shoal.trainer.arguments import DEFAULT_BATCH, ELSEWHERE, check_arguments, refuse_unknown
 from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.hand_over import cut_for, hand_over
@@ -48,8 +48,6 @@ from shoal.trainer.run import Run
 from shoal.trainer.settings import BuildOptimizer, RunSettings
 from shoal.trainer.state import model_parts
 from shoal.trainer.whole_state import give_masters
-
-DEFAULT_BATCH = 32
 
 
 def parallelize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from threads import on_ranks
 from torch import Tensor, nn
+from user_modules import FlatLayer
 
 from shoal.parallel.tensor import label
 from shoal.parallel.tensor.check import Finding, check_class
@@ -81,44 +82,9 @@ def test_a_layer_that_keeps_its_last_output_is_split() -> None:
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
 
 
-class Flat(nn.Module):
-    """Works on tokens one after another and hands them on so, as layers of experts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x.reshape(-1, 8)).relu())
-
-
-class NoGraph(nn.Module):
-    """Looks at a number on its way, so that it is split by its parts only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.experts = nn.Linear(8, 8), Flat()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 2.0 if float(x.detach().sum()) > 1e9 else 1.0
-        return x + scale * self.experts(self.norm(x)).view(x.shape)
-
-
-class OfFlat(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(NoGraph() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_parts_that_readers_put_together_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's places of every sample are no run of the flattened dim: Llama 4's experts."""
-    module, x = OfFlat(), torch.randn(2, 4, 8)
+    module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
 
     def findings() -> list[Finding | None]:
         split = plan_split(module, lambda m: m(x), 2, sequence=True)
