@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import shoal
 from shoal.base.errors import PlanError
-from shoal.parallel import compiling
+from shoal.parallel import compile_check, compiling
 
 
 class Block(nn.Module):
@@ -180,3 +181,19 @@ def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> Non
     assert "train.compile = blocks: nothing to compile" in caplog.text
     assert run.plan.compile == "blocks"
     run.close()
+
+
+@pytest.mark.parametrize(("narrow", "stands"), [(torch.float32, True), (torch.float64, False)])
+def test_a_cast_of_the_models_own_is_no_wrong_code(narrow: torch.dtype, stands: bool) -> None:
+    """Compiled code may leave float32 out between two operations: 6e-9 apart in float64."""
+    block, x = nn.Linear(8, 8).double(), torch.randn(2, 8, dtype=torch.float64)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return block(x.to(narrow).to(torch.float64))
+
+    def fast(x: torch.Tensor) -> torch.Tensor:
+        return block(x.float().double()) * (1 + 6e-9)
+
+    accused = nullcontext() if stands else pytest.raises(PlanError, match="outputs of its compiled")
+    with accused:
+        compile_check.refuse_wrong_code("block", block, plain, fast, (x,), {})

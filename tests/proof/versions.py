@@ -84,7 +84,7 @@ def one(python: str, torch: str, at: Path) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         with tempfile.TemporaryDirectory() as away:
             state = "passed"
-            for name, command in steps(found, torch, folder, Path(away)):
+            for name, command in steps(found, torch, folder):
                 code, output = call(command, Path(away))
                 if code:
                     state, told["output"] = f"{name} failed", output.splitlines()[-40:]
@@ -94,15 +94,14 @@ def one(python: str, torch: str, at: Path) -> dict[str, Any]:
     return {"state": state, "seconds": round(time.monotonic() - began_s), **told}
 
 
-def steps(found: str, torch: str, folder: Path, away: Path) -> list[tuple[str, list[str]]]:
-    """(what, command): each runs in the folder `away`, where nothing of the checkout is."""
+def steps(found: str, torch: str, folder: Path) -> list[tuple[str, list[str]]]:
+    """(what, command): each runs in a folder where nothing of the checkout is."""
     python = str(folder / "bin" / "python")
     wheel = max((ROOT / "build" / "dist").glob("shoal-*.whl"), key=lambda p: p.stat().st_mtime)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     version = (
         f"import torch; assert torch.__version__.split('+')[0] == '{torch}', torch.__version__"
     )
-    run = str(away / "runs" / "demo")
     shoal = str(folder / "bin" / "shoal")
     tests = [python, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-k", LIGHT]
     return [
@@ -115,7 +114,7 @@ def steps(found: str, torch: str, folder: Path, away: Path) -> list[tuple[str, l
         ("it is the wheel", [python, "-c", IS_WHEEL, str(folder)]),
         ("help", [shoal, "--help"]),
         ("demo", [shoal, "train", *DEMO]),
-        ("export", [shoal, "checkpoint", "export", run, str(away / "model.safetensors")]),
+        ("export", [shoal, "checkpoint", "export", "runs/demo", "model.safetensors"]),
         ("test tools", [*pip, "pytest>=8", "scikit-learn>=1.4"]),
         ("sample of tests", [*tests, "--rootdir", str(ROOT), *(str(ROOT / t) for t in SAMPLE)]),
     ]

@@ -112,9 +112,13 @@ def share(world: World, step: int = 0, rows: int = 8) -> tuple[torch.Tensor, tor
     return X[first : first + rows], Y[first : first + rows]
 
 
-def off_by(run: shoal.Run, steps: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def off_by(
+    run: shoal.Run,
+    steps: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    build: Callable[[], nn.Module] = net,
+) -> float:
     """Largest difference of the run's weights to plain PyTorch over whole steps."""
-    model = net()
+    model = build()
     optimizer = sgd(model.parameters())
     for inputs, targets in steps:
         optimizer.zero_grad()
@@ -439,6 +443,143 @@ def unseeded_model(world: World, layout: str) -> None:
 @mistake("every rank must build the same model: look for a builder that reads the rank")
 def another_model_on_rank_1(world: World, layout: str) -> None:
     begin(world, layout, nn.Linear(4, 2 + world.rank)).step(share(world))
+
+
+class Held(nn.Linear):
+    """Holds its rows' norms down, as convolutions for EEG do."""
+
+    how = "data"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        short = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        if self.how == "data":
+            self.weight.data = short
+        else:
+            with torch.no_grad():
+                self.weight.copy_(short)
+        return super().forward(x)
+
+
+def held(how: str = "data") -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(Held(8, 8), nn.Tanh())
+    block[0].how = how
+    return nn.Sequential(nn.Linear(4, 8), block, nn.Linear(8, 2))
+
+
+@mistake(
+    RIGHT,
+    "1.0.weight: the model's own forward pass puts it into other memory, and zero1 (dp_shard = 2) "
+    "in fp32 would lose what it wrote; nearest: torch.nn.utils.parametrize, which",
+    "1.0.weight: the model's own forward pass puts it into other memory, and fsdp (dp_shard = 2)",
+    layouts=("ddp", "zero1", "fsdp"),
+)
+def weight_set_in_forward(world: World, layout: str) -> float:
+    run = begin(world, layout, held())
+    for step in range(3):
+        run.step(share(world, step))
+    return off_by(run, [whole(world, step) for step in range(3)], held)
+
+
+@mistake(
+    RIGHT,
+    RIGHT,
+    "1.0.weight: the model's own forward pass writes it, and fsdp (dp_shard = 2) in fp32 would",
+    "1.0.weight: the model's own forward pass writes it, and tp (tp = 2) in fp32 would",
+    layouts=("ddp", "zero1", "fsdp", "tp"),
+)
+def weight_written_in_forward(world: World, layout: str) -> float:
+    run = begin(world, layout, held("copy"))
+    for step in range(3):
+        run.step(share(world, step))
+    return off_by(run, [whole(world, step) for step in range(3)], lambda: held("copy"))
+
+
+@mistake(
+    "1.0.weight: the model's own forward pass writes it, and ddp (dp_replicate = 2) in bf16 would "
+    "lose what it wrote; nearest: torch.nn.utils.parametrize, which computes a weight from the one "
+    "that trains, or layout.strategy=ddp with precision.compute=fp32",
+    "1.0.weight: the model's own forward pass writes it, and fsdp (dp_shard = 2) in bf16",
+)
+def narrow_weight_written_in_forward(world: World, layout: str) -> None:
+    begin(world, layout, held("copy"), precision="bf16").step(share(world))
+
+
+class Short(nn.Module):
+    """What may be written in the place of `Held`."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.renorm(weight, p=2, dim=0, maxnorm=0.3)
+
+
+def short() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    nn.utils.parametrize.register_parametrization(block[0], "weight", Short())
+    return nn.Sequential(nn.Linear(4, 8), block, nn.Linear(8, 2))
+
+
+@mistake(RIGHT, layouts=("ddp", "zero1", "fsdp"))
+def weight_computed_from_another(world: World, layout: str) -> float:
+    """What the lines above advise."""
+    run = begin(world, layout, short())
+    for step in range(3):
+        run.step(share(world, step))
+    return off_by(run, [whole(world, step) for step in range(3)], short)
+
+
+class Router(nn.Linear):
+    """Computes in float32, whatever it was built in: Switch Transformers' does so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.to(torch.float32)
+        return super().forward(x.float()).to(x.dtype)
+
+
+def routed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Sequential(Router(8, 8), nn.Tanh()), nn.Linear(8, 2))
+
+
+@mistake(
+    "1.0.weight: the model's own forward pass turns it into float32, and ddp (dp_replicate = 2) in "
+    "bf16 would train on without it; nearest: cast values there (weight.to(torch.float32) in the "
+    "place of module.to(torch.float32)), or precision.compute=fp32",
+    "1.0.weight: the model's own forward pass turns it into float32, and fsdp (dp_shard = 2) in",
+)
+def router_cast_in_place(world: World, layout: str) -> None:
+    begin(world, layout, routed(), precision="bf16").step(share(world))
+
+
+@mistake(RIGHT)
+def router_that_is_float32_already(world: World, layout: str) -> float:
+    run = begin(world, layout, routed())
+    run.step(share(world))
+    return off_by(run, [whole(world)], routed)
+
+
+class Table(nn.Module):
+    """Looks rows up, and shortens those that are long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(32, 4, max_norm=0.5)
+        self.block = nn.ModuleList([nn.Linear(4, 2)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        for layer in self.block:
+            ids = layer(self.rows(ids))
+        return ids
+
+
+@mistake(
+    "rows.weight: max_norm shortens the rows that a pass looks up, which on 2 ranks are those",
+    "rows.weight: the model's own forward pass writes it, and fsdp (dp_shard = 2) in fp32 would",
+)
+def table_with_a_longest_norm(world: World, layout: str) -> None:
+    ids = torch.arange(32)[world.rank * 8 : world.rank * 8 + 8]
+    begin(world, layout, Table()).step((ids, torch.ones(8, 2)))
 
 
 @mistake("the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen")

@@ -25,6 +25,7 @@ __all__ = [
     "send_unused",
     "unwatched",
     "within",
+    "writes",
 ]
 
 
@@ -119,3 +120,8 @@ def send_unused(shard: Any) -> None:
         reduce(*unused)
 
     group.post_backward = post_backward
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """Count how often a tensor was written in place, by anything but `.data`."""
+    return tensor._version

@@ -12,17 +12,19 @@ first step equal to the last bit). It costs one block's step per kind of block, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import pytree
+from shoal.parallel._torch import UncompiledMode, pytree
 from shoal.parallel.trunk import without_trace
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Largest difference that rounding and another order of sums explain, of a tensor's norm."""
+"""Largest difference that rounding and another order of sums explain, of a tensor's norm, by the
+narrowest format that the block computes in: many models compute norms in float32 inside float64."""
 
 NARROW_BOUND = 0.1
 """In bf16 and fp16: compiled code keeps more digits between operations than the block does."""
@@ -63,13 +65,14 @@ def refuse_wrong_code(
     if not wanted:
         return
     runs = []
+    formats = _Formats()
     # Whatever waits for saved tensors (recompute, offload) has no part in this.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        for forward in (plain, fast):
-            with without_trace(block):  # which has both draw the same random numbers
+        for forward, watching in ((plain, formats), (fast, nullcontext())):
+            with without_trace(block), watching:  # both draw the same random numbers
                 runs.append(_results(forward, args, kwargs, wanted))
     (outputs, gradients), (fast_outputs, fast_gradients) = runs
-    bound = min(_bound(t) for t in wanted) if len({t.dtype for t in wanted}) == 1 else NARROW_BOUND
+    bound = max(BOUNDS.get(one, NARROW_BOUND) for one in formats.seen)
     whole = torch.stack([g.double().norm().cpu() for g in gradients]).norm()
     for what, pairs, least in (
         ("outputs", zip(outputs, fast_outputs, strict=True), 0.0),
@@ -93,15 +96,28 @@ def _results(
     outputs = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
     moving = [t for t in outputs if t.requires_grad]
     draw = torch.Generator().manual_seed(1)
-    pulls = [torch.randn(t.shape, generator=draw).to(t.device, t.dtype) for t in moving]
+    pulls = [torch.randn(t.shape, generator=draw, dtype=t.dtype).to(t.device) for t in moving]
     none = [None] * len(wanted)
     found = torch.autograd.grad(moving, wanted, pulls, allow_unused=True) if moving else none
     zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True))
     return [t.detach() for t in outputs], [g.detach() for g in zeros]
 
 
-def _bound(tensor: Tensor) -> float:
-    return BOUNDS.get(tensor.dtype, NARROW_BOUND)
+class _Formats(UncompiledMode):
+    """Notes in which floating formats operations give their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for one in pytree.tree_leaves(results):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.seen.add(one.dtype)
+        return results
 
 
 def _apart(one: Tensor, other: Tensor, least: float) -> float:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shoal.base.errors import PlanError
 from shoal.base.policies import check_compile
@@ -163,6 +162,8 @@ class _Compiled(StandIn):
         if kind in self.checked or fast is None:
             return
         self.checked.add(kind)
+        from torch.distributed.fsdp import FSDPModule  # half a second of imports
+
         # A part that ranks compute together, or that gathers by itself, would send once more.
         inside = [part for part in block.modules() if part is not block]
         if not any("forward" in p.__dict__ or isinstance(p, FSDPModule) for p in inside):

@@ -49,6 +49,7 @@ from shoal.fabric.world import holds_groups
 from shoal.parallel._torch import forget_groups, pytree, send_unused
 from shoal.parallel.buckets import REDUCE
 from shoal.parallel.program import Local, Program, StandIn, frozen, trainable
+from shoal.parallel.rewritten import watch_units
 from shoal.profile.blocks import gathered_blocks, loose_blocks
 from shoal.profile.flops import meta_twin
 
@@ -76,6 +77,7 @@ def apply(program: Program) -> Program:
             detours += _wrap(program, [part], over, scatters[1])
     detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    detours += watch_units(shards, program)
     parameters = trainable(module)
     # A rank alone with its experts, or among whole copies of them, has no rows to deal out.
     undealt = program.apart if layout.expert_shard == 1 else {}

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-__all__ = ["LoaderIterator", "pytree", "writes"]
-
-
-def writes(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, by anything but `.data`."""
-    return tensor._version
+__all__ = ["LoaderIterator", "pytree"]

@@ -23,6 +23,7 @@ from shoal.data.loader import Loader
 from shoal.fabric import World
 from shoal.optim.average import WeightAverage
 from shoal.parallel.program import Program
+from shoal.parallel.rewritten import refuse_rewritten
 from shoal.profile.memory import peak_memory_bytes
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.brought import Brought
@@ -41,12 +42,7 @@ from shoal.trainer.settings import RunSettings
 from shoal.trainer.share import busiest, own_micro_batches
 from shoal.trainer.skips import Skips
 from shoal.trainer.state import Beside, restore_run, save_run
-from shoal.trainer.step import (
-    Tally,
-    forward_backward,
-    reducer_of,
-    update,
-)
+from shoal.trainer.step import Tally, forward_backward, reducer_of, update
 from shoal.trainer.suspicions import FirstStep, evaluation_line
 from shoal.trainer.touched import Touched
 from shoal.trainer.whole_state import full_state
@@ -87,7 +83,7 @@ class Run:
         self._batch: Any = None
         self._spare: Any = None
         self._data_wait_s = 0.0
-        self._stop_wanted = self._closed = False
+        self._stop_wanted = self._closed = self._weights_seen = False
         self._restored: set[Path] = set()
         self.lease: RunLease | None = None
         fp16 = program.plan.precision == "fp16"
@@ -196,20 +192,23 @@ class Run:
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
         spare = micro_batches[-1][1] if micro_batches else self._spare
         first = self._first_step(micro_batches)
-        self._tally = forward_backward(
-            self.program,
-            micro_batches,
-            first or self.loss,
-            step=self.step_count,
-            rounds=busiest(self.program, batch, len(micro_batches), has_spare=spare is not None),
-            spare=spare,
-            scale=self.loss_scale.value if self.loss_scale else 1.0,
-            call=self.settings.call,
-            stop=self._stop_wanted,
-            save_failed=self.saving.report() == FAILED,
-            peak_memory_bytes=peak_memory_bytes(self.world.device),
-            says=self.touched.says(self.step_count + 1),
-        )
+        rounds = busiest(self.program, batch, len(micro_batches), has_spare=spare is not None)
+        with nullcontext() if self._weights_seen else refuse_rewritten(self.program):
+            self._tally = forward_backward(
+                self.program,
+                micro_batches,
+                first or self.loss,
+                step=self.step_count,
+                rounds=rounds,
+                spare=spare,
+                scale=self.loss_scale.value if self.loss_scale else 1.0,
+                call=self.settings.call,
+                stop=self._stop_wanted,
+                save_failed=self.saving.report() == FAILED,
+                peak_memory_bytes=peak_memory_bytes(self.world.device),
+                says=self.touched.says(self.step_count + 1),
+            )
+        self._weights_seen = True
         self.touched.agree(self.step_count + 1, self._tally.said)
         self.touched.after()
         if first is not None:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
-from shoal.trainer._torch import writes
 
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
@@ -143,8 +143,9 @@ class Touched:
             if weights[other] != value:
                 raise ConfigError(
                     f"step {step}: weights on rank {rank} are not those on rank {other}: they "
-                    f"were changed beside the run, by each rank for itself; nearest: the same "
-                    f"change on every rank (seed it), or before shoal.parallelize"
+                    f"were changed beside the run, or by the model's own forward pass, by each "
+                    f"rank for itself; nearest: the same change on every rank (seed it), or before "
+                    f"shoal.parallelize"
                 )
         if len(set(rates)) > 1:
             told = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
