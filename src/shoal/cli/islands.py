@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -175,7 +176,7 @@ def _run_once(
     finally:
         for island in islands:
             island.kill()
-    return [island.process.wait() for island in islands]
+    return [island.ended() for island in islands]
 
 
 class _Island:
@@ -217,6 +218,11 @@ class _Island:
         if self.process.poll() is None and not self._asked:
             self._asked = True
             self.process.terminate()
+
+    def ended(self) -> int:
+        """Its exit code; a stop that came before it listened to signals is a stop as well."""
+        code = self.process.wait()
+        return 128 + signal.SIGTERM if self._asked and code == -signal.SIGTERM else code
 
     def kill(self) -> None:
         """SIGKILL to the supervisor; its workers die with it."""
