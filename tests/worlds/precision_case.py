@@ -21,13 +21,18 @@ def alone() -> World:
 
 
 def train(
-    world: World, layout: str, precision: str, steps: int = 6, **settings: Any
+    world: World,
+    layout: str,
+    precision: str,
+    steps: int = 6,
+    case: str = "llama",
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train the llama case; losses, norms, what is kept in which format, and whether all agree."""
+    """Train a case; losses, norms, what is kept in which format, and whether all agree."""
     run = shoal.parallelize(
-        cases.build("llama"),
+        cases.build(case),
         lambda p: torch.optim.AdamW(p, lr=0.003, fused=True),
-        cases.loss("llama"),
+        cases.loss(case),
         layout,
         batch=cases.BATCH,
         micro_batch=cases.MICRO_BATCH,
@@ -37,7 +42,7 @@ def train(
         world=world,
         **settings,
     )
-    loader = run.loader(cases.dataset("llama"))
+    loader = run.loader(cases.dataset(case))
     losses = []
     while run.step_count < steps:
         for batch in loader:
@@ -52,7 +57,7 @@ def train(
         "stepped": sorted({str(one.parameter.dtype) for one in run.program.local.values()}),
         "kept": sorted({str(t.dtype) for t in weights.values()}),
         "agree": all(other == everyone[0] for other in everyone),
-        "evaluated": run.evaluate(cases.dataset("llama"))["loss"],
+        "evaluated": run.evaluate(cases.dataset(case))["loss"],
     }
     for undo in run.program.on_close:
         undo()

@@ -35,6 +35,17 @@ def test_layouts_agree_with_one_process(worlds, reference, layout: str, precisio
         assert told[0]["module"] == ["torch.bfloat16", "torch.float32"]
 
 
+@pytest.mark.parametrize("case", ["gpt", "cnn"])
+def test_norms_whose_weights_are_gathered_narrow(worlds, case: str) -> None:
+    """Under fsdp a LayerNorm, or a BatchNorm, has float32 inputs and bf16 weights."""
+    expected = precision_case.train(precision_case.alone(), "single", "bf16", case=case)
+    for answer in worlds(2).call(
+        "precision_case:train", layout="fsdp", precision="bf16", case=case
+    ):
+        for ours, theirs in zip(answer["losses"], expected["losses"], strict=True):
+            assert math.isclose(ours, theirs, rel_tol=2e-3)
+
+
 def test_reduce_in_bf16(worlds, reference) -> None:
     for layout in ("ddp", "fsdp"):  # ours sums, torch sums
         told = worlds(2).call(

@@ -15,6 +15,7 @@ Source: Micikevicius et al. 2018 (mixed precision: masters, loss scale)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -87,6 +88,8 @@ def apply(program: Program) -> Program:
         return replace(program, autocast=_rounding)
     if compute not in NARROW:
         return program
+    if device.type == "cpu" and program.plan.layout.zero == 3:
+        norms_of_narrow_weights()  # fsdp gathers a unit's vectors in the format of its matrices
     autocast = _autocast(device.type, NARROW[compute])
     own = _OwnCalls(autocast, device.type)
     hooks = [
@@ -98,6 +101,37 @@ def apply(program: Program) -> Program:
         autocast=autocast,
         on_close=(*program.on_close, *(hook.remove for hook in hooks)),
     )
+
+
+NORMS = {"layer_norm": (2, 3), "group_norm": (2, 3), "batch_norm": (1, 2), "instance_norm": (1, 2)}
+"""Which operands of torch's norms are weights."""
+
+
+@functools.cache
+def norms_of_narrow_weights() -> torch.library.Library:
+    """Let the CPU's autocast compute norms with narrow weights, as a GPU's does.
+
+    Without it: "mixed dtype (CPU): expect parameter to have scalar type of Float". What had one
+    format, and all code outside of autocast, is as before.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for name, places in NORMS.items():
+        norm = functools.partial(_with_wide_weights, getattr(torch, name), places)
+        library.impl(name, norm, "AutocastCPU")
+    return library
+
+
+def _with_wide_weights(
+    norm: Callable[..., torch.Tensor], places: tuple[int, ...], *operands: Any
+) -> torch.Tensor:
+    others = [one for place, one in enumerate(operands) if place not in places]
+    if any(isinstance(one, torch.Tensor) and one.dtype == torch.float32 for one in others):
+        operands = tuple(
+            one.float() if place in places and isinstance(one, torch.Tensor) else one
+            for place, one in enumerate(operands)
+        )
+    with torch.autocast("cpu", enabled=False):
+        return norm(*operands)
 
 
 class _OwnCalls:
