@@ -3,17 +3,26 @@
 A background job of a non-interactive shell starts with SIGINT ignored; the supervisor rightly keeps
 such a choice, and its tests of Ctrl-C would wait in vain.
 
+What a machine was measured to be is kept for all commands of a session, and not for the next one:
+measuring it anew in each of some 100 commands would take 5 CPU-seconds each.
+
 Under PYTHONDONTWRITEBYTECODE each of some 300 processes would compile Shoal anew: 1.1 CPU-seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+os.environ["SHOAL_CACHE"] = tempfile.mkdtemp(prefix="shoal-tests-cache-")
+atexit.register(shutil.rmtree, os.environ["SHOAL_CACHE"], ignore_errors=True)

@@ -66,7 +66,7 @@ def prove(folder: Path, *arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "prove", *BASE, *arguments],
         cwd=folder,
-        env={**env, "SHOAL_CACHE": str(folder / "cache")},
+        env=env,
         capture_output=True,
         text=True,
         timeout=90,

@@ -81,9 +81,14 @@ TOY_ARGUMENTS = [
 
 
 class CommandLine:
-    """`shoal train` as a process; the run is called `run` and lies in `folder/runs/run`."""
+    """`shoal train` as a process; the run is called `run` and lies in `folder/runs/run`.
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "run") -> None:
+    cold   nothing is known of this machine, its texts and the model's proof from other commands
+    """
+
+    def __init__(
+        self, folder: Path, *arguments: str, name: str = "run", cold: bool = False
+    ) -> None:
         (folder / "toy.py").write_text(TOY)
         self.folder = folder
         self.run = folder / "runs" / name
@@ -93,7 +98,7 @@ class CommandLine:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shoal", "train", *arguments],
             cwd=folder,
-            env={**env, "SHOAL_CACHE": str(folder / "cache")},
+            env={**env, "SHOAL_CACHE": str(folder / "cache")} if cold else env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -21,7 +21,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[CommandLine, str]:
-    command = CommandLine(tmp_path_factory.mktemp("first"), *SMALL)
+    command = CommandLine(tmp_path_factory.mktemp("first"), *SMALL, cold=True)
     code, output = command.finish()
     assert code == 0, output
     return command, output

@@ -19,7 +19,7 @@ ARGUMENTS = [
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     (tmp_path / "toy.py").write_text(TOY)
-    return {**os.environ, "SHOAL_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import weakref
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shoal.base.errors import ConfigError, PlanError
@@ -55,7 +54,7 @@ def refuse_unready(module: nn.Module) -> None:
                 f"model: {name} has no shape yet, its layer is a lazy one; nearest: one forward "
                 f"pass, model(inputs), before shoal.parallelize"
             )
-        if isinstance(parameter, DTensor):
+        if hasattr(parameter, "device_mesh"):
             raise ConfigError(
                 f"model: {name} is sharded already, by fully_shard or by a run that is closed; "
                 f"nearest: the module as it was built"
