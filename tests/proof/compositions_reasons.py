@@ -69,7 +69,7 @@ def _compresses(words: Words, found: re.Match[str]) -> bool:
     return words.get("layout.compress") == found[1]
 
 
-OWN_SHARE = r"differs from that part of a whole step by [\d.e+-]+ \(.*\)"
+OWN_SHARE = r"(?:differs from that part of a whole step by [\d.e+-]+ \(.*\)|raises \w+: .*)"
 """What trying an optimizer on parts of parameters finds."""
 
 REASONS = (

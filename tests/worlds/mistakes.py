@@ -978,6 +978,15 @@ def dropout_of_the_rank(world: World, layout: str) -> None:
     begin(world, layout, net(0.1 + 0.2 * world.rank))
 
 
+@mistake("step 2: the model changed: layer 1 is Dropout(p=0.1, inplace=False) on rank 0, and 1 is ")
+def dropout_changed_on_rank_1(world: World, layout: str) -> None:
+    run = begin(world, layout, net(0.1))
+    run.step(share(world))
+    if world.rank == 1:
+        run.model[1].p = 0.3
+    run.step(share(world, 1))
+
+
 @mistake("model: a run trains it already, and two would both sum its gradients; nearest: run.close")
 def parallelized_twice(world: World, layout: str) -> None:
     model = net()

@@ -66,21 +66,36 @@ def refuse_unready(module: nn.Module) -> None:
             )
 
 
-def refuse_unlike(module: nn.Module, world: World) -> None:
-    """Compare over ranks what torch's layers say of themselves: sizes, dropout, epsilons.
-
-    Errors: PlanError, the same on all ranks, naming the first layer that differs
-    """
-    if world.size == 1:
-        return
-    said = [
+def layers_of(module: nn.Module) -> list[str]:
+    """What torch's layers say of themselves: sizes, dropout, epsilons, a line for each."""
+    return [
         f"{name or 'itself'} is {type(part).__name__}({part.extra_repr()})"
         for name, part in module.named_modules()
         if type(part).__module__.startswith("torch.nn.")
     ]
+
+
+def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
+    """Compare over ranks what their layers say of themselves.
+
+    step     before which they were equal, for a run that is under way
+    Errors   PlanError, the same on all ranks, naming the first layer that differs
+    """
+    if world.size == 1:
+        return
+    said = layers_of(module)
     told = world.gather_json([len(said), digest_of(said)])
     if all(one == told[0] for one in told):
         return
+    where, nearest = (
+        (f"step {step}: the model changed", "nearest: the same change on every rank")
+        if step
+        else (
+            "model",
+            "every rank must build the same model: look for a builder that reads the rank or the "
+            "environment",
+        )
+    )
     all_said = world.gather_json(said)
     for rank, other in enumerate(all_said):
         if told[rank] == told[0]:
@@ -90,7 +105,7 @@ def refuse_unlike(module: nn.Module, world: World) -> None:
             min(len(all_said[0]), len(other)),  # one has a layer more
         )
         first, second = ([*one, "not there"][place] for one in (all_said[0], other))
+        at, there = world.ranks[0], world.ranks[rank]
         raise PlanError(
-            f"model: layer {first} on rank 0, and {second} on rank {rank}; every rank must build "
-            f"the same model: look for a builder that reads the rank or the environment"
+            f"{where}: layer {first} on rank {at}, and {second} on rank {there}; {nearest}"
         )

@@ -9,6 +9,7 @@ two steps costs microseconds; what was written is compared over ranks in the ste
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
+from shoal.trainer.module_guard import layers_of, refuse_unlike
 
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
@@ -125,13 +127,14 @@ class Touched:
             float(program.module.training),
             float(self._trains() if self._closely else 0),
             rates[0] if rates else 0.0,
+            float(self._layers() if is_read(step) else 0),
         ]
 
     def agree(self, step: int, said: Sequence[Sequence[float]]) -> None:
         """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
         if not self.watching:
             return
-        written, weights, groups, training, trains, rates = said
+        written, weights, groups, training, trains, rates, layers = said
         if len(set(written)) > 1:
             raise ConfigError(
                 f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
@@ -161,6 +164,8 @@ class Touched:
                     f"{', '.join(f'{n:.0f}' for n in trains)} by rank): some were frozen on some "
                     f"ranks only; nearest: requires_grad_() before shoal.parallelize, on every rank"
                 )
+        if len(set(zip(groups, layers, strict=True))) > len(set(groups)):
+            refuse_unlike(self.program.module, self.program.replicas, step)
         if len(set(training)) > 1:
             raise ConfigError(
                 f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
@@ -185,6 +190,9 @@ class Touched:
         """Leave the optimizer alone."""
         self._hook.remove()
         _all.discard(self)
+
+    def _layers(self) -> int:
+        return zlib.crc32("\n".join(layers_of(self.program.module)).encode())
 
     def _trains(self) -> int:
         return sum(p.requires_grad for p in self.program.parameters.values())
