@@ -970,6 +970,49 @@ def own_barrier_on_rank_0(world: World, layout: str) -> None:
     run.step(share(world, 1))
 
 
+# ---- hooks on gradients
+
+SEES = "model: 1 weight with a gradient hook, first 3.weight: it sees sums over the targets of one"
+LOST = (
+    "model: 3.weight has a gradient hook (register_hook), and under {} the gradient goes to a part"
+)
+
+
+@mistake(SEES, SEES, LOST.format("fsdp (dp_shard = 2)"), layouts=("ddp", "zero2", "fsdp"))
+def gradient_clamped_by_a_hook(world: World, layout: str) -> None:
+    model = net()
+    model[3].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    begin(world, layout, model).step(share(world))
+
+
+@mistake(".weight has a gradient hook (register_hook), and under tp (tp = 2)", layouts=("tp",))
+def hook_on_a_weight_that_is_cut(world: World, layout: str) -> None:
+    model = net()
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    begin(world, layout, model)
+
+
+@mistake(SEES, LOST.format("fsdp (dp_shard = 2)"))
+def hook_on_the_runs_weight(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.model[3].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    run.step(share(world))
+
+
+def half(module: nn.Module) -> nn.Module:
+    module[3].weight.register_hook(lambda gradient: 0.5 * gradient)
+    return module
+
+
+@mistake(RIGHT, layouts=("ddp", "zero1", "zero2"))
+def factor_by_a_hook(world: World, layout: str) -> float:
+    run = begin(world, layout, half(net()))
+    for step in range(3):
+        run.step(share(world, step))
+    return off_by(run, [whole(world, step) for step in range(3)], lambda: half(net()))
+
+
 # ---- what a reader tried
 
 

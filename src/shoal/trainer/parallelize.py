@@ -39,6 +39,7 @@ from shoal.planner.guide import check_micro_batches, choose_layout
 from shoal.trainer.arguments import DEFAULT_BATCH, ELSEWHERE, check_arguments, refuse_unknown
 from shoal.trainer.contract import Loss
 from shoal.trainer.excepthook import install
+from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.look import divides, look_at
 from shoal.trainer.module_guard import enter_run, ready, refuse_unlike
@@ -141,11 +142,13 @@ def parallelize(
         offload=offload,
         compile=compile,
     )
+    hooks = hooked(parameters)
     program = divide(module, plan, world, look_at(sample, plan, world, call))
     settle(module)
     program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
     plan, notices = cut_for(bound, program)
     program = compose(replace(program, plan=plan), seed=seed)
+    said += check_hooks(hooks, program)
     program.notices.extend(said + notices + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))

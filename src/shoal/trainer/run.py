@@ -31,6 +31,7 @@ from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.evaluate import Metric, evaluate
 from shoal.trainer.feed import Feed
+from shoal.trainer.gradient_hooks import check_new_hooks
 from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.meeting import count_forwards, meeting_of, together
 from shoal.trainer.optimizer_guard import OptimizerGuard
@@ -193,6 +194,8 @@ class Run:
         spare = micro_batches[-1][1] if micro_batches else self._spare
         first = self._first_step(micro_batches)
         rounds = busiest(self.program, batch, len(micro_batches), has_spare=spare is not None)
+        for line in () if self._weights_seen else check_new_hooks(self.program):
+            self.recorder.notice(line)
         with nullcontext() if self._weights_seen else refuse_rewritten(self.program):
             self._tally = forward_backward(
                 self.program,
