@@ -970,6 +970,20 @@ def own_barrier_on_rank_0(world: World, layout: str) -> None:
     run.step(share(world, 1))
 
 
+@mistake(
+    "PlanError: loss: it computes with 2.0.weight, and under fsdp (dp_shard = 2) a rank holds parts",
+    "PlanError: loss: it computes with ",
+    layouts=("fsdp", "tp"),
+)
+def penalty_on_weights(world: World, layout: str) -> None:
+    """Under tp it was a sum over parts, without a line; ddp and zero compute it right."""
+    model = net()
+    penalty = lambda: sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
+    loss = lambda o, t: (squares(o, t).sum() + len(t) * penalty(), len(t))  # noqa: E731
+    batch = share(world) if layout == "fsdp" else (X, Y)
+    begin(world, layout, model, loss=loss).step(batch)
+
+
 # ---- hooks on gradients
 
 SEES = "model: 1 weight with a gradient hook, first 3.weight: it sees sums over the targets of one"

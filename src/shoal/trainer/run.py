@@ -392,4 +392,4 @@ class Run:
             self.recorder.notice(line)
         if self.guard.state_checked:
             return None
-        return FirstStep(self.loss, self.model, micro_batches, self.world.size)
+        return FirstStep(self.loss, self.program, micro_batches)

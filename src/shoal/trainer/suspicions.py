@@ -3,11 +3,12 @@
     a mean with a count      the loss's last operation is a mean, which was then called a sum
     targets = inputs         Hugging Face's labels, with a loss that compares place t with place t
     ranks in the loss        it sums or divides over ranks itself, as the run does once more
+    weights in the loss      a penalty on weights, where a rank holds parts of them only
     evaluation mode          dropout is off and BatchNorm frozen while the model trains
 
 None of them computes anything twice: the first is read from the autograd graph, the second from the
-gradient that arrives at the last place of the outputs, which no shifted loss looks at, the third
-from the loss's calls of torch.distributed.
+gradient that arrives at the last place of the outputs, which no shifted loss looks at, the others
+from the loss's calls of torch.distributed and of torch.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, PlanError
 from shoal.models.loss import token_loss
+from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.contract import IGNORED_TARGET, Loss, split_batch
 from shoal.trainer.step import NO_GRADIENT
@@ -43,10 +47,9 @@ DRAWS = (
 class FirstStep:
     """The loss of a run as it is called in its first step; counts the same."""
 
-    def __init__(
-        self, loss: Loss, module: nn.Module, batches: list[tuple[int, Any]], ranks: int
-    ) -> None:
-        self.loss, self.module, self.ranks = loss, module, ranks
+    def __init__(self, loss: Loss, program: Program, batches: list[tuple[int, Any]]) -> None:
+        self.loss, self.program, self.module = loss, program, program.module
+        self.ranks = program.world.size
         found = [pair for _, value in batches if (pair := _copied(value)) is not None]
         self.copied = bool(found)
         # One tensor given twice is no label: it fills in for data, to see how fast steps are.
@@ -60,7 +63,8 @@ class FirstStep:
         if self.loss is token_loss and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
         # One rank alone has nothing to count twice, and may have runs in other threads beside it.
-        with _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext():
+        ranks = _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext()
+        with ranks, _refuse_parts(self.program):
             result = self.loss(outputs, targets)
         if isinstance(result, tuple) and len(result) == 2:
             _refuse_mean(*result)
@@ -148,6 +152,48 @@ def _calls_of_ranks(asked: set[str]) -> Iterator[None]:
     finally:
         for name, function in whole.items():
             setattr(dist, name, function)
+
+
+class _RefuseParts(TorchFunctionMode):
+    """Errors: PlanError where the user's own code computes with a weight that is here in part."""
+
+    def __init__(self, parts: Mapping[int, str], layout: str) -> None:
+        super().__init__()
+        self.parts, self.layout = parts, layout
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            name = self.parts.get(id(leaf))
+            if name is not None and not _asked_by_us():
+                raise PlanError(
+                    f"loss: it computes with {name}, and under {self.layout} a rank holds parts "
+                    f"of weights, so that a penalty on them would be another one; nearest: "
+                    f"weight_decay of the optimizer, or layout=zero2"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_parts(program: Program) -> AbstractContextManager[Any]:
+    """Around a loss: `_RefuseParts`, where there are parts."""
+    parts = {
+        id(p): name
+        for name, p in program.module.named_parameters()
+        if name in program.places or p.is_meta or hasattr(p, "device_mesh")
+    }
+    return _RefuseParts(parts, program.plan.layout.text()) if parts else nullcontext()
+
+
+def _asked_by_us() -> bool:
+    """Whether Shoal's own loss called torch: it knows what a part is."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if room != "torch":
+            return room == "shoal"
+        frame = frame.f_back
+    return False
 
 
 def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
