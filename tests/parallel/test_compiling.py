@@ -197,3 +197,24 @@ def test_a_cast_of_the_models_own_is_no_wrong_code(narrow: torch.dtype, stands: 
     accused = nullcontext() if stands else pytest.raises(PlanError, match="outputs of its compiled")
     with accused:
         compile_check.refuse_wrong_code("block", block, plain, fast, (x,), {})
+
+
+def test_a_block_with_a_hook_inside_runs_as_it_is(monkeypatch, caplog) -> None:
+    """Dynamo guards no hooks: a block of the same class would lend it code that has none."""
+    asked = []
+    monkeypatch.setattr(compiling, "_compile", lambda function: asked.append(function) or function)
+
+    def hooked(module: nn.Module, inputs: object, outputs: torch.Tensor) -> torch.Tensor:
+        return 2.0 * outputs
+
+    model = nn.Sequential(
+        nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in "ab")
+    )
+    model[2][0].register_forward_hook(hooked)
+    run = shoal.parallelize(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), lambda o, t: (o - t) ** 2, compile="blocks"
+    )
+    run.step((torch.randn(2, 4), torch.randn(2, 4)))
+    assert len(asked) == 1, "the other block's"
+    assert "train.compile = blocks: 2 has a hook inside (0: " in caplog.text
+    run.close()

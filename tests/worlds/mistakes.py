@@ -984,6 +984,32 @@ def penalty_on_weights(world: World, layout: str) -> None:
     begin(world, layout, model, loss=loss).step(batch)
 
 
+class Pair(nn.Module):
+    """Two blocks of one class; a hook inside of the second changes what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+        self.blocks, self.out = nn.ModuleList(blocks), nn.Linear(4, 2)
+        self.blocks[1][0].register_forward_hook(lambda module, inputs, outputs: 2.0 * outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+@mistake(RIGHT, layouts=("ddp", "fsdp", "tp", "pp"))
+def hook_that_changes_an_output(world: World, layout: str) -> float:
+    """Under tp equal blocks share a graph, which had no hook."""
+    run = begin(world, layout, Pair(), micro_batch=8)
+    divided = layout in ("tp", "pp")
+    for step in range(3):
+        run.step(whole(world, step) if divided else share(world, step))
+    return off_by(run, [whole(world, step) for step in range(3)], Pair)
+
+
 # ---- hooks on gradients
 
 SEES = "model: 1 weight with a gradient hook, first 3.weight: it sees sums over the targets of one"

@@ -25,18 +25,34 @@ def shapes_of(part: nn.Module) -> Any:
 
 
 def attributes_of(part: nn.Module) -> Any:
-    """Every other attribute in a layer: plain values, anything else by what object it is."""
+    """Every other attribute in a layer: plain values, anything else by what object it is; hooks."""
     plain = (bool, int, float, str, type(None), tuple)
-    return tuple(
+    values = [
         (key, value if isinstance(value, plain) and _hashable(value) else id(value))
         for inner in part.modules()
         for key, value in sorted(vars(inner).items())
         if key not in OF_TORCH or key == "training"
-    )
+    ]
+    return (*values, *hooked_inside(part))
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
+
+
+def hooked_inside(part: nn.Module) -> list[str]:
+    """Name the hooks on modules inside of a layer, torch's and Shoal's own left out.
+
+    What is made of a layer once for all (a graph, compiled code for layers of its class) has none
+    of them. Those on the layer itself run around whatever stands in for it.
+    """
+    return [
+        f"{name}: {getattr(hook, '__qualname__', type(hook).__name__)}"
+        for name, inner in part.named_modules()
+        for hooks in (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks)
+        for hook in hooks.values()
+        if name and getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "shoal")
+    ]
 
 
 def _hashable(value: Any) -> bool:

@@ -27,6 +27,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.policies import check_compile
 from shoal.parallel._torch import function_modes, pytree
+from shoal.parallel.alike import hooked_inside
 from shoal.parallel.compile_check import refuse_wrong_code
 from shoal.parallel.program import Program, StandIn, own_blocks
 from shoal.profile.blocks import is_single_layer
@@ -64,6 +65,7 @@ def apply(program: Program, policy: str) -> Program:
         _Compiled(name, block, checked)
         for name, block in found.values()
         if not _compiles_inside(name, block, program.notices)
+        and not _is_hooked(name, block, program.notices)
     ]
 
     def undo() -> None:
@@ -71,6 +73,14 @@ def apply(program: Program, policy: str) -> Program:
             block.take_away()
 
     return replace(program, on_close=(*program.on_close, undo))
+
+
+def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
+    """Whether a block runs as it is: code of its class would be run without its hooks."""
+    hooks = hooked_inside(block)
+    if hooks:
+        notices.append(f"train.compile = blocks: {name} has a hook inside ({hooks[0]}): as it is")
+    return bool(hooks)
 
 
 def check_compiler(device: torch.device) -> None:

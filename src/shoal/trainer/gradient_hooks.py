@@ -16,8 +16,6 @@ from shoal.base.errors import PlanError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks
 
-TOLD = "with a gradient hook"
-
 
 def hooked(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Names of those that have a hook on their gradient."""
@@ -42,22 +40,11 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
                 f"gradient goes to a part or a copy of it, so the hook would be left out; nearest: "
                 f"clip=… of shoal.parallelize in the place of a clamp, or layout=zero2"
             )
-    return _lines(names)
-
-
-def check_new_hooks(program: Program) -> list[str]:
-    """`check_hooks` of those that were hung on the weights of a run, if it had none before."""
-    if any(TOLD in line for line in program.notices):
-        return []
-    return check_hooks(hooked(program.parameters), program)
-
-
-def _lines(names: Collection[str]) -> list[str]:
     if not names:
         return []
     count = f"{len(names)} weight{'s' if len(names) > 1 else ''}"
     return [
-        f"model: {count} {TOLD}, first {next(iter(names))}: it sees sums over the targets of one "
-        f"micro-batch, and no mean; a factor or a mask is right, a clamp is not: nearest: clip=… "
-        f"of shoal.parallelize"
+        f"model: {count} with a gradient hook, first {next(iter(names))}: it sees sums over the "
+        f"targets of one micro-batch, and no mean; a factor or a mask is right, a clamp is not: "
+        f"nearest: clip=… of shoal.parallelize"
     ]

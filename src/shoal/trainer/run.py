@@ -31,7 +31,7 @@ from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.evaluate import Metric, evaluate
 from shoal.trainer.feed import Feed
-from shoal.trainer.gradient_hooks import check_new_hooks
+from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.meeting import count_forwards, meeting_of, together
 from shoal.trainer.optimizer_guard import OptimizerGuard
@@ -86,6 +86,7 @@ class Run:
         self._data_wait_s = 0.0
         self._stop_wanted = self._closed = self._weights_seen = False
         self._restored: set[Path] = set()
+        self._hooked = hooked(program.parameters)  # of those it was told
         self.lease: RunLease | None = None
         fp16 = program.plan.precision == "fp16"
         self.loss_scale = LossScale(settings.loss_scale) if fp16 else None
@@ -194,7 +195,8 @@ class Run:
         spare = micro_batches[-1][1] if micro_batches else self._spare
         first = self._first_step(micro_batches)
         rounds = busiest(self.program, batch, len(micro_batches), has_spare=spare is not None)
-        for line in () if self._weights_seen else check_new_hooks(self.program):
+        hooks = () if self._weights_seen else hooked(self.program.parameters)
+        for line in check_hooks([name for name in hooks if name not in self._hooked], self.program):
             self.recorder.notice(line)
         with nullcontext() if self._weights_seen else refuse_rewritten(self.program):
             self._tally = forward_backward(

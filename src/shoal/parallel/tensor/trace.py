@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from shoal.base.whole_operations import shown_whole
 from shoal.parallel._torch import pytree
+from shoal.parallel.alike import hooked_inside
 from shoal.parallel.tensor._torch import (
     FakeTensorMode,
     disable_proxy_modes_tracing,
@@ -92,6 +93,8 @@ def trace(
     Errors: Untraceable(reason). The layer and the generators stay as they are.
     """
     parameters = dict(block.named_parameters())
+    if hooks := hooked_inside(block):
+        raise Untraceable(f"a hook inside ({hooks[0]}), which a graph would leave out")
     buffers = dict(block.named_buffers())
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

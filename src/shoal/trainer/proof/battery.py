@@ -47,7 +47,15 @@ from shoal.trainer.proof.limits import (
     reason,
 )
 from shoal.trainer.proof.record import Record, record
-from shoal.trainer.proof.report import SMOOTH, Report, far, judged, no_farther, trajectory
+from shoal.trainer.proof.report import (
+    SMOOTH,
+    Report,
+    far,
+    in_float32,
+    judged,
+    no_farther,
+    trajectory,
+)
 from shoal.trainer.proof.side import Side, Trial
 from shoal.trainer.proof.verdict import Comparison, compare
 from shoal.trainer.run import Run
@@ -111,7 +119,8 @@ class Battery:
         except CannotProve as failure:
             why, trajectories = str(failure), []
             if isinstance(failure, NoFloat64) and self.precision == "fp64":
-                why += f"; {self._in_float32(world, layout, policies)}"
+                narrow = replace(self, precision="fp32", twins={})
+                why += f"; {in_float32(narrow.prove(world, layout, policies))}"
         return {
             **judged(trajectories, why),
             "said": list(dict.fromkeys(said)),
@@ -185,17 +194,19 @@ class Battery:
         Errors: CannotProve on every rank; ShoalError where training itself would be refused
         """
         self._ready(ask)
+        lifted = replace(ask, lifted=True)
         try:
             got, text, done = self._on_layout(ask)
         except RewrittenError as failure:
             if not failure.is_cast or self.precision != "fp64":
                 raise
-            return self._without_casts(ask, said)
+            said.append(f"{self._ready(lifted)}, of its weights too, lifted")
+            wide, text, _ = on_all(ask.world, partial(self._on_layout, lifted))
+            return self._explained(lifted, wide, self._compared(lifted, wide)), text
         said += done
-        told = ask.world.broadcast_json(ask.world.local_first(partial(self._compare, ask, got)))
+        told = self._compared(ask, got)
         if told["equal"] or self.precision != "fp64":
             return self._explained(ask, got, told), text
-        lifted = replace(ask, lifted=True)
         try:
             casts = self._ready(lifted)
             again = on_all(ask.world, partial(self._on_layout, lifted))[0] if casts else None
@@ -206,8 +217,7 @@ class Battery:
             ) from failure
         if again is None:
             return self._explained(ask, got, told), text
-        compare_again = partial(self._compare, lifted, again)
-        exact = ask.world.broadcast_json(ask.world.local_first(compare_again))
+        exact = self._compared(lifted, again)
         if not exact["equal"]:
             said.append(f"{casts} lifted")
             return self._explained(lifted, again, exact), text
@@ -219,31 +229,6 @@ class Battery:
             )
         said.append(f"{casts} lifted; as they are: {far(told)} apart, {AS_IS:.0e} is allowed")
         return {**exact, "as_is": told["largest"]}, text
-
-    def _without_casts(self, ask: _Ask, said: list[str]) -> tuple[Report, str]:
-        """What `_judge` gives, of a model that turns weights of its own into a narrow format."""
-        lifted = replace(ask, lifted=True)
-        casts = self._ready(lifted)
-        again, text, _ = on_all(ask.world, partial(self._on_layout, lifted))
-        compare_again = partial(self._compare, lifted, again)
-        exact = ask.world.broadcast_json(ask.world.local_first(compare_again))
-        said.append(f"{casts}, of its weights too, lifted")
-        return self._explained(lifted, again, exact), text
-
-    def _in_float32(
-        self, world: World, layout: str | Mapping[str, Any], policies: Mapping[str, Any] | None
-    ) -> str:
-        """What float32 tells of a model that has no float64."""
-        report = replace(self, precision="fp32", twins={}).prove(world, layout, policies)
-        if report["verdict"] == "not proven":
-            return f"nor in float32: {report['reason']}"
-        if report["verdict"] == "different":
-            return f"in float32 it differs, as rounding alone may: {report['cause']['text']}"
-        first = report["trajectories"][0]
-        return (
-            f"in float32 instead it is equal within {first['bounds']['first']:.0e} at step 1 "
-            f"(largest difference of a gradient {far(first)})"
-        )
 
     def _ready(self, ask: _Ask) -> str:
         """Make the twin's record on rank 0, others wait at the store, for it may take long.
@@ -305,6 +290,13 @@ class Battery:
                 answer["reason"] = reason(failure)
                 answer["format"] = of_format(failure)
         return answer
+
+    def _compared(self, ask: _Ask, got: Record) -> Report:
+        """`_compare` on rank 0, told to all."""
+        found: Report = ask.world.broadcast_json(
+            ask.world.local_first(partial(self._compare, ask, got))
+        )
+        return found
 
     def _compare(self, ask: _Ask, got: Record) -> Report | None:
         """Whether a trajectory is equal, and how far it is; no cause yet."""

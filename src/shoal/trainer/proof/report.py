@@ -94,3 +94,16 @@ def no_farther(told: Report, rounding: Report) -> bool:
         a is not None and (b is None or a <= max(ROUNDINGS * b, told["bounds"]["first"]))
         for a, b in pairs
     )
+
+
+def in_float32(report: Report) -> str:
+    """What a report in float32 tells of a model that has no float64."""
+    if report["verdict"] == "not proven":
+        return f"nor in float32: {report['reason']}"
+    if report["verdict"] == "different":
+        return f"in float32 it differs, as rounding alone may: {report['cause']['text']}"
+    first = report["trajectories"][0]
+    return (
+        f"in float32 instead it is equal within {first['bounds']['first']:.0e} at step 1 "
+        f"(largest difference of a gradient {far(first)})"
+    )
