@@ -284,8 +284,7 @@ class Battery:
                 if collective(failure):  # a builder's exception arrives as the user's error
                     return {**answer, "reason": reason(failure)}
                 notes = list(getattr(failure, "__notes__", ()))
-                told = {"reason": str(failure), "error": type(failure).__name__, "notes": notes}
-                answer.update(told)
+                answer |= {"reason": str(failure), "error": type(failure).__name__, "notes": notes}
             except Exception as failure:
                 answer["reason"] = reason(failure)
                 answer["format"] = of_format(failure)
@@ -293,10 +292,9 @@ class Battery:
 
     def _compared(self, ask: _Ask, got: Record) -> Report:
         """`_compare` on rank 0, told to all."""
-        found: Report = ask.world.broadcast_json(
-            ask.world.local_first(partial(self._compare, ask, got))
-        )
-        return found
+        found = ask.world.local_first(partial(self._compare, ask, got))
+        told: Report = ask.world.broadcast_json(found)
+        return told
 
     def _compare(self, ask: _Ask, got: Record) -> Report | None:
         """Whether a trajectory is equal, and how far it is; no cause yet."""
