@@ -54,6 +54,13 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          "nearest: memory.recompute=none, or layout.schedule=1f1b"),
         ("train.compile=blocks memory.recompute=selective",
          "which a compiled block no longer has; nearest: memory.recompute=full"),
+        ("layout.strategy=fsdp optimizer.name=lamb launch.processes=2",
+         "layout.strategy = fsdp: cuts every parameter by rows, and optimizer.name = lamb scales a "
+         "parameter's step by norms of all of it; nearest: layout.strategy=zero2, or "),
+        ("layout.tp=2 optimizer.name=muon launch.processes=2",
+         "layout.tp = 2: cuts weights inside, and optimizer.name = muon turns whole matrices"),
+        ("layout.ep=2 layout.dp_replicate=2 optimizer.name=Adafactor launch.processes=2",
+         "layout.ep = 2: cuts stacks of experts by rows, and optimizer.name = Adafactor keeps sums"),
         ("layout.strategy=diloco", "nearest: islands.method=diloco islands.count=2"),
         ("layout.strategy=3d launch.processes=2", "nearest legal: launch.processes=4"),
         ("layout.strategy=tp layout.zero=1", "nearest: degrees, layout.tp=2 layout.dp_shard=2"),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shoal.base.policies import WHOLE_STEPS
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
@@ -266,3 +267,24 @@ def test_groups_with_other_settings_are_all_tried() -> None:
     assert probe(Mixed(plain)) == YES
     second = [{"params": [a], "normalise": False}, {"params": [b], "normalise": True}]
     assert "group 1, shape [40]" in probe(Mixed(second)).flat
+
+
+BY_NAME = {
+    "lamb": lambda p: LAMB(p),
+    "muon": lambda p: MuonWithAdamW(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("name", sorted({*WHOLE_STEPS, *BY_NAME}))
+def test_what_is_refused_by_name_is_what_the_probe_refuses(name: str) -> None:
+    """The command refuses these before anything starts; the probe, of any optimizer, with a model."""
+    found = probe(BY_NAME[name](parameters()))
+    assert name in WHOLE_STEPS
+    assert found.flat
+    assert found.rows
+
+
+@pytest.mark.parametrize("name", sorted(SLICED))
+def test_nothing_else_is_refused_by_name(name: str) -> None:
+    assert name.split()[0] not in WHOLE_STEPS

@@ -72,6 +72,9 @@ def _compresses(words: Words, found: re.Match[str]) -> bool:
 OWN_SHARE = r"(?:differs from that part of a whole step by [\d.e+-]+ \(.*\)|raises \w+: .*)"
 """What trying an optimizer on parts of parameters finds."""
 
+BY_NAME = r"optimizer\.name = \w+ [^;]*"
+"""What is known of an optimizer without trying it."""
+
 REASONS = (
     Reason(
         "a CPU has no other memory",
@@ -175,23 +178,31 @@ REASONS = (
     ),
     Reason(
         "an optimizer of whole matrices, cut by rows",
-        rf"layout\.strategy = .*: cuts every parameter by rows, and \w+: a step on some rows of a "
-        rf"parameter {OWN_SHARE}",
+        rf"layout\.strategy = .*: cuts every parameter by rows, and (?:{BY_NAME}|\w+: a step on some "
+        rf"rows of a parameter {OWN_SHARE})",
         lambda words, _: words.get("optimizer.name") in WHOLE_MATRICES and zero_of(words) == 3,
     ),
     Reason(
         "an optimizer of whole matrices, cut inside",
-        rf"layout\.tp = (\d): cuts weights inside, and \w+: a step on flat pieces of a parameter "
-        rf"{OWN_SHARE}",
+        rf"layout\.tp(?: = (\d))?: cuts weights inside, and (?:{BY_NAME}|\w+: a step on flat pieces "
+        rf"of a parameter {OWN_SHARE})",
         lambda words, found: words.get("optimizer.name") in WHOLE_MATRICES
-        and degrees(words)["tp"] == int(found[1]) > 1,
+        and degrees(words)["tp"] == int(found[1] or degrees(words)["tp"]) > 1,
     ),
     Reason(
         "an optimizer of whole matrices, experts cut by rows",
-        rf"layout\.ep = (\d): cuts stacks of experts by rows, and \w+: a step on some rows of a "
-        rf"parameter {OWN_SHARE}",
+        rf"layout\.ep(?: = (\d))?: cuts stacks of experts by rows, and (?:{BY_NAME}|\w+: a step on "
+        rf"some rows of a parameter {OWN_SHARE})",
         lambda words, found: words.get("optimizer.name") in WHOLE_MATRICES
-        and degrees(words)["ep"] == int(found[1]) > 1,
+        and degrees(words)["ep"] == int(found[1] or degrees(words)["ep"]) > 1,
+    ),
+    Reason(
+        "dropout beside a choice of experts that no graph holds",
+        r"layout\.tp = (\d): blocks\.\d draws random numbers \(dropout in blocks\.\d\.\w+\) and cannot be "
+        r"traced \(DataDependentOutputException: .*\), so they may depend on the layout",
+        lambda words, found: words["model.name"] == "moe"
+        and float(words.get("model.dropout", "0")) > 0
+        and degrees(words)["tp"] == int(found[1]),
     ),
 )  # fmt: skip
 """What a refusal is about, its line, and when that is true."""

@@ -204,6 +204,37 @@ def check_compile(policy: str, recompute: str) -> None:
         )
 
 
+WHOLE_STEPS = {
+    "lamb": "scales a parameter's step by norms of all of it",
+    "muon": "turns whole matrices",
+    "adafactor": "keeps sums of whole rows and columns",
+}
+"""Optimizers by name whose step on a part is no part of the step; what `optim/probe.py` finds."""
+
+
+def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
+    """Refuse an optimizer of whole parameters where the layout cuts them, before anything starts.
+
+    strategy   `LayoutSection.named()` · tp, ep  degrees, where they are given
+    Errors     PlanError with the nearest layout
+    """
+    why = WHOLE_STEPS.get(name.lower())
+    if why is None:
+        return
+    if strategy in ("zero3", "fsdp", "hsdp"):
+        what, nearest = f"layout.strategy = {strategy}: cuts every parameter by rows", "zero2"
+    elif tp > 1 or strategy == "tp":
+        what, nearest = f"layout.tp{f' = {tp}' * (tp > 1)}: cuts weights inside", "zero2"
+    elif ep > 1 or strategy == "ep":
+        what, nearest = f"layout.ep{f' = {ep}' * (ep > 1)}: cuts stacks of experts by rows", "ddp"
+    else:
+        return
+    raise PlanError(
+        f"{what}, and optimizer.name = {name} {why}; nearest: layout.strategy={nearest}, or "
+        f"optimizer.name=adamw"
+    )
+
+
 def check_compress(text: str, strategy: str, precision: str = "", reduce: str = "") -> None:
     """Refuse a way of compressing that a layout or a precision cannot carry.
 

@@ -31,6 +31,7 @@ from shoal.base.policies import (
     SCHEDULES,
     check_compile,
     check_compress,
+    check_whole_steps,
 )
 from shoal.base.schedules import canonical
 from shoal.config.sections import Config, LayoutSection
@@ -282,6 +283,7 @@ def _check_values(config: Config) -> None:
     config.islands.settled()
     layout = config.layout
     check_compile(config.train.compile, config.memory.recompute)
+    check_whole_steps(optimizer.name, layout.named(), layout.tp, layout.ep)
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
     if layout.schedule:
         canonical(layout.schedule)
