@@ -108,7 +108,8 @@ def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
     world.traffic.count = counting
     run.step(batch)
     del world.traffic.count
-    tally_bytes = 8 * (6 + 10 * world.size + len(run.program.names))
+    per_rank = 4 + len(run.touched.says(run.step_count))
+    tally_bytes = 8 * (6 + per_rank * world.size + len(run.program.names))
     calls.remove(("all_reduce", tally_bytes, world.size))  # the step's own numbers
     return calls
 
