@@ -16,14 +16,16 @@ import pytest
 from shoal.base.facts import usable_cores
 from shoal.fabric.place import find_place
 from shoal.launch import supervise
-from shoal.launch.processes import private_socket, worker_environment
+from shoal.launch.processes import private_socket, shared_environment, worker_environment
 
 PARENT = """
-import sys
+import os, sys
 from pathlib import Path
 from shoal.launch import supervise
-supervise([sys.executable, "-c", Path(sys.argv[1]).read_text()], processes=2,
-          folder=Path(sys.argv[2]), restarts=0, emit=lambda *_, **__: None)
+os.environ["PYTHONPATH"] = sys.argv[2]
+supervise([sys.executable, "-m", Path(sys.argv[1]).stem], processes=2,
+          folder=Path(sys.argv[2]), restarts=0, emit=lambda *_, **__: None,
+          imports=sys.argv[3].split())
 """
 WITH_GRANDCHILD = """
 import os, subprocess, sys, time
@@ -53,11 +55,11 @@ def wait_until(condition: Any, limit_s: float) -> bool:
     return bool(condition())
 
 
-def start_family(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+def start_family(folder: Path, imports: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
     """A supervisor in its own process, and the ids of its workers and their children."""
     script = folder / "script.py"
     script.write_text(WITH_GRANDCHILD)
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(script), str(folder)])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(script), str(folder), imports])
     files = [folder / "pids-0", folder / "pids-1"]
     assert wait_until(lambda: all(file.exists() for file in files), 15)
     return parent, [int(pid) for file in files for pid in file.read_text().split()]
@@ -68,10 +70,12 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_sigkill_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
-    parent, pids = start_family(tmp_path)
+@pytest.mark.parametrize("imports", ["", "json"])
+def test_sigkill_of_the_supervisor_leaves_no_process(tmp_path: Path, imports: str) -> None:
+    parent, pids = start_family(tmp_path, imports)
     pids += [pid for pid in children_of(parent.pid) if pid not in pids]
-    assert len(pids) == 5  # two workers, a child of each, the guardian
+    # Two workers, a child of each, the guardian; and the process that forks.
+    assert len(pids) == 5 + len(imports.split())
     parent.kill()
     parent.wait()
     assert wait_until(lambda: not any(map(lives, pids)), 3), [p for p in pids if lives(p)]
@@ -159,8 +163,9 @@ def test_workers_are_told_their_place_and_each_attempt_meets_elsewhere(tmp_path:
 def test_what_the_user_set_is_kept(tmp_path: Path) -> None:
     with private_socket() as listener:
         base = {"OMP_NUM_THREADS": "5", "GLOO_SOCKET_IFNAME": "eth7", "SHOAL_STORE_FD": "99"}
+        shared = shared_environment(base, 2)
         environ = worker_environment(
-            base, rank=1, processes=2, attempt=0, folder=tmp_path, listener=listener
+            shared, rank=1, processes=2, attempt=0, folder=tmp_path, listener=listener
         )
     assert environ["OMP_NUM_THREADS"] == "5"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -32,10 +32,10 @@ def step(n):
 
 
 class Run:
-    """Supervises one script; keeps the events."""
+    """Supervises one script, whose workers are programs or forked; keeps the events."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, imports: tuple[str, ...] = ()) -> None:
+        self.folder, self.imports = folder, imports
         self.events: list[dict[str, Any]] = []
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -48,11 +48,13 @@ class Run:
         script = self.folder / "worker_script.py"
         script.write_text(PRELUDE + body)
         return supervise(
-            [sys.executable, str(script)],
+            [sys.executable, "-m", script.stem],
             processes=processes,
             folder=self.folder,
             restarts=settings.pop("restarts", 3),
             emit=self.emit,
+            environ={**os.environ, "PYTHONPATH": str(self.folder)},
+            imports=self.imports,
             **settings,
         )
 
@@ -60,9 +62,9 @@ class Run:
         return (self.folder / "logs" / f"rank-{rank}.log").read_text()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+@pytest.fixture(params=[(), ("json",)], ids=["programs", "forked"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    return Run(tmp_path, request.param)
 
 
 def after(run: Run, seconds: float, act: Callable[[], None], mark: str = "up-0") -> None:

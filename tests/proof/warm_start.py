@@ -165,6 +165,7 @@ def _as_command(words: Sequence[str], folder: Path, environ: dict[str, str], log
         os.environ.update(environ)
         sys.path.insert(0, str(folder))
         supervisor.Worker = Forked  # type: ignore[misc]
+        supervisor.can_fork = lambda: False  # type: ignore[assignment]
         try:
             # As `shoal train` does, which would be slower to reach through its parser.
             resume = Path(words[1]) if words[0] == "--resume" else None
@@ -243,7 +244,7 @@ class Forked(Worker):
     started = 0
 
     def __init__(
-        self, command: Sequence[str], environ: dict[str, str], watched_by: Guardian
+        self, command: Sequence[str], environ: dict[str, str], watched_by: Guardian, _: None = None
     ) -> None:
         folder, self.rank = Path(environ["SHOAL_RUN_FOLDER"]), int(environ["RANK"])
         self.log_path = folder / "logs" / f"rank-{self.rank}.log"

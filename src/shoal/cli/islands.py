@@ -34,6 +34,7 @@ from shoal.base.files import write_whole
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
+from shoal.cli.worker import IMPORTS
 from shoal.config.load import Loaded, load
 from shoal.config.save import to_toml
 from shoal.launch import Outcome, supervise
@@ -288,6 +289,7 @@ def _supervise(folder: Path, processes: int) -> Outcome:
         restarts=0,
         emit=events.emit,
         environ=dict(os.environ),
+        imports=IMPORTS,
     )
 
 

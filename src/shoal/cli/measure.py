@@ -43,6 +43,7 @@ def measure_here(arguments: list[str]) -> None:
             restarts=0,
             emit=EventLog(Path(folder) / "events.jsonl", rank=None).emit,
             environ=dict(os.environ),
+            imports=("shoal.fabric", "shoal.profile.machine"),
         )
     if outcome.exit_code:
         sys.stderr.write(f"shoal: {outcome.message}\n")

@@ -12,6 +12,12 @@ from pathlib import Path
 from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
 
+IMPORTS = ("shoal.trainer.loop", "torch._dynamo")
+"""What every worker of a command needs and what takes seconds: imported once for all of them.
+
+torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
+"""
+
 
 def main() -> int:
     """Train the run folder named on the command line."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from shoal.base.errors import ClusterError
 from shoal.base.facts import usable_cores
@@ -32,6 +34,9 @@ from shoal.launch import guardian
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
 KILL_WAIT_S = 10.0
+MESSAGE_BYTES = 1 << 17
+FORK_S = 30.0
+"""How long a fork may take: of 300 MiB of page tables on a machine that swaps."""
 
 
 def private_socket() -> socket.socket:
@@ -42,23 +47,11 @@ def private_socket() -> socket.socket:
     return listener
 
 
-def worker_environment(
-    base: Mapping[str, str],
-    *,
-    rank: int,
-    processes: int,
-    attempt: int,
-    folder: Path,
-    listener: socket.socket,
-) -> dict[str, str]:
-    """The environment of one worker: the caller's, with its place and polite defaults added.
+def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
+    """What the environments of all workers have in common: the caller's, and polite defaults.
 
-    >>> listener = private_socket()
-    >>> found = worker_environment({"OMP_NUM_THREADS": "7"}, rank=1, processes=2, attempt=0,
-    ...                            folder=Path("/run"), listener=listener)
-    >>> listener.close()
-    >>> found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"], "SHOAL_STORE_FD" in found
-    ('1', '2', '7', False)
+    >>> shared_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"]
+    '7'
     """
     # Without a limit every rank would start one thread per core and all would wait for each other.
     defaults = {
@@ -68,6 +61,28 @@ def worker_environment(
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
     }
+    inherited = {key: value for key, value in base.items() if key != "SHOAL_STORE_FD"}
+    return {**defaults, **inherited}
+
+
+def worker_environment(
+    shared: Mapping[str, str],
+    *,
+    rank: int,
+    processes: int,
+    attempt: int,
+    folder: Path,
+    listener: socket.socket,
+) -> dict[str, str]:
+    """The environment of one worker: what all share, with its place added.
+
+    >>> listener = private_socket()
+    >>> found = worker_environment({"RANK": "9"}, rank=1, processes=2, attempt=0,
+    ...                            folder=Path("/run"), listener=listener)
+    >>> listener.close()
+    >>> found["RANK"], found["WORLD_SIZE"], "SHOAL_STORE_FD" in found
+    ('1', '2', False)
+    """
     place = {
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
@@ -79,8 +94,7 @@ def worker_environment(
     }
     if rank == 0:
         place["SHOAL_STORE_FD"] = str(listener.fileno())
-    inherited = {key: value for key, value in base.items() if key != "SHOAL_STORE_FD"}
-    return {**defaults, **inherited, **place}
+    return {**shared, **place}
 
 
 def die_with(parent: int) -> Callable[[], None] | None:
@@ -128,15 +142,153 @@ class Guardian:
             self.process.kill()
 
 
+def can_fork() -> bool:
+    """Whether this system forks safely and tells when a process ends: Linux from 5.3 on."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+class ForkServer:
+    """The supervisor's end of `fork_server.py`.
+
+    modules   imported before the first fork · environ  of the server, so of every worker
+    folder    the run folder: logs/import.log gets what imports print, phase.json that they go on
+    ready     imports are done · cannot  why it forks nothing, or no more; "" while it may
+    """
+
+    def __init__(self, modules: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+        self.environ = dict(environ)
+        self.ready, self.cannot = False, ""
+        self.codes: dict[int, int] = {}
+        self._forked: list[dict[str, Any]] = []
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, (folder / "logs" / "import.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shoal.launch.fork_server", str(theirs.fileno()),
+                 ",".join(modules), str(folder.absolute())],
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    def look(self, wait_s: float = 0.0) -> None:
+        """Take in what the server said; wait so long for a message if there is none."""
+        self._channel.settimeout(wait_s)
+        while not self.cannot or self.ready:
+            try:
+                told = self._channel.recv(MESSAGE_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return
+            except OSError:
+                told = b""
+            self._channel.settimeout(0.0)
+            if not told:
+                self.ready, self.cannot = False, self.cannot or "it ended"
+                return
+            message = json.loads(told)
+            if "ended" in message:
+                self.codes[message["ended"]] = message["code"]
+            elif "ready" in message:
+                self.ready = True
+            elif self.ready:
+                self._forked.append(message)
+            else:
+                self.cannot = message["cannot"]
+
+    def fork(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: int,
+        guard: Callable[[int], None],
+    ) -> Forked:
+        """Start `PYTHON -m MODULE ARGUMENT…` as a worker that writes to the open file `log`.
+
+        guard    called with the worker's pid before it does anything, so that a kill of this
+                 process finds all that the worker will have started
+        Errors   OSError when there is no worker after FORK_S
+        """
+        place = {key: text for key, text in environ.items() if self.environ.get(key) != text}
+        store = place.pop("SHOAL_STORE_FD", "")
+        request = json.dumps({"command": list(command[2:]), "environ": place})
+        until_s = time.monotonic() + FORK_S
+        waits, goes = os.pipe()
+        try:
+            files = [log, waits, *([int(store)] if store else [])]
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._channel, [request.encode()], files)
+            while self.ready and not self._forked and time.monotonic() < until_s:
+                self.look(1.0)
+            answer = self._forked.pop() if self._forked else {"cannot": self.cannot or "no answer"}
+            if "pid" not in answer:
+                raise OSError(f"forked from a process with all imports: {answer['cannot']}")
+            pid = int(answer["pid"])
+            guard(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(goes, b"1")
+        finally:
+            os.close(waits)
+            os.close(goes)
+        return Forked(pid, self)
+
+    def close(self) -> None:
+        """End the server, and with it every worker that it forked."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Forked:
+    """One forked worker, with what the supervisor asks of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int, server: ForkServer) -> None:
+        self.pid, self._server = pid, server
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal that killed it, or None while it runs."""
+        self._server.look()
+        # The kernel kills whatever a server forked when the server dies.
+        gone = None if self._server.ready else -signal.SIGKILL
+        return self._server.codes.get(self.pid, gone)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code; subprocess.TimeoutExpired after `timeout` seconds."""
+        until_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            self._server.look(0.05)
+        return code
+
+
 class Worker:
-    """One started worker.
+    """One started worker: forked by `server`, or a program of its own where there is none.
 
     code      None while it runs; then its exit code, or minus the signal that killed it
     ended_s   wall-clock time at which its end was noticed
     """
 
     def __init__(
-        self, command: Sequence[str], environ: dict[str, str], watched_by: Guardian
+        self,
+        command: Sequence[str],
+        environ: dict[str, str],
+        watched_by: Guardian,
+        server: ForkServer | None = None,
     ) -> None:
         folder, self.rank = Path(environ["SHOAL_RUN_FOLDER"]), int(environ["RANK"])
         self.log_path = folder / "logs" / f"rank-{self.rank}.log"
@@ -151,29 +303,26 @@ class Worker:
                     log.write(_log_header(environ).encode())
                     log.flush()
                 self.log_start = log.tell()
-                self.process = subprocess.Popen(
-                    list(command),
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=() if descriptor < 0 else (descriptor,),
-                    start_new_session=True,
-                    preexec_fn=die_with(os.getpid()),
+                self.process = (
+                    server.fork(command, environ, log.fileno(), self._guard)
+                    if server
+                    else _program(command, environ, log, descriptor)
                 )
         except (OSError, subprocess.SubprocessError) as failure:
             raise ClusterError(
                 f"rank {self.rank}: its process cannot be started: {command[0]}: {failure}"
             ) from failure
         self.pid = self.process.pid
-        self.guardian.tell("+", self.pid)
+        if not server:
+            self._guard(self.pid)
 
     def look(self) -> int | None:
         """Notice whether it ended; what it started and left behind is killed at once."""
         if self.code is None and (code := self.process.poll()) is not None:
             self.ended_s = time.time()
-            # Now, while the group's number cannot have been given to a stranger.
-            self._signal_group(signal.SIGKILL)
+            if isinstance(self.process, subprocess.Popen):  # of a forked one the server did it
+                # Now, while the group's number cannot have been given to a stranger.
+                self._signal_group(signal.SIGKILL)
             self.guardian.tell("-", self.pid)
             self.code = code
         return self.code
@@ -194,9 +343,28 @@ class Worker:
             self.process.wait(KILL_WAIT_S)
         return self.look() is not None
 
+    def _guard(self, pid: int) -> None:
+        self.guardian.tell("+", pid)
+
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+
+
+def _program(
+    command: Sequence[str], environ: dict[str, str], log: IO[bytes], store: int
+) -> subprocess.Popen[bytes]:
+    """A worker that imports for itself; `store` is the store's socket, or -1."""
+    return subprocess.Popen(
+        list(command),
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=() if store < 0 else (store,),
+        start_new_session=True,
+        preexec_fn=die_with(os.getpid()),
+    )
 
 
 def _log_header(environ: Mapping[str, str]) -> str:

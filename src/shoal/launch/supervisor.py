@@ -31,7 +31,15 @@ from shoal.launch.failures import (
     first_death,
     obituary,
 )
-from shoal.launch.processes import Guardian, Worker, private_socket, worker_environment
+from shoal.launch.processes import (
+    ForkServer,
+    Guardian,
+    Worker,
+    can_fork,
+    private_socket,
+    shared_environment,
+    worker_environment,
+)
 from shoal.launch.progress import Progress
 from shoal.launch.stopping import StopSignals
 
@@ -97,15 +105,19 @@ def supervise(
     emit: Emit,
     on_tick: Callable[[], None] = lambda: None,
     environ: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
     grace_s: float = 60.0,
 ) -> Outcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
+    command   PYTHON -m MODULE ARGUMENT…; any program where `imports` is empty
     folder    the run folder: `logs/` is written, `metrics.jsonl` is watched for progress
     restarts  how many times the workers may be started again
     emit      receives worker_started, worker_died, restarting, stop_requested
     on_tick   called about ten times a second, for drawing; keep it under 50 ms
     environ   of the workers; default: this process's
+    imports   modules that every worker needs and that take time: imported once for all of them and
+              for every restart, by a process that then forks the workers (fork_server.py)
     grace_s   how long workers may take to save after a stop was asked for, on top of two steps
 
     Call it from the main thread: it takes over SIGINT, SIGTERM and SIGHUP, and gives them back.
@@ -114,11 +126,15 @@ def supervise(
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         base = os.environ if environ is None else environ
-        run = _Supervisor(command, processes, folder, restarts, emit, on_tick, stop, guardian)
+        shared = shared_environment(base, processes)
+        run = _Supervisor(
+            command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
+        )
         try:
-            return run.run(base, grace_s)
+            return run.run(shared, grace_s)
         finally:
             run.kill_all()
+            run.end_server()
 
 
 class _Supervisor:
@@ -132,6 +148,7 @@ class _Supervisor:
         on_tick: Callable[[], None],
         stop: StopSignals,
         guardian: Guardian,
+        imports: Sequence[str],
     ) -> None:
         self.command, self.processes, self.folder = command, processes, folder
         self.restarts, self.emit, self.on_tick = restarts, emit, on_tick
@@ -143,11 +160,17 @@ class _Supervisor:
         self.alike: list[Death] = []  # equal failures of the last attempts that made no step
         self.died_after = 0  # the last step of the attempt before
         self.next_tick_s = 0.0
+        shared = processes > 1 or restarts > 0
+        self.imports = imports if shared and can_fork() else ()
+        self.server: ForkServer | None = None
 
-    def run(self, base: Mapping[str, str], grace_s: float) -> Outcome:
+    def run(self, shared: Mapping[str, str], grace_s: float) -> Outcome:
         """Attempts until the run ends."""
         while self.stop.first is None:
-            self.start(base)
+            self.import_once(shared)
+            if self.stop.first is not None:
+                break
+            self.start(shared)
             death = self.watch()
             if self.stop.first is not None or self.stopped_themselves():
                 return self.wind_down(grace_s)
@@ -165,26 +188,48 @@ class _Supervisor:
         self.move(State.DONE)
         return self.stopped(self.stop.first, "")
 
-    def start(self, base: Mapping[str, str]) -> None:
+    def import_once(self, shared: Mapping[str, str]) -> None:
+        """Have a process that forks workers, or none where that is not to be had."""
+        if self.server is not None and self.server.cannot:  # it was killed
+            self.end_server()
+        if self.server is None and self.imports:
+            self.server = ForkServer(self.imports, shared, self.folder)
+            self.guardian.tell("+", self.server.pid)
+        while self.server and not (self.server.ready or self.stop.first):
+            self.server.look()
+            if self.server.cannot:  # what ails the imports the workers will tell in their own words
+                self.imports = ()
+                self.end_server()
+            else:
+                self.pause()
+
+    def end_server(self) -> None:
+        """End the process that forks workers, if there is one."""
+        if self.server is not None:
+            self.server.close()
+            self.guardian.tell("-", self.server.pid)
+            self.server = None
+
+    def start(self, shared: Mapping[str, str]) -> None:
         """Start every worker of one attempt."""
         self.workers = []
+        self.progress.begin()
         for stale in (self.folder / "logs").glob("rank-*.error.json"):
             stale.unlink(missing_ok=True)
         # Closed here as soon as rank 0 has it: else its peers could connect to nobody and wait.
         with private_socket() as listener:
             for rank in range(self.processes):
                 environ = worker_environment(
-                    base,
+                    shared,
                     rank=rank,
                     processes=self.processes,
                     attempt=self.attempt,
                     folder=self.folder,
                     listener=listener,
                 )
-                worker = Worker(self.command, environ, self.guardian)
+                worker = Worker(self.command, environ, self.guardian, self.server)
                 self.workers.append(worker)
                 self.emit("worker_started", rank=rank, pid=worker.pid, attempt=self.attempt)
-        self.progress.begin()
         self.move(State.RUNNING)
 
     def watch(self) -> Death | None:

@@ -1,0 +1,162 @@
+"""Imports torch once and forks every worker of a run, at each of its starts.
+
+An import of torch and of what trains takes five CPU seconds. Workers that are started as programs
+spend them once each and again after every restart; workers that are forked share one import, and
+the memory that it takes. Two sides, one channel of messages (a SOCK_SEQPACKET pair of sockets):
+
+    supervisor (`processes.ForkServer`)            the server (this program), which imports first
+                                               ←   {"ready": true} | {"cannot": reason}
+    {"command", "environ"}, three open files   →   forks; the files are its log, what it waits for
+                                               ←   {"pid": n} | {"cannot": reason}
+    a byte in the second file: n is guarded    →   the worker begins, rank 0 with the store's socket
+                                               ←   {"ended": n, "code": c}, its group killed before
+
+A worker sees what it would as a program: its module is `__main__`, it leads its own session, and
+dies with the server as that dies with the supervisor. Whatever a device's driver opened would be
+shared by all forks, and CUDA's cannot be: a server whose imports opened a device says so and forks
+nothing; workers are then started as programs, as they are where this is not Linux.
+
+Source: multiprocessing's forkserver; that one neither redirects output nor ends process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shoal.base.phases import listen, phase, tell_folder
+from shoal.launch.processes import MESSAGE_BYTES, die_with
+
+PR_SET_NAME = 15
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
+"""Files that a driver holds open in a process that has initialised a device."""
+
+
+def main() -> None:
+    """The server: import, then fork whenever asked to."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    tell_folder(Path(sys.argv[3]))
+    with phase("import"):
+        for name in sys.argv[2].split(","):
+            importlib.import_module(name)
+    listen(None)
+    if reason := _opened():
+        _say(channel, cannot=reason)
+        return
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to every page that it shares
+    _say(channel, ready=True)
+    with selectors.DefaultSelector() as wakes:
+        wakes.register(channel, selectors.EVENT_READ)
+        while True:
+            for key, _ in wakes.select():
+                if key.data is not None:
+                    _bury(channel, wakes, key.fd, key.data)
+                elif not _answer(channel, wakes):
+                    return
+
+
+def _opened() -> str:
+    """Why a fork of this process could not use its devices; "" if it could."""
+    found = []
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry.path))
+    held = [name for name in found if name.startswith(DEVICES)]
+    return f"an import opened {held[0]}" if held else ""
+
+
+def _answer(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
+    """Do one request; False if the supervisor is gone."""
+    told, files, *_ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+    if not told:
+        return False
+    request = json.loads(told)
+    placed, begun = os.pipe()
+    server = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as failure:
+        _say(channel, cannot=str(failure))
+        pid = -1
+    if pid == 0:
+        for file in [key.fd for key in wakes.get_map().values()]:
+            os.close(file)
+        wakes.close()
+        os.close(placed)
+        _become(request, files, begun, server)
+    os.close(begun)
+    if pid > 0:
+        os.read(placed, 1)  # ends when the worker leads its own group and can be killed by it
+        wakes.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
+        _say(channel, pid=pid)
+    for file in (placed, *files):
+        os.close(file)
+    return True
+
+
+def _bury(channel: socket.socket, wakes: selectors.BaseSelector, file: int, pid: int) -> None:
+    """Kill what an ended worker left behind, and tell how it ended."""
+    wakes.unregister(file)
+    os.close(file)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)  # before its number can be given to a stranger
+    _, status = os.waitpid(pid, 0)
+    _say(channel, ended=pid, code=os.waitstatus_to_exitcode(status))
+
+
+def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: int) -> NoReturn:
+    """Be the worker: what `python -m MODULE ARGUMENT…` would be, from here to its end."""
+    code = 1
+    try:
+        os.setsid()
+        if arrange := die_with(server):
+            arrange()
+        os.dup2(files[0], 1)
+        os.dup2(files[0], 2)
+        os.close(begun)
+        if not os.read(files[1], 1):
+            os._exit(1)  # the supervisor died before anybody guarded this process
+        for file in files[:2]:
+            os.close(file)
+        os.environ.update(request["environ"])
+        if len(files) > 2:
+            os.environ["SHOAL_STORE_FD"] = str(files[2])
+        name = f"shoal rank {os.environ['RANK']}"
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # else every worker, and every restart, would draw the same
+        sys.argv = request["command"]
+        runpy.run_module(request["command"][0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _say(channel: socket.socket, **message: object) -> None:
+    with contextlib.suppress(OSError):  # a supervisor that is gone ends the server by a signal
+        channel.send(json.dumps(message).encode())
+
+
+if __name__ == "__main__":
+    main()
