@@ -360,6 +360,37 @@ def loss_of_detached_outputs(world: World, layout: str) -> None:
     begin(world, layout, loss=lambda o, t: squares(o.detach(), t)).step(share(world))
 
 
+def negatives(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Every sample's own target against those of all others in the batch."""
+    likeness = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
+    return F.cross_entropy(likeness * 5, torch.arange(len(outputs)), reduction="none")
+
+
+@mistake("only the 8 of a micro-batch are beside each other, of which the step has 2")
+def negatives_out_of_the_batch(world: World, layout: str) -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = self.net(inputs)
+            return found, found.roll(1, 1)
+
+    run = begin(world, layout, Pairs(), loss=lambda out, _: negatives(*out))
+    run.step(share(world))
+
+
+def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Squares, and how far the batch's outputs lie apart."""
+    return ((outputs - targets) ** 2).sum(1) + (outputs - outputs.mean(0)).square().sum(1)
+
+
+@mistake("loss: what a sample adds depends on the others beside it")
+def spread_of_the_batch(world: World, layout: str) -> None:
+    begin(world, layout, loss=spread).step(share(world))
+
+
 @mistake("loss: no parameter got a gradient")
 def step_without_gradients(world: World, layout: str) -> None:
     run = begin(world, layout)

@@ -4,11 +4,12 @@
     targets = inputs         Hugging Face's labels, with a loss that compares place t with place t
     ranks in the loss        it sums or divides over ranks itself, as the run does once more
     weights in the loss      a penalty on weights, where a rank holds parts of them only
+    samples in the loss      it compares the samples of a micro-batch with each other
     evaluation mode          dropout is off and BatchNorm frozen while the model trains
 
-None of them computes anything twice: the first is read from the autograd graph, the second from the
-gradient that arrives at the last place of the outputs, which no shifted loss looks at, the others
-from the loss's calls of torch.distributed and of torch.
+None of them calls the loss twice: the first is read from the autograd graph, the second from the
+gradient that arrives at the last place of the outputs, which no shifted loss looks at, two from the
+loss's calls of torch.distributed and of torch, one from its second derivative.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class FirstStep:
         self.compared = False
         self.asked: set[str] = set()
         self.cut_off = self._tied = False
+        self.micro_batches = program.data.size * len(batches)
+        self.looked, self.together = False, 0
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
@@ -69,6 +72,8 @@ class FirstStep:
         if isinstance(result, tuple) and len(result) == 2:
             _refuse_mean(*result)
         self._look_at(result)
+        if self.micro_batches > 1 and not self.looked:
+            self.looked, self.together = True, _compared(result, outputs, targets)
         if self.copied:
             self._watch(outputs, targets)
         return result
@@ -86,6 +91,13 @@ class FirstStep:
                 f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "
                 f"it returns over all ranks and divides once, so a sum over ranks or a division by "
                 f"their number would count twice; nearest: (sum, count) of this rank's own samples"
+            )
+        if self.together:
+            notice(
+                f"loss: what a sample adds depends on the others beside it (like negatives out of "
+                f"the batch), and only the {self.together} of a micro-batch are beside each other, "
+                f"of which the step has {self.micro_batches}; other layouts give the same numbers "
+                f"for the same micro-batches, not for the same batch"
             )
         if not self.copied or not self.compared:
             return
@@ -209,6 +221,45 @@ def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     kept = targets[valid]
     several = kept.numel() >= FEWEST and kept.unique().numel() > 1
     return (inputs, targets) if several and bool((inputs[valid] == kept).all()) else None
+
+
+MOST = 1 << 20
+"""Elements of outputs whose second derivative is taken."""
+
+
+def _compared(result: Any, outputs: Any, targets: Any) -> int:
+    """How many samples a loss compares with each other; 0 if it adds them up, or cannot be asked.
+
+    A sum over samples has no second derivative by outputs of two of them.
+    """
+    total = result[0] if isinstance(result, tuple) else result
+    rows = [leaf.shape[0] for leaf in pytree.tree_leaves(targets)
+            if isinstance(leaf, torch.Tensor) and leaf.ndim]  # fmt: skip
+    if not rows or rows[0] < 2 or not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return 0
+    for leaf in pytree.tree_leaves(outputs):
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.ndim < 2:
+            continue
+        if leaf.shape[0] == rows[0] and leaf.numel() <= MOST and _couples(total.sum(), leaf):
+            return rows[0]
+    return 0
+
+
+def _couples(total: torch.Tensor, outputs: torch.Tensor) -> bool:
+    """Whether the gradient of the first of several outputs depends on the others."""
+    settings = {"retain_graph": True, "allow_unused": True}
+    try:
+        (first,) = torch.autograd.grad(total, outputs, create_graph=True, **settings)
+        if first is None or not first.requires_grad:
+            return False
+        weights = torch.linspace(0.5, 1.5, first[0].numel()).to(first)
+        (second,) = torch.autograd.grad(first[0].flatten() @ weights, outputs, **settings)
+    except RuntimeError:  # an operation of the loss has no second derivative
+        return False
+    if second is None:
+        return False
+    sizes = second.detach().abs()
+    return bool(sizes[1:].max() > 1e-6 * sizes.max())
 
 
 def _refuse_form(targets: object) -> None:
