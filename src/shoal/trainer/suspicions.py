@@ -247,13 +247,13 @@ def _compared(result: Any, outputs: Any, targets: Any) -> int:
 
 def _couples(total: torch.Tensor, outputs: torch.Tensor) -> bool:
     """Whether the gradient of the first of several outputs depends on the others."""
-    settings = {"retain_graph": True, "allow_unused": True}
+    grad = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     try:
-        (first,) = torch.autograd.grad(total, outputs, create_graph=True, **settings)
+        (first,) = grad(total, outputs, create_graph=True)
         if first is None or not first.requires_grad:
             return False
         weights = torch.linspace(0.5, 1.5, first[0].numel()).to(first)
-        (second,) = torch.autograd.grad(first[0].flatten() @ weights, outputs, **settings)
+        (second,) = grad(first[0].flatten() @ weights, outputs)
     except RuntimeError:  # an operation of the loss has no second derivative
         return False
     if second is None:
