@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, PlanError
+from shoal.cli.start import prepare
 from shoal.config.sections import ModelSection
 from shoal.data.sources import Source
 from shoal.data.tokens import SyntheticTokens
@@ -124,6 +125,18 @@ def test_shapes_alone_read_no_weights(tmp_path: Path) -> None:
     facts = trace_facts(lambda: build(name, {}), torch.zeros(2, 8, dtype=torch.int64))
     assert facts.trainable == sum(p.numel() for p in build(name, {}).parameters())
     assert parameters(name) is None  # nobody but transformers can say, and that costs seconds
+
+
+def test_too_many_stages_are_refused_before_anything_is_imported(tmp_path: Path) -> None:
+    name = write(tmp_path / "m", LLAMA)
+    asked = [f"model.name={name}", "layout.pp=2", "layout.schedule=interleaved", "layout.chunks=4",
+             "launch.processes=2", "data.sequence=16"]  # fmt: skip
+    with pytest.raises(PlanError) as caught:
+        prepare(asked, None)
+    assert str(caught.value) == (
+        f"layout.pp = 2 × 4 stages per rank (layout.schedule = interleaved) = 8: more stages than "
+        f"the 2 blocks of {name}; nearest legal: layout.schedule=1f1b"
+    )
 
 
 def test_generates(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from hf_families import FAMILIES
 from hf_modules import HF_EXAMPLES
 from torch import nn
 from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers, tokens
 
 from shoal.models.catalog import build
 from shoal.parallel.trunk import find_trunk, without_trace
+from shoal.planner.foreign import foreign_layers
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {
@@ -177,3 +180,24 @@ def test_attributes_are_left_as_they_were() -> None:
         assert module[1].calls == 1
     for part in module:
         assert (part.calls, part.state, part.seen, hasattr(part, "result")) == (0, None, [], False)
+
+
+SEVERAL_STACKS = {"bart", "pegasus", "mt5", "whisper", "swin", "convnext", "segformer", "switch",
+                  "perceiver", "mpt"}  # fmt: skip
+"""Families whose configuration does not say in one number how many layers there are."""
+
+QUICK = {"llama", "albert", "zamba2", "bart", "swin", "bloom"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.proof]) for n in FAMILIES]
+)
+def test_a_configuration_says_how_many_blocks_there_are(name: str, tmp_path: Path) -> None:
+    """The command refuses too many stages by that number, before anything is imported."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    module = FAMILIES[name].build().eval()
+    module.config.save_pretrained(tmp_path)
+    batch = FAMILIES[name].inputs(2)
+    calls = find_trunk(module, lambda m: m(**batch)).calls
+    assert foreign_layers(f"hf:{tmp_path}") == (None if name in SEVERAL_STACKS else len(calls))

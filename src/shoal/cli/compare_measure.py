@@ -20,7 +20,7 @@ from shoal.base.events import EventLog
 from shoal.base.facts import MachineFacts
 from shoal.base.files import write_whole
 from shoal.cli.compare_rows import COMPARED_STEPS, RowPlan, memory_text, needed_bytes
-from shoal.cli.worker import IMPORTS
+from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded
 from shoal.config.save import to_toml
 from shoal.launch import supervise
@@ -109,7 +109,7 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
             emit=_listening(EventLog(folder / "events.jsonl", None), deaths),
             on_tick=waiting.tick,
             environ=_environment(comparison),
-            imports=IMPORTS,
+            imports=imports_of(comparison.loaded.config.model.name),
         )  # fmt: skip
     finally:
         waiting.finish()

@@ -34,9 +34,10 @@ from shoal.base.files import write_whole
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
-from shoal.cli.worker import IMPORTS
+from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.save import to_toml
+from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
 from shoal.launch.processes import Guardian, die_with, private_socket
 from shoal.launch.stopping import StopSignals
@@ -269,7 +270,7 @@ def main() -> int:
     try:
         config = load(folder / "run.toml").config
         with RunLease(folder, config.run.name):
-            outcome = _supervise(folder, config.launch.processes)
+            outcome = _supervise(folder, config)
     except ShoalError as failure:
         sys.stderr.write(f"{REFUSED}{failure}\n")
         return failure.exit_code
@@ -278,7 +279,8 @@ def main() -> int:
     return outcome.exit_code
 
 
-def _supervise(folder: Path, processes: int) -> Outcome:
+def _supervise(folder: Path, config: Config) -> Outcome:
+    processes = config.launch.processes
     events = EventLog(folder / "events.jsonl", None)
     resumed = bool(find(folder / "checkpoints"))
     events.emit("run_started", processes=processes, resumed=resumed)
@@ -289,7 +291,7 @@ def _supervise(folder: Path, processes: int) -> Outcome:
         restarts=0,
         emit=events.emit,
         environ=dict(os.environ),
-        imports=IMPORTS,
+        imports=imports_of(config.model.name),
     )
 
 

@@ -59,7 +59,7 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
     """Start the processes and give the report that they left."""
     from shoal.base.errors import BugError
     from shoal.cli.start import prepare, write_folder
-    from shoal.cli.worker import IMPORTS
+    from shoal.cli.worker import imports_of
     from shoal.config.load import load
     from shoal.launch import supervise
     from shoal.view.phases import PhaseLine, read_doing
@@ -91,7 +91,7 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
             emit=events.emit,
             on_tick=lambda: waiting.show(read_doing(folder)),
             environ=environ,
-            imports=IMPORTS,
+            imports=imports_of(config.model.name),
         )
         waiting.finish()
         if outcome.exit_code:

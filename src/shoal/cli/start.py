@@ -25,7 +25,7 @@ from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
 from shoal.cli.ending import Ending, next_lines, told
 from shoal.cli.islands import check_resumable, islands_of, launch_all
-from shoal.cli.worker import IMPORTS
+from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
@@ -258,7 +258,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 emit=events.emit,
                 on_tick=view.tick,
                 environ=environ,
-                imports=IMPORTS,
+                imports=imports_of(config.model.name),
             )
         finally:
             view.finish()

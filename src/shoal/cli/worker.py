@@ -11,12 +11,19 @@ from pathlib import Path
 
 from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
+from shoal.planner.foreign import is_foreign
 
-IMPORTS = ("shoal.trainer.loop", "torch._dynamo")
-"""What every worker of a command needs and what takes seconds: imported once for all of them.
 
-torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
-"""
+def imports_of(model: str) -> tuple[str, ...]:
+    """What every worker of a command needs and what takes seconds, for `model.name = model`.
+
+    torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
+
+    >>> imports_of("llama")
+    ('shoal.trainer.loop', 'torch._dynamo')
+    """
+    own = ("shoal.trainer.loop", "torch._dynamo")
+    return (*own, "transformers.modeling_utils") if is_foreign(model) else own
 
 
 def main() -> int:

@@ -20,6 +20,12 @@ PREFIX = "hf:"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """What transformers calls its weights: one file, or the list of several."""
 
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configurations of transformers call the number of layers."""
+
+SEVERAL = ("depths", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers")
+"""Keys of models with more than one stack of layers."""
+
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """Weights that run code when they are read."""
 
@@ -63,6 +69,21 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
             f"nearest: save it as safetensors, or {PREFIX}{path} for new weights"
         )
     return path, stored
+
+
+def foreign_layers(name: str) -> int | None:
+    """How many layers the config.json says that the one stack of the model has; None if not plain.
+
+    A model with an encoder and a decoder, with stages, or with a part for pictures has several.
+    """
+    path, _ = foreign_config(name)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    several = found.get("is_encoder_decoder") or any(
+        key in SEVERAL or (isinstance(value, dict) and "model_type" in value)
+        for key, value in found.items()
+    )
+    counts = [found[key] for key in LAYERS if isinstance(found.get(key), int)]
+    return None if several or len(counts) != 1 else counts[0]
 
 
 def _check_file(name: str, path: Path) -> None:

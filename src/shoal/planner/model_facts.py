@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, nearest
 from shoal.planner.families import FAMILIES, LANGUAGE, PUBLISHED, Argument, Value
-from shoal.planner.foreign import foreign_config, is_foreign
+from shoal.planner.foreign import foreign_config, foreign_layers, is_foreign
 from shoal.planner.model_counts import COUNTS
 
 __all__ = ["FAMILIES", "LANGUAGE", "PUBLISHED", "Resolved", "family_of", "parameters", "resolve"]
@@ -98,7 +98,7 @@ def blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
     (6, None)
     """
     if is_foreign(name):
-        return None
+        return foreign_layers(name)
     layers = resolve(name, arguments).arguments.get("layers")
     return layers if isinstance(layers, int) and family_of(name) != "mlp" else None
 
