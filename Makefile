@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors lanes worlds endings commands unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors lanes worlds endings commands parallel unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,7 +35,7 @@ ENDINGS := $(patsubst %,tests/worlds/test_%.py,compositions ends exit faults fir
   islands_command launchers layout_resume parts_resume plane saving survival)
 
 lanes: $(STAMP)
-	$(MAKE) --jobs=2 worlds endings commands unit
+	$(MAKE) --jobs=2 worlds endings commands parallel unit types
 
 worlds: $(STAMP)
 	$(BIN)/python -m pytest tests/worlds $(ENDINGS:%=--ignore=%)
@@ -46,8 +46,11 @@ endings: $(STAMP)
 commands: $(STAMP)
 	$(BIN)/python -m pytest $(COMMANDS)
 
-unit: types
-	$(BIN)/python -m pytest $(COMMANDS:%=--ignore=%) --ignore=tests/worlds
+parallel: $(STAMP)
+	$(BIN)/python -m pytest tests/parallel
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest $(COMMANDS:%=--ignore=%) --ignore=tests/worlds --ignore=tests/parallel
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
