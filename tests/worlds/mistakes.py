@@ -1041,6 +1041,40 @@ def hook_that_changes_an_output(world: World, layout: str) -> float:
     return off_by(run, [whole(world, step) for step in range(3)], Pair)
 
 
+@mistake(
+    RIGHT,
+    RIGHT,
+    "PlanError: nothing of Pair can be split over layout.tp = 2: blocks.0 stays",
+    layouts=("ddp", "fsdp", "tp"),
+)
+def feature_kept_by_a_hook(world: World, layout: str) -> float:
+    """A loss on what a hook kept of a layer inside of a block, as perceptual losses have it."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def build() -> nn.Module:
+        model = Pair()
+        model.blocks[0][0].register_forward_hook(
+            lambda layer, inputs, output: kept.update(one=output)
+        )
+        return model
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets) ** 2).sum(1) + kept["one"].square().sum(1)
+
+    run = begin(world, layout, build(), micro_batch=8, loss=loss)
+    for step in range(2):
+        run.step(whole(world, step) if layout == "tp" else share(world, step))
+    plain = build()
+    optimizer = sgd(plain.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs, targets = whole(world, step)
+        loss(plain(inputs), targets).mean().backward()
+        optimizer.step()
+    right, got = plain.state_dict(), run.state_dict()
+    return max(float((got[name] - right[name]).abs().max()) for name in right)
+
+
 # ---- hooks on gradients
 
 SEES = "model: 1 weight with a gradient hook, first 3.weight: it sees sums over the targets of one"
