@@ -35,6 +35,7 @@ ENDINGS := $(patsubst %,tests/worlds/test_%.py,compositions ends exit faults fir
   islands_command launchers layout_resume parts_resume plane saving survival)
 
 lanes: $(STAMP)
+	rm -rf build/test-times  # how long each file takes: python tests/file_times.py
 	$(MAKE) --jobs=2 worlds endings commands parallel unit types
 
 worlds: $(STAMP)

@@ -17,6 +17,13 @@ import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from file_times import FileTimes
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,3 +33,8 @@ sys.dont_write_bytecode = False
 
 os.environ["SHOAL_CACHE"] = tempfile.mkdtemp(prefix="shoal-tests-cache-")
 atexit.register(shutil.rmtree, os.environ["SHOAL_CACHE"], ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep how long each file took."""
+    config.pluginmanager.register(FileTimes())
