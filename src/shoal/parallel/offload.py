@@ -44,21 +44,25 @@ AHEAD = 2
 """Tensors whose copies may be under way while computing goes on, in either direction."""
 
 
-def check(policy: str, layout: Layout, device: torch.device) -> None:
-    """Refuse what cannot be offloaded here, before anything is cut or traced.
-
-    Errors: ConfigError for a policy that is none of POLICIES; PlanError where there is no device to
-    relieve, or where parameters are not split
-    """
+def check_device(policy: str, device: torch.device) -> None:
+    """Errors: ConfigError for a policy that is none of POLICIES; PlanError without a device."""
     if policy not in POLICIES:
         raise ConfigError(one_of("memory.offload", policy, POLICIES))
-    if policy == "none":
-        return
-    if device.type == "cpu":
+    if policy != "none" and device.type == "cpu":
         raise PlanError(
             f"memory.offload = {policy}: this run computes on the CPU, its memory is the host's "
             f"already; nearest: memory.offload=none"
         )
+
+
+def check(policy: str, layout: Layout, device: torch.device) -> None:
+    """Refuse what cannot be offloaded here, before anything is cut or traced.
+
+    Errors: as `check_device`; PlanError where parameters are not split
+    """
+    check_device(policy, device)
+    if policy == "none":
+        return
     if policy == "parameters" and layout.zero < 3:
         raise PlanError(
             f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "

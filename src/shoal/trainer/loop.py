@@ -32,6 +32,7 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
+from shoal.parallel.offload import check_device
 from shoal.parallel.program import dtype_of
 from shoal.profile.flops import backward_flops
 from shoal.profile.machine import QUICK, measure_machine
@@ -88,6 +89,7 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    check_device(config.memory.offload, world.device)  # what a second is enough to know
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
         measure_machine(world, cache_folder(), QUICK)
