@@ -76,6 +76,7 @@ sys.exit(attempt == "0" and rank == "1")
     assert (outcome.status, outcome.attempts) == ("finished", 2)
     told = seen(tmp_path)
     assert sorted(told) == ["0-0", "0-1", "1-0", "1-1"]
+    assert not (tmp_path / "logs" / "import.log").exists()  # nothing was printed
     (server,) = {worker["parent"] for worker in told.values()}
     assert (tmp_path / "imported").read_text().split() == [str(server)]
     started = [
@@ -121,6 +122,7 @@ sys.exit(run_worker(main))
     )
     assert outcome.exit_code == 1
     assert "ImportError: libfoo.so.7 is missing" in outcome.message
+    assert "libfoo.so.7" in (tmp_path / "logs" / "import.log").read_text()
     assert [e["rank"] for e in events if e["event"] == "worker_started"] == [0, 1]
 
 

@@ -167,7 +167,8 @@ class ForkServer:
         self.codes: dict[int, int] = {}
         self._forked: list[dict[str, Any]] = []
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, (folder / "logs" / "import.log").open("ab") as log:
+        self._log = folder / "logs" / "import.log"
+        with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shoal.launch.fork_server", str(theirs.fileno()),
                  ",".join(modules), str(folder.absolute())],
@@ -246,6 +247,9 @@ class ForkServer:
         self._channel.close()
         self._process.kill()
         self._process.wait()
+        with contextlib.suppress(OSError):
+            if not self._log.stat().st_size:
+                self._log.unlink()
 
 
 class Forked:
