@@ -360,6 +360,15 @@ def loss_of_detached_outputs(world: World, layout: str) -> None:
     begin(world, layout, loss=lambda o, t: squares(o.detach(), t)).step(share(world))
 
 
+@mistake("ConfigError: loss: gives 8 × 8 numbers for 8 samples: outputs [8, 1] and targets [8]")
+def every_output_against_every_target(world: World, layout: str) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model = nn.Sequential(nn.Linear(4, 8), block, nn.Linear(8, 1))
+    inputs, targets = share(world)
+    begin(world, layout, model, loss=lambda o, t: (o - t) ** 2).step((inputs, targets[:, 0]))
+
+
 def negatives(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Every sample's own target against those of all others in the batch."""
     likeness = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
@@ -1073,6 +1082,47 @@ def feature_kept_by_a_hook(world: World, layout: str) -> float:
         optimizer.step()
     right, got = plain.state_dict(), run.state_dict()
     return max(float((got[name] - right[name]).abs().max()) for name in right)
+
+
+# ---- a model that becomes another one beside the run
+
+REPLACED = "ConfigError: model: 3.weight was replaced since shoal.parallelize was called"
+
+
+@mistake(REPLACED, layouts=("ddp", "zero2", "fsdp"))
+def layer_replaced_later(world: World, layout: str) -> None:
+    """It trained on with a layer that nothing steps."""
+    run = begin(world, layout)
+    run.model[3] = nn.Linear(8, 2)
+    run.step(share(world))
+
+
+@mistake("ConfigError: model: 2.weight was replaced", layouts=("ddp",))
+def tied_later(world: World, layout: str) -> None:
+    torch.manual_seed(0)
+    run = begin(world, layout, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    run.model[2].weight = run.model[0].weight
+    run.step(share(world))
+
+
+@mistake("ConfigError: model: 4.weight is new since shoal.parallelize was called")
+def layer_added_later(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.model.append(nn.Linear(2, 2))
+    run.step(share(world))
+
+
+@mistake("ConfigError: model: 3.weight is gone since", layouts=("ddp",))
+def layer_removed_between_steps(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(share(world))
+    run.model[3] = nn.Identity()
+    run.step(share(world, 1))
+
+
+@mistake("shoal.parallelize: loss is squares (mistakes.py:")
+def loss_of_the_rank(world: World, layout: str) -> None:
+    begin(world, layout, loss=squares if world.rank == 0 else lambda o, t: (o - t).abs())
 
 
 # ---- hooks on gradients

@@ -6,6 +6,8 @@ Slurm: which processes there are is found in the environment.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -129,7 +131,7 @@ def parallelize(
     _refuse_untrainable(module, parameters, world)
     samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
     bound = rebind(optimizer, module, parameters)
-    _agree(world, {"optimizer": settings_of(bound)})
+    _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss or token_loss)})
     plan = _plan(module, layout, world, samples, micro_batch, compute)
     travels = "" if reduce == "auto" or compute == "fp64" else reduce
     check_compress(compress, plan.layout.data_strategy, compute, travels)
@@ -242,6 +244,17 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} {groups}"
+
+
+def _place_of(function: Any) -> str:
+    """A function's name, file and line; of what is none, its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function) if callable(function) else function
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__name__
+    return f"{function.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list[str]:

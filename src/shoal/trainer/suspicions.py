@@ -71,6 +71,8 @@ class FirstStep:
             result = self.loss(outputs, targets)
         if isinstance(result, tuple) and len(result) == 2:
             _refuse_mean(*result)
+        else:
+            _refuse_pairs(result, outputs, targets)
         self._look_at(result)
         if self.micro_batches > 1 and not self.looked:
             self.looked, self.together = True, _compared(result, outputs, targets)
@@ -276,6 +278,20 @@ def _refuse_form(targets: object) -> None:
 
 PASSED = ("ToCopyBackward0", "NegBackward0", "AliasBackward0", "ViewBackward0", "CloneBackward0")
 """Operations after which a mean is still one."""
+
+
+def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
+    """Errors: ConfigError for [B, 1] and [B], of which broadcasting makes B × B losses."""
+    if not all(isinstance(each, torch.Tensor) for each in (losses, outputs, targets)):
+        return
+    shapes = {tuple(outputs.shape), tuple(targets.shape)}
+    rows = len(losses) if losses.ndim == 2 else 0
+    if rows > 1 and losses.shape[1] == rows and shapes == {(rows,), (rows, 1)}:
+        raise ConfigError(
+            f"loss: gives {rows} × {rows} numbers for {rows} samples: outputs "
+            f"{list(outputs.shape)} and targets {list(targets.shape)} were broadcast against each "
+            f"other; nearest: outputs.flatten() and targets.flatten() in it"
+        )
 
 
 def _refuse_mean(total: Any, count: Any) -> None:

@@ -22,6 +22,9 @@ from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer.module_guard import layers_of, refuse_unlike
 
+Holders = dict[str, tuple[int, int]]
+"""Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
+
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
 
@@ -66,6 +69,7 @@ class Touched:
         self._gradients = self._of_gradients()
         self._bits = fingerprint(self.pieces)
         self._training = self._trains()
+        self._held = self._holders()
         self._hook = optimizer.register_step_pre_hook(self._stepped)
         _all.add(self)
 
@@ -81,6 +85,8 @@ class Touched:
                 "run.step), and the next step begins with none: nearest: one loss for run.step, "
                 "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
             )
+        if self._closely and (held := self._holders()) != self._held:
+            _refuse_other_parts(self._held, held)
         if self._closely and self._trains() != self._training:
             self._check_trains(step)
         now = self._of_weights()
@@ -194,6 +200,16 @@ class Touched:
     def _layers(self) -> int:
         return zlib.crc32("\n".join(layers_of(self.program.module)).encode())
 
+    def _holders(self) -> Holders:
+        """A parameter's name → the layer that holds it, and itself where no pass replaces it."""
+        stays = self.program.plan.layout.zero < 3
+        return {
+            f"{name}.{key}".lstrip("."): (id(layer), id(parameter) if stays else 0)
+            for name, layer in self.program.module.named_modules()
+            for key, parameter in layer._parameters.items()
+            if parameter is not None
+        }
+
     def _trains(self) -> int:
         return sum(p.requires_grad for p in self.program.parameters.values())
 
@@ -261,6 +277,17 @@ class Touched:
                 "samples' gradients, and ranks drift apart; nearest: run.step(batch) in the place "
                 "of backward() and step(), or run.forward_backward(batch) and run.update()"
             )
+
+
+def _refuse_other_parts(before: Holders, now: Holders) -> None:
+    """Errors: ConfigError where a model has another layer or parameter than the run knows."""
+    name = next(n for n in {**now, **before} if now.get(n) != before.get(n))
+    what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
+    raise ConfigError(
+        f"model: {name} {what} since shoal.parallelize was called, so the optimizer does not step "
+        f"what is there now, and nothing sums its gradient over ranks; nearest: change or tie "
+        f"layers before shoal.parallelize"
+    )
 
 
 def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
