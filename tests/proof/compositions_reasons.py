@@ -113,7 +113,7 @@ REASONS = (
     Reason(
         "more stages than blocks",
         r"layout\.pp = \d( × \d stages per rank \(layout\.schedule = [\w-]+\) = (\d+))?: more "
-        rf"stages than the {BLOCKS} blocks of \w+",
+        rf"stages than the {BLOCKS} blocks of [\w:]+",
         lambda words, found: stages(words) == int(found[2] or 0) > BLOCKS,
     ),
     Reason(
