@@ -47,6 +47,9 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled tp, full": (
         "own", {"layout": {"tp": 2}, "compile": "blocks", "recompute": "full"},
     ),
+    "compiled, backward in two halves": (
+        "gpt", {"layout": {"pp": 2, "schedule": "zero-bubble"}, "compile": "blocks", "dropout": 0.1},
+    ),
     "compiled tp in fp16": ("gpt", {"layout": {"tp": 2}, "compile": "blocks", **FP16}),
 }  # fmt: skip
 
@@ -54,7 +57,8 @@ NARROW = {"fp32": 2.0**-15, "bf16": 2.0**-5, "fp16": 2.0**-8}
 """8 × the epsilon of a format: parts of products are rounded before they are added."""
 
 
-FAST = ("tp, full", "tp in bf16, full", "cp in bf16, full", "pp in fp16, full", "compiled tp")
+FAST = ("tp, full", "tp in bf16, full", "cp in bf16, full", "pp in fp16, full", "compiled tp",
+        "compiled, backward in two halves")  # fmt: skip
 
 
 @pytest.mark.parametrize(

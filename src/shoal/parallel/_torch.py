@@ -1,6 +1,6 @@
 """Private names of torch that this room uses, and what 2.11 lacks; tested on 2.11 and 2.13."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "function_modes",
     "generators",
     "in_backward",
+    "keep_saved_tensors",
     "pytree",
     "send_unused",
     "unwatched",
@@ -47,6 +48,18 @@ def generators(device: torch.device) -> list[torch.Generator]:
 def in_backward() -> bool:
     """Whether autograd runs on this thread now: a module called then is being recomputed."""
     return torch._C._current_graph_task_id() != -1
+
+
+def keep_saved_tensors() -> Callable[[], None]:
+    """Keep what compiled code saves for a second pass through its graph; gives the undo.
+
+    Else a backward pass writes over it, and torch refuses `retain_graph`.
+    """
+    from torch._functorch import config
+
+    settings = config.patch(donated_buffer=False)
+    settings.__enter__()
+    return lambda: settings.__exit__(None, None, None)
 
 
 def counting_writes() -> AbstractContextManager[None]:

@@ -26,7 +26,8 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.policies import check_compile
-from shoal.parallel._torch import function_modes, pytree
+from shoal.base.schedules import SPLIT_BACKWARD
+from shoal.parallel._torch import function_modes, keep_saved_tensors, pytree
 from shoal.parallel.alike import hooked_inside
 from shoal.parallel.compile_check import refuse_wrong_code
 from shoal.parallel.program import Program, StandIn, own_blocks
@@ -60,6 +61,9 @@ def apply(program: Program, policy: str) -> Program:
             "whose entries are blocks of several layers"
         )
         return program
+    # The halves of a split backward are two passes through one graph.
+    halves = program.plan.layout.schedule in SPLIT_BACKWARD
+    undo_saved = keep_saved_tensors() if halves else lambda: None
     checked: set[Hashable] = set()
     compiled = [
         _Compiled(name, block, checked)
@@ -69,6 +73,7 @@ def apply(program: Program, policy: str) -> Program:
     ]
 
     def undo() -> None:
+        undo_saved()
         for block in compiled:
             block.take_away()
 
