@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from shoal.trainer.suspicions import _compared
+from shoal.trainer.suspicions import FirstStep, _compared
 
 Tensor = torch.Tensor
 B, T, C = 6, 5, 4
@@ -107,3 +110,18 @@ def test_losses_that_add_samples_up_are_left_alone(name: str) -> None:
 @pytest.mark.parametrize("name", COMPARED)
 def test_losses_that_compare_samples_are_seen(name: str) -> None:
     assert asked(*COMPARED[name]) == B
+
+
+def test_hooks_of_outputs_run_once_in_the_first_step() -> None:
+    """Under fsdp such a hook gathers all weights, and the pass it began reduces all gradients."""
+    program = SimpleNamespace(
+        module=nn.Linear(C, C), world=SimpleNamespace(size=1), data=SimpleNamespace(size=2), places={}
+    )
+    seen: list[Tensor] = []
+    outputs = drawn(B, C).requires_grad_() * 1
+    outputs.register_hook(seen.append)
+    first = FirstStep(
+        lambda o, t: negatives(o, o.roll(1, 1)), cast(Any, program), [(0, (outputs, CLASSES))]
+    )
+    first(outputs, CLASSES).sum().backward()
+    assert first.together == B and len(seen) == 1

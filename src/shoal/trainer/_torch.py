@@ -9,6 +9,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 __all__ = ["LoaderIterator", "gradient_hooks", "pytree"]
 
 
-def gradient_hooks(parameter: torch.nn.Parameter) -> int:
+def gradient_hooks(tensor: torch.Tensor) -> int:
     """Count the hooks of `register_hook`; those that run after accumulation are not among them."""
-    return len(parameter._backward_hooks or ())
+    return len(tensor._backward_hooks or ())

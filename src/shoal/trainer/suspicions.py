@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.base.errors import ConfigError, PlanError
 from shoal.models.loss import token_loss
 from shoal.parallel.program import Program
-from shoal.trainer._torch import pytree
+from shoal.trainer._torch import gradient_hooks, pytree
 from shoal.trainer.contract import IGNORED_TARGET, Loss, split_batch
 from shoal.trainer.step import NO_GRADIENT
 
@@ -65,6 +65,7 @@ class FirstStep:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if self.loss is token_loss and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
+        outputs = pytree.tree_map(_without_hooks, outputs)
         # One rank alone has nothing to count twice, and may have runs in other threads beside it.
         ranks = _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext()
         with ranks, _refuse_parts(self.program):
@@ -245,6 +246,15 @@ def _compared(result: Any, outputs: Any, targets: Any) -> int:
         if leaf.shape[0] == rows[0] and leaf.numel() <= MOST and _couples(total.sum(), leaf):
             return rows[0]
     return 0
+
+
+def _without_hooks(leaf: Any) -> Any:
+    """An alias of an output on which hooks wait for the backward pass, so that none runs early.
+
+    Under fsdp they gather all weights and, at the end, reduce all gradients.
+    """
+    hooked = isinstance(leaf, torch.Tensor) and leaf.requires_grad and gradient_hooks(leaf)
+    return leaf.view_as(leaf) if hooked else leaf
 
 
 def _couples(total: torch.Tensor, outputs: torch.Tensor) -> bool:
