@@ -78,10 +78,12 @@ def test_every_key_says_what_it_is() -> None:
 
 def test_the_committed_proof_is_a_proof() -> None:
     proof = json.loads((ROOT / "docs" / "proof" / "kills.json").read_text())
-    assert all(proof["equal"].values())
-    counts = Counter(kill.get("layout", "ddp") for kill in proof["kills"])
-    assert set(counts.values()) == {20}
-    assert len({kill["after_step"] for kill in proof["kills"]}) > 10, "not at random moments"
+    assert set(proof["layouts"]) == {"ddp", "zero2", "fsdp", "hsdp"}
+    for layout, found in proof["layouts"].items():
+        assert all(found["equal"].values()), layout
+        assert len(found["kills"]) == 20, layout
+        moments = {kill["after_step"] for kill in found["kills"]}
+        assert len(moments) > 10, f"{layout}: not at random moments"
 
 
 def test_where_is_it_points_at_what_exists() -> None:

@@ -115,7 +115,10 @@ def test_losses_that_compare_samples_are_seen(name: str) -> None:
 def test_hooks_of_outputs_run_once_in_the_first_step() -> None:
     """Under fsdp such a hook gathers all weights, and the pass it began reduces all gradients."""
     program = SimpleNamespace(
-        module=nn.Linear(C, C), world=SimpleNamespace(size=1), data=SimpleNamespace(size=2), places={}
+        module=nn.Linear(C, C),
+        world=SimpleNamespace(size=1),
+        data=SimpleNamespace(size=2),
+        places={},
     )
     seen: list[Tensor] = []
     outputs = drawn(B, C).requires_grad_() * 1
@@ -124,4 +127,5 @@ def test_hooks_of_outputs_run_once_in_the_first_step() -> None:
         lambda o, t: negatives(o, o.roll(1, 1)), cast(Any, program), [(0, (outputs, CLASSES))]
     )
     first(outputs, CLASSES).sum().backward()
-    assert first.together == B and len(seen) == 1
+    assert first.together == B
+    assert len(seen) == 1

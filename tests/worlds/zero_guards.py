@@ -150,10 +150,40 @@ def trains_with_nothing(world: World, layout: str, folder: str) -> list[list[flo
     return [weights[name].flatten().tolist() for name in sorted(weights)] if world.is_first else []
 
 
-def first_step_without_samples(world: World, layout: str) -> str:
-    """One micro-batch for all ranks: some have none, and never had any."""
-    run = run_of(world, Stack(), layout=layout, batch=4 * world.size, micro_batch=2)
-    return message(lambda: [run.step(batch) for batch in run.loader(Rows(2))])
+class Named(Stack):
+    """Takes its inputs by name, and something else."""
+
+    def forward(self, x: torch.Tensor, extra: object = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def first_step_without_samples(world: World, layout: str, kind: str = "pair") -> Any:
+    """One micro-batch for all ranks, the others never had one: off by how much from plain PyTorch?"""
+    model = Named().double()
+    twin = copy.deepcopy(model)
+    extra = {"extra": object()} if kind == "own class" else {"extra": (1, "text")}
+
+    def by_name(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        x, y = (torch.stack(one).double() for one in zip(*rows, strict=True))
+        return (x, y) if kind == "pair" else ({"x": x, **extra}, y)
+
+    run = run_of(
+        world,
+        model,
+        layout={"dp_replicate": 2, "dp_shard": 2} if layout == "hsdp" else layout,
+        precision="fp64",
+        batch=4 * world.size,
+        micro_batch=2,
+        call="single" if kind == "pair" else "kwargs",
+    )
+    found = message(lambda: [run.step(batch) for batch in run.loader(Rows(2), collate=by_name)])
+    if found != "nothing was raised":
+        return found
+    plain = sgd(twin.parameters())
+    squares(twin(INPUTS[:2].double()), TARGETS[:2].double()).mean().backward()
+    plain.step()
+    weights = gather_weights(run.program)
+    return max(float((weights[n] - p).detach().abs().max()) for n, p in twin.named_parameters())
 
 
 def gradients_after_a_step(world: World, layout: str) -> dict[str, Any]:

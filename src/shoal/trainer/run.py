@@ -40,7 +40,7 @@ from shoal.trainer.record import Recorder
 from shoal.trainer.result import StepResult, counted, row_of
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.settings import RunSettings
-from shoal.trainer.share import busiest, own_micro_batches
+from shoal.trainer.share import busiest, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips
 from shoal.trainer.state import Beside, restore_run, save_run
 from shoal.trainer.step import Tally, forward_backward, reducer_of, update
@@ -192,9 +192,10 @@ class Run:
         cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
         micro_batches = own_micro_batches(batch, cut, self.program.data)
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
-        spare = micro_batches[-1][1] if micro_batches else self._spare
         first = self._first_step(micro_batches)
-        rounds = busiest(self.program, batch, len(micro_batches), has_spare=spare is not None)
+        rounds = busiest(self.program, batch, len(micro_batches))
+        own = micro_batches[-1][1] if micro_batches else None
+        spare = to_join_with(self.program, batch, own, self._spare, rounds)
         hooks = () if self._weights_seen else hooked(self.program.parameters)
         for line in check_hooks([name for name in hooks if name not in self._hooked], self.program):
             self.recorder.notice(line)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from shoal.base.errors import ConfigError
 from shoal.data.step import StepBatch
@@ -23,23 +26,93 @@ def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any
     return [(place * world.size + world.rank, part) for place, part in enumerate(parts)]
 
 
-def busiest(program: Program, batch: Any, own: int, *, has_spare: bool) -> int:
-    """Micro-batches of the busiest rank; asked only where ranks must send equally often.
-
-    own      this rank's · has_spare  it has seen a batch with which it can join
-    Errors   ConfigError on all ranks where one of them must join and never saw a batch
-    """
-    world, layout = program.data, program.plan.layout
-    if world.size == 1 or not (program.together or layout.zero == 2):
+def busiest(program: Program, batch: Any, own: int) -> int:
+    """Micro-batches of the busiest rank; asked only where ranks must send equally often."""
+    world = program.data
+    if not _must_meet(program):
         return own
     if isinstance(batch, StepBatch):
-        rounds, fewest = -(-batch.total // world.size), batch.total // world.size
+        return -(-batch.total // world.size)
+    return world.largest(own)
+
+
+def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
+    """A micro-batch for passes that count for nothing, on ranks that have fewer than others.
+
+    own    this rank's last one, or None · kept  one of an earlier step, or None
+    rounds as `busiest` gives them
+
+    In the first step after a start, an uneven last batch of an epoch, nobody has kept one: then a
+    rank that has one gives its own to all.
+    Errors   ConfigError on all ranks where a micro-batch holds what is no tensor, number or text
+    """
+    world, spare = program.data, kept if own is None else own
+    if not (_must_meet(program) and program.together):
+        return spare
+    if isinstance(batch, StepBatch):
+        fewest = batch.total // world.size
     else:
-        rounds, fewest = world.largest(own), -world.largest(-own)
-    joins = program.together and fewest == 0 < rounds  # the same on all ranks, so all vote
-    if joins and not world.all_true(own > 0 or has_spare):
+        fewest = -world.largest(-int(own is not None))
+    if fewest or not rounds or world.all_true(spare is not None):  # all ask, or none
+        return spare
+    given = _given(world, own)
+    return given if spare is None else spare
+
+
+def _must_meet(program: Program) -> bool:
+    return program.data.size > 1 and (program.together or program.plan.layout.zero == 2)
+
+
+def _given(world: World, own: Any) -> Any:
+    """The last micro-batch of the first rank that has one, on every rank."""
+    source = -world.largest(-(world.size if own is None else world.rank))
+    tensors: list[torch.Tensor] = []
+    told = world.broadcast_json(_described(own, tensors), source)
+    if told is None:
         raise ConfigError(
-            f"layout {layout.strategy}: the first step has no sample for some ranks, which must "
-            f"run the model with the others; nearest: a smaller micro_batch, or layout zero2"
+            "the first step has no sample for some ranks, which must run the model with the "
+            "others, and what others have is more than tensors, numbers and texts in tuples, "
+            "lists and dicts; nearest: a smaller micro_batch, or layout zero2"
         )
-    return rounds
+    held = iter(tensors)
+
+    def receive(kind: str, shape: list[int]) -> torch.Tensor:
+        if world.rank == source:
+            sent = next(held)
+        else:
+            sent = torch.zeros(shape, dtype=getattr(torch, kind))
+        raw = sent.detach().contiguous().reshape(-1).view(torch.uint8).to(world.device)
+        if raw.numel():
+            world.broadcast(raw, source)
+        return raw.to(sent.device).view(sent.dtype).reshape(sent.shape)
+
+    return _built(told, receive)
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A micro-batch as JSON, its tensors by format and shape, in order; None if it is none."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, str | bool | int | float):
+        return ["plain", value]
+    if type(value) in (tuple, list):
+        parts = [_described(one, tensors) for one in value]
+        return None if None in parts else [type(value).__name__, parts]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        named = {key: _described(one, tensors) for key, one in value.items()}
+        return None if None in named.values() else ["dict", named]
+    return None
+
+
+def _built(told: Any, receive: Callable[[str, list[int]], torch.Tensor]) -> Any:
+    """What `_described` said."""
+    kind, *said = told
+    if kind == "tensor":
+        return receive(*said)
+    if kind == "plain":
+        return said[0]
+    if kind == "dict":
+        return {key: _built(one, receive) for key, one in said[0].items()}
+    parts = [_built(one, receive) for one in said[0]]
+    return tuple(parts) if kind == "tuple" else parts
