@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
