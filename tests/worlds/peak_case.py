@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import logging.handlers
 import queue
@@ -124,6 +125,7 @@ def gathered(world: World, name: str) -> dict[str, Any]:
     def begin_and_end() -> None:
         for undo in begin().program.on_close:
             undo()
+        gc.collect()  # else the next one may begin with this one's shards: modules are cycles
 
     start_bytes = peak_extra_bytes(begin_and_end, world.device, times=5)
     told = logging.handlers.QueueHandler(queue.SimpleQueue())  # rank 0's lines go through logging

@@ -58,7 +58,6 @@ def test_blocks_kept_as_attributes_are_told(gathered) -> None:
     assert not gathered["listed"][0]["notices"]
 
 
-@pytest.mark.proof  # readings scatter by up to a quarter on two busy cores: open
 @pytest.mark.parametrize("name", ["listed", "attributes"])
 def test_what_a_start_holds_is_foreseen(gathered, name: str) -> None:
     """All weights on every rank before they are divided: the reason for a "no, while starting".
