@@ -1084,6 +1084,28 @@ def feature_kept_by_a_hook(world: World, layout: str) -> float:
     return max(float((got[name] - right[name]).abs().max()) for name in right)
 
 
+class Remembering(nn.Module):
+    """Keeps its last hidden state in a plain attribute, as examples of stateful recurrence do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.rnn(x, self.state)
+        self.state = state.detach()
+        return self.head(state)
+
+
+@mistake("model: state is computed in one pass and read in the next: every rank carries its own")
+def state_from_batch_to_batch(world: World, layout: str) -> None:
+    """Right as a stream per rank, otherwise other numbers in every layout."""
+    run = begin(world, layout, Remembering())
+    for step in range(2):
+        run.step(share(world, step))
+
+
 # ---- a model that becomes another one beside the run
 
 REPLACED = "ConfigError: model: 3.weight was replaced since shoal.parallelize was called"

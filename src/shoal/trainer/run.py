@@ -27,6 +27,7 @@ from shoal.parallel.rewritten import refuse_rewritten
 from shoal.profile.memory import peak_memory_bytes
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.brought import Brought
+from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.evaluate import Metric, evaluate
@@ -74,7 +75,6 @@ class Run:
         self.recorder = recorder
         self.step_count = 0
         self.feed = Feed(program.plan, program.data, settings.seed)
-        self.stopping = False
         self.beside: Beside | None = None
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None
@@ -84,7 +84,7 @@ class Run:
         self._batch: Any = None
         self._spare: Any = None
         self._data_wait_s = 0.0
-        self._stop_wanted = self._closed = self._weights_seen = False
+        self.stopping = self._stop_wanted = self._closed = self._weights_seen = False
         self._restored: set[Path] = set()
         self._hooked = hooked(program.parameters)  # of those it was told
         self.lease: RunLease | None = None
@@ -97,6 +97,7 @@ class Run:
         self.guard = OptimizerGuard(optimizer, program, settings, recorder.notice)
         self.epochs_done = Epochs(self.feed)
         self._brought = Brought(program, settings.batch, recorder.notice)
+        self._carried = Carried(program, recorder.notice)
         self._evaluation_told = False
         self.meeting = meeting_of(program.world)
         self.meeting.join(program.world)
@@ -199,7 +200,8 @@ class Run:
         hooks = () if self._weights_seen else hooked(self.program.parameters)
         for line in check_hooks([name for name in hooks if name not in self._hooked], self.program):
             self.recorder.notice(line)
-        with nullcontext() if self._weights_seen else refuse_rewritten(self.program):
+        rewritten = nullcontext() if self._weights_seen else refuse_rewritten(self.program)
+        with rewritten, self._carried.looking(self.step_count + 1, len(micro_batches)):
             self._tally = forward_backward(
                 self.program,
                 micro_batches,

@@ -1,0 +1,119 @@
+"""Whether a model carries a state from batch to batch in plain attributes, outside of its buffers.
+
+A recurrent layer that keeps its last hidden state, a running mean in an attribute: in one process
+each batch meets the one before it. Ranks have other batches, micro-batches are smaller, so every
+layout carries something else, which no checkpoint has. That is legal (a stream per rank), and
+seldom what is meant.
+
+Seen in two steps: what the first leaves in an attribute, the second reads and leaves anew. Tables
+that are computed once (rotary angles, masks) are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.parallel._torch import writes
+from shoal.parallel.program import Program
+from shoal.trainer._torch import pytree
+
+States = dict[str, torch.Tensor]
+"""Name of a plain attribute (`rnn.state`, `rnn.state[1]`) → the tensor in it."""
+
+Written = dict[str, tuple[torch.Tensor, int]]
+"""The same, and how often it was written so far."""
+
+OWN = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+ASKED = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_point"})
+"""What asks a tensor for its form, and reads no number of it."""
+
+
+class Carried:
+    """Looks at the first two steps of a run."""
+
+    def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
+        self.module, self.notice = program.module, notice
+        # A compiled block would be compiled anew under a mode, and threads have modes of their own.
+        self.looks = program.plan.compile == "none" and program.plan.layout.strategy != "dp"
+        self.alone = program.data.size == 1
+        # The tensors themselves are kept for two steps: a freed one's id may be another's soon.
+        self._before = self._left = _written(states_of(self.module)) if self.looks else {}
+
+    def looking(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
+        """Around the passes of a step; tells a line behind the second."""
+        if not self.looks or step > 2 or (self.alone and micro_batches < 2):
+            return nullcontext()
+        return self._first() if step == 1 else self._second()
+
+    @contextmanager
+    def _first(self) -> Iterator[None]:
+        yield
+        self._left = _written(states_of(self.module))
+
+    @contextmanager
+    def _second(self) -> Iterator[None]:
+        held = states_of(self.module)
+        changed = {n: t for n, t in held.items() if not _same(n, self._left, self._before)}
+        with _Reads(changed) if changed else nullcontext() as reads:
+            yield
+        now = _written(states_of(self.module)) if reads else {}
+        found = sorted(n for n in (reads.names if reads else ()) if not _same(n, now, self._left))
+        self._before = self._left = {}
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            self.notice(
+                f"model: {found[0]}{more} is computed in one pass and read in the next: every rank "
+                f"carries its own from batch to batch, every micro-batch meets the one before it, "
+                f"and no checkpoint has it; nearest: begin each forward pass with a fresh one, or "
+                f"bring it with the batch; if a stream per rank is meant, all is well"
+            )
+
+
+class _Reads(TorchFunctionMode):
+    """Collects which of some tensors torch is called with."""
+
+    def __init__(self, held: States) -> None:
+        super().__init__()
+        self.held = {id(tensor): name for name, tensor in held.items()}
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ASKED:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if id(leaf) in self.held:
+                    self.names.add(self.held[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def states_of(module: nn.Module) -> States:
+    """The tensors that stand in plain attributes of a module's layers, alone or in containers."""
+    found: States = {}
+    for path, layer in module.named_modules():
+        for key, value in vars(layer).items():
+            if key in OWN:
+                continue
+            for place, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+                    found[f"{path}.{key}".lstrip(".") + pytree.keystr(place)] = leaf
+    return found
+
+
+def _written(states: States) -> Written:
+    return {n: (t, 0 if t.is_inference() else writes(t)) for n, t in states.items()}
+
+
+def _same(name: str, one: Written, other: Written) -> bool:
+    """Whether an attribute holds the same tensor in both, not written between."""
+    if name not in one or name not in other:
+        return name not in one
+    return one[name][0] is other[name][0] and one[name][1] == other[name][1]
