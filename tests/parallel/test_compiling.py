@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import random
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,6 +170,29 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(PlanError, match=r"needs a C\+\+ compiler .* train\.compile=none"):
         compiling.check_compiler(torch.device("cpu"))
+
+
+def test_a_gpu_without_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        PlanError, match=r"on a GPU torch\.compile needs Triton.* pip install triton"
+    ):
+        compiling.check_compiler(torch.device("cuda"))
+
+
+def test_what_a_killed_compiler_left_is_removed_before_anything_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else every start that follows, restarts included, loads half a library and ends."""
+    half = tmp_path / "ab" / "cab.main.so"
+    half.parent.mkdir()
+    half.write_bytes(b"\x7fELF\x02\x01\x01")
+    (tmp_path / "locks").mkdir()
+    monkeypatch.setattr(compiling, "code_cache", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "_compile", lambda function: function)
+    steps("blocks")
+    assert not half.exists()
+    assert f"removed what a killed compiler left half written in {tmp_path}: 1 of" in caplog.text
 
 
 def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> None:

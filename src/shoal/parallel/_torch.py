@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "Convolution",
     "TorchDispatchMode",
     "UncompiledMode",
+    "code_cache",
     "counting_writes",
     "forget_groups",
     "function_modes",
@@ -43,6 +45,13 @@ def generators(device: torch.device) -> list[torch.Generator]:
     if device.type == "cuda":
         return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
     return [torch.default_generator]
+
+
+def code_cache() -> Path:
+    """Where torch.compile keeps what it made; imports the compiler."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def in_backward() -> bool:

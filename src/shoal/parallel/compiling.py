@@ -14,6 +14,7 @@ Sources  torch.compile, regional compilation (PyTorch recipes, 2024)
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Hashable, Iterator
@@ -27,11 +28,12 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.policies import check_compile
 from shoal.base.schedules import SPLIT_BACKWARD
-from shoal.parallel._torch import function_modes, keep_saved_tensors, pytree
+from shoal.parallel._torch import code_cache, function_modes, keep_saved_tensors, pytree
 from shoal.parallel.alike import hooked_inside
 from shoal.parallel.compile_check import refuse_wrong_code
 from shoal.parallel.program import Program, StandIn, own_blocks
 from shoal.profile.blocks import is_single_layer
+from shoal.profile.code_cache import remove_half_written
 
 
 def check(policy: str, recompute: str, device: torch.device) -> None:
@@ -61,6 +63,12 @@ def apply(program: Program, policy: str) -> Program:
             "whose entries are blocks of several layers"
         )
         return program
+    folder = code_cache()
+    if removed := remove_half_written(folder):
+        program.notices.append(
+            f"train.compile = blocks: removed what a killed compiler left "
+            f"half written in {folder}: {len(removed)} of its libraries"
+        )
     # The halves of a split backward are two passes through one graph.
     halves = program.plan.layout.schedule in SPLIT_BACKWARD
     undo_saved = keep_saved_tensors() if halves else lambda: None
@@ -90,6 +98,11 @@ def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
 
 def check_compiler(device: torch.device) -> None:
     """Errors: PlanError where torch.compile has nothing to compile with."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise PlanError(
+            "train.compile = blocks: on a GPU torch.compile needs Triton, which is not installed "
+            "here; nearest: pip install triton, or train.compile=none"
+        )
     if device.type != "cpu":
         return
     wanted = os.environ.get("CXX", "")

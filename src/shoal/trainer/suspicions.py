@@ -134,7 +134,7 @@ class FirstStep:
         last = targets[..., -1] != IGNORED_TARGET
 
         def look(gradient: torch.Tensor) -> None:
-            if bool(last.any()) and bool((gradient[..., -1, :][last] != 0).any()):
+            if bool(((gradient[..., -1, :] != 0).any(-1) & last).any()):
                 self.compared = True
 
         return look
@@ -221,9 +221,12 @@ def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     if unlike or inputs.shape != targets.shape:
         return None
     valid = targets != IGNORED_TARGET
-    kept = targets[valid]
-    several = kept.numel() >= FEWEST and kept.unique().numel() > 1
-    return (inputs, targets) if several and bool((inputs[valid] == kept).all()) else None
+    if int(valid.sum()) < FEWEST or not bool(((inputs == targets) | ~valid).all()):
+        return None
+    bounds = torch.iinfo(targets.dtype)
+    least = targets.masked_fill(~valid, bounds.max).min()
+    several = bool(least < targets.masked_fill(~valid, bounds.min).max())
+    return (inputs, targets) if several else None
 
 
 MOST = 1 << 20
