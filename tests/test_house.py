@@ -85,6 +85,13 @@ def test_the_committed_proof_is_a_proof() -> None:
         assert len(moments) > 10, f"{layout}: not at random moments"
 
 
+def test_proofs_name_tests_that_exist() -> None:
+    """By file: a row's name changes with its parameters, and nobody runs `make proof` every day."""
+    for program in sorted((ROOT / "tests" / "proof").glob("*.py")):
+        for path in re.findall(r'"(tests/[^"]+)"', program.read_text()):
+            assert (ROOT / path).exists(), f"{program.name}: {path} does not exist"
+
+
 def test_where_is_it_points_at_what_exists() -> None:
     table = (ROOT / "docs" / "where.md").read_text()
     paths = re.findall(r"`([a-z_]+/[a-z_/.]*)`", table)
