@@ -463,6 +463,48 @@ def labels_shifted_in_the_loss(world: World, layout: str) -> float:
     return float(sum("batch:" in line for line in told.lines))
 
 
+class Named(Tokens):
+    """Takes and gives what Hugging Face's models do; with labels it has a loss, shifted inside."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = super().forward(input_ids)
+        loss = None if labels is None else shifting(logits, labels)[0]
+        return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+
+
+def unshifted_dict(world: World) -> dict[str, torch.Tensor]:
+    ids, labels = unshifted(world)
+    return {"input_ids": ids, "labels": labels}
+
+
+@mistake("batch: the targets are the inputs themselves", layouts=("ddp", "fsdp"))
+def unshifted_labels_by_name(world: World, layout: str) -> None:
+    ids, labels = unshifted(world)
+    loss = lambda o, t: (  # noqa: E731
+        F.cross_entropy(o["logits"].flatten(0, 1), t.flatten(), reduction="sum"), t.numel()
+    )  # fmt: skip
+    begin(world, layout, Named(), loss=loss, call="kwargs").step(({"input_ids": ids}, labels))
+
+
+@mistake("batch: the targets are the inputs themselves", layouts=("ddp", "fsdp"))
+def unshifted_labels_in_one_dict(world: World, layout: str) -> None:
+    """The model's own loss is right, and this script has another one."""
+    loss = lambda o, b: (  # noqa: E731
+        F.cross_entropy(o["logits"].flatten(0, 1), b["labels"].flatten(), reduction="sum"),
+        b["labels"].numel(),
+    )
+    begin(world, layout, Named(), loss=loss, call="kwargs").step(unshifted_dict(world))
+
+
+@mistake(RIGHT)
+def labels_shifted_in_the_model(world: World, layout: str) -> float:
+    """No mistake, and no line: the loss is what the model made of the labels."""
+    loss = lambda o, b: (o["loss"], (b["labels"][:, 1:] != -100).sum())  # noqa: E731
+    with Lines() as told:
+        begin(world, layout, Named(), loss=loss, call="kwargs").step(unshifted_dict(world))
+    return float(sum("batch:" in line for line in told.lines))
+
+
 # ---- the model and its weights
 
 

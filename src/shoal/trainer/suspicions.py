@@ -125,10 +125,13 @@ class FirstStep:
         if self.loss is token_loss:
             self.compared = True
             return
+        labels = labels_of(targets)
+        if labels is None:
+            return
         for leaf in pytree.tree_leaves(outputs):
-            per_place = isinstance(leaf, torch.Tensor) and leaf.ndim == targets.ndim + 1
-            if per_place and leaf.requires_grad and leaf.shape[:-1] == targets.shape:
-                leaf.register_hook(self._seen(targets))
+            per_place = isinstance(leaf, torch.Tensor) and leaf.ndim == labels.ndim + 1
+            if per_place and leaf.requires_grad and leaf.shape[:-1] == labels.shape:
+                leaf.register_hook(self._seen(labels))
 
     def _seen(self, targets: torch.Tensor) -> Callable[[torch.Tensor], None]:
         last = targets[..., -1] != IGNORED_TARGET
@@ -214,19 +217,39 @@ def _asked_by_us() -> bool:
 def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(inputs, targets), if these are integers equal to the inputs wherever they count."""
     inputs, targets = split_batch(value)
-    for one in (inputs, targets):
-        if not isinstance(one, torch.Tensor) or one.is_floating_point() or one.ndim < 2:
-            return None
+    labels = labels_of(targets)
+    if labels is None:
+        return None
+    if isinstance(inputs, Mapping):
+        given = [one for key, one in inputs.items() if inputs is not targets or key != LABELS]
+    else:
+        given = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+    found = (one for one in given if isinstance(one, torch.Tensor) and _equal(one, labels))
+    return next(((one, labels) for one in found), None)
+
+
+LABELS = "labels"
+"""Where Hugging Face's batches have the targets."""
+
+
+def labels_of(targets: Any) -> torch.Tensor | None:
+    """Targets that are tokens: a tensor, or the labels in a dict."""
+    found = targets.get(LABELS) if isinstance(targets, Mapping) else targets
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _equal(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    if any(one.is_floating_point() or one.ndim < 2 for one in (inputs, targets)):
+        return False
     unlike = inputs.device != targets.device or inputs.dtype == torch.bool
     if unlike or inputs.shape != targets.shape:
-        return None
+        return False
     valid = targets != IGNORED_TARGET
     if int(valid.sum()) < FEWEST or not bool(((inputs == targets) | ~valid).all()):
-        return None
+        return False
     bounds = torch.iinfo(targets.dtype)
     least = targets.masked_fill(~valid, bounds.max).min()
-    several = bool(least < targets.masked_fill(~valid, bounds.min).max())
-    return (inputs, targets) if several else None
+    return bool(least < targets.masked_fill(~valid, bounds.min).max())
 
 
 MOST = 1 << 20
