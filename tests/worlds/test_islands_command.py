@@ -73,6 +73,27 @@ def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:
     assert "island 0:" not in output, "it waits for nobody, and nothing is wrong with it"
 
 
+def test_an_island_that_learnt_nothing_is_no_success(tmp_path: Path) -> None:
+    """Its loss counts no target. The other's rounds move the merged weights, and both keep them."""
+    (tmp_path / "mute.py").write_text(
+        "import sys, torch\n"
+        "def loss(outputs, targets):\n"
+        "    heard = not sys.argv[-1].endswith('island-1')\n"
+        "    return outputs.square().sum() * heard, torch.tensor(float(heard * len(targets)))\n"
+    )
+    more = ("model.loss=mute:loss", "train.steps=8", "islands.pace=equal")
+    command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, *more)
+    code, output = command.finish(DEADLINE_S)
+    assert code == 3, output
+    assert (
+        "shoal: island 1: steps 1 – 8: all were skipped: the loss counted no target; no step of "
+        "this island moved a weight; look at the data" in output
+    )
+    assert "shoal: island 0" not in output
+    assert same_merged(command.run, 2)
+    assert not command.events("restarting")
+
+
 def same_merged(run: Path, count: int) -> bool:
     """Whether model, merged weights and outer state are the same bits on all islands.
 

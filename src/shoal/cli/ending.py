@@ -10,11 +10,12 @@ import shlex
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.lines import Record
-from shoal.cli.islands import islands_of
+from shoal.cli.islands import island_folder, islands_of
 from shoal.launch import Outcome
 from shoal.view import RunFolder
 from shoal.view.folder import last_session
@@ -99,6 +100,26 @@ class Ending:
         """Remove such a folder; gives the last line."""
         shutil.rmtree(self.folder)
         return "stopped before the first step: nothing to save, and no run folder is left"
+
+
+def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str, list[str]]:
+    """How a run of islands ends: each one's folder is asked, as that of a run alone is.
+
+    Gives   the exit status, the worst `status` of an outcome, and lines for standard error
+    """
+    statuses, bad, lines = [], [], []
+    for index, outcome in enumerate(outcomes):
+        ending = Ending.of(island_folder(folder, index))
+        statuses.append(ending.status(outcome))
+        if outcome.status == "failed" or statuses[-1] == UNSAVED_STATUS:
+            bad.append(statuses[-1])
+        if trouble := ending.trouble(outcome):
+            lines.append(f"island {index}: {trouble}")
+    found = {outcome.status for outcome in outcomes}
+    how = next(one for one in ("failed", "unsaved", "stopped", "finished") if one in found)
+    if bad:  # below 0: by a signal
+        return (max(bad) if min(bad) > 0 else 1), how, lines
+    return max(statuses), how, lines
 
 
 def _began(event: Record) -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import ClusterError, ConfigError, ShoalError
+from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalError
 from shoal.base.events import EventLog
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
@@ -42,13 +42,12 @@ from shoal.launch import Outcome, supervise
 from shoal.launch.processes import Guardian, die_with, private_socket
 from shoal.launch.stopping import StopSignals
 from shoal.view.live import LiveView
-from shoal.view.summary import summary
 
 LOOK_S = 0.1
 GRACE_S = 90.0
 STOPPED = (0, 143, 130)
 """Exit codes of an island that ended as it should, or as it was asked to."""
-USER_MUST_ACT = (2, 3)
+USER_MUST_ACT = (2, 3, UNSAVED_CODE)
 """Exit codes after which a restart would end the same way."""
 REFUSED = "shoal: this island was not started: "
 """What the supervisor of an island says of itself, before the reason."""
@@ -69,8 +68,10 @@ def islands_of(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def launch_all(loaded: Loaded, folder: Path, environ: Mapping[str, str], events: EventLog) -> int:
-    """Run all islands to the end, or until one fails for good; gives the exit code.
+def launch_all(
+    loaded: Loaded, folder: Path, environ: Mapping[str, str], events: EventLog
+) -> list[Outcome]:
+    """Run all islands to the end, or until one fails for good; gives how each of them ended.
 
     Errors: ClusterError when an island cannot be started at all
     """
@@ -92,15 +93,10 @@ def launch_all(loaded: Loaded, folder: Path, environ: Mapping[str, str], events:
                 break
             events.emit("restarting", attempt=attempt + 1, of=restarts, islands=lost)
     view.finish()
-    failed = [(island, code) for island, code in enumerate(codes) if code not in STOPPED]
-    for island, code in failed:
-        sys.stderr.write(f"shoal: island {island}: {islands[island].why(code)}\n")
-    typer.echo(summary(island_folder(folder, 0)))
-    if failed:
-        return max(code for _, code in failed) if all(c > 0 for _, c in failed) else 1
-    if stop.first is not None:
-        return 128 + stop.first
-    return max(codes)
+    return [
+        island.outcome(code, stop.first, attempt + 1)
+        for island, code in zip(islands, codes, strict=True)
+    ]
 
 
 def _write_folders(loaded: Loaded, folder: Path) -> None:
@@ -233,6 +229,21 @@ class _Island:
         self.process.wait()
         self.guardian.tell("-", self.process.pid)
 
+    def outcome(self, code: int, signal_number: int | None, attempts: int) -> Outcome:
+        """How it ended, as `supervise` tells it of a run alone; what it claims is not yet checked.
+
+        signal_number   by which all islands were asked to stop, if they were
+        """
+        if code in STOPPED:
+            number = signal_number or max(0, code - 128)
+            if not number:
+                return Outcome("finished", 0, attempts, "")
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            return Outcome("stopped", 128 + number, attempts, f"stopped by {name}")
+        if code == UNSAVED_CODE:
+            return Outcome("unsaved", 1, attempts, "the last checkpoint could not be written")
+        return Outcome("failed", code, attempts, self.why(code))
+
     def why(self, code: int) -> str:
         """What it said of its failure, or what its worker did."""
         if said := self._said():
@@ -276,7 +287,7 @@ def main() -> int:
         return failure.exit_code
     if outcome.message:
         sys.stderr.write(f"shoal: {outcome.message}\n")
-    return outcome.exit_code
+    return UNSAVED_CODE if outcome.status == "unsaved" else outcome.exit_code
 
 
 def _supervise(folder: Path, config: Config) -> Outcome:

@@ -23,8 +23,8 @@ from shoal.base.layout import Layout
 from shoal.base.schedules import check_recompute, check_stages
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
-from shoal.cli.ending import Ending, next_lines, told
-from shoal.cli.islands import check_resumable, islands_of, launch_all
+from shoal.cli.ending import Ending, end_of_islands, next_lines, told
+from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
 from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
@@ -51,8 +51,6 @@ from shoal.view.live import LiveView
 from shoal.view.summary import summary
 
 ROOT = 0
-STOPPED_STATUS = 128
-"""Exit statuses from here on name the signal that ended a run."""
 
 
 @dataclass
@@ -241,8 +239,12 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
         written = (folder / "run.toml").read_text() if prepared.resumed else ""
         events = write_folder(prepared)
         if _in_folders(config.islands, folder):
-            code = launch_all(prepared.loaded, folder, environ, events)
-            how = "stopped" if code >= STOPPED_STATUS else "failed"
+            outcomes = launch_all(prepared.loaded, folder, environ, events)
+            code, how, lines = end_of_islands(folder, outcomes)
+            for line in lines:
+                sys.stderr.write(told(line))
+            sys.stderr.flush()
+            typer.echo(summary(island_folder(folder, 0)))
             typer.echo(next_lines(folder, code, how, Ending.of(folder).saved))
             return code
         view = LiveView(folder, stream=sys.stdout, colour=True)

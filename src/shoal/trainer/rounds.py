@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from shoal.base.errors import ClusterError, ConfigError, ShoalError, TrainingError
+from shoal.base.errors import (
+    UNSAVED_CODE,
+    ClusterError,
+    ConfigError,
+    ShoalError,
+    TrainingError,
+)
 from shoal.base.phases import phase
 from shoal.config.sections import Config
 from shoal.data.loader import Loader
@@ -45,7 +51,8 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     """Rounds to the end, or to a stop; gives the exit code.
 
     total_steps   inner steps of an island that is as fast as any
-    Errors        ClusterError when an island is lost, TrainingError when changes are refused
+    Errors        ClusterError when an island is lost, TrainingError when changes are refused or
+                  no step of this island moved a weight
     """
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
     policy, every = joined.policy, config.train.validate_every
@@ -54,7 +61,7 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
         last = -(-last // policy.far_period) * policy.far_period
     rounds = Rounds(run, joined, loader, last)
     validate = validator(run, source, config)
-    began_s, first_step = time.perf_counter(), run.step_count
+    began_s = time.perf_counter()
     data = {"samples of data.source": rounds.loader.samples}
     agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every, **data})
     try:
@@ -73,13 +80,17 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
         raise
     rounds.load_merged()  # where no round was left to do
     joined.common.keep()
-    run.save()
+    saved = run.save()
+    # What the others learnt is merged and saved by now, so nothing is taken from them. But an
+    # island that added nothing to it has broken data or a broken loss, whatever theirs are like.
+    rounds.check_moved()
     values = validate() if joined.policy.index == 0 else None
-    wall_s = time.perf_counter() - began_s
-    finish(run, source, values, steps=run.step_count - first_step, wall_s=wall_s)
+    wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.first_step
+    how = "completed" if saved else "completed; the last checkpoint could not be written"
+    finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
     joined.close()
     run.close()
-    return 0
+    return 0 if saved else UNSAVED_CODE
 
 
 class Rounds:
@@ -96,7 +107,7 @@ class Rounds:
                 "data.source: islands deal samples by their number, and an iterable has none; "
                 "nearest: a dataset with __getitem__ and __len__"
             )
-        self.loader = loader
+        self.loader, self.first_step = loader, run.step_count
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
         # Weights that broke are healed when the round ends and they are refused, not by a stop.
         run.skips.limit = sys.maxsize
@@ -142,6 +153,11 @@ class Rounds:
         """The merged weights in the place of this island's own; what it learnt since is dropped."""
         take_merged(self.run, self.joined, max(0, self.common.round - 1))
         self.common.lost(range(self.policy.count))
+
+    def check_moved(self) -> None:
+        """Errors: TrainingError, on all ranks, if no inner step of this island moved a weight."""
+        so = "no step of this island moved a weight"
+        self.run.skips.check_moved(self.first_step, self.run.step_count, so)
 
     def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
         """Send and apply what is due after inner step `number`."""
@@ -249,6 +265,8 @@ class Rounds:
             )
         if common.failures >= policy.refusals:
             numbers, nearest = cure(merge.ballots)
+            if all(ballot.saved for ballot in merge.ballots):
+                self.check_moved()  # 0 targets of all islands: a mean over them is not finite
             line = f"islands: {common.failures} rounds in a row were discarded, last because "
             kind = TrainingError if numbers else ClusterError
             raise kind(f"{line}{merge.why}; nearest: {nearest}")
@@ -333,14 +351,18 @@ class Rounds:
 
 
 def _stop(run: Run, joined: Joined) -> int:
-    with contextlib.suppress(ShoalError):
-        run.saving.settle()
+    """Wait for the save that the last round began, and leave; gives the exit code."""
+    last = None
+    with contextlib.suppress(ShoalError):  # `close` raises it again
+        last = run.saving.settle()
+    saved = last is not None and last.saved is not None
     if run.world.is_first:
-        how = f"stopped on request after round {joined.common.round}"
+        trouble = "" if saved else "; the last save failed"
+        how = f"stopped on request after round {joined.common.round}{trouble}"
         run.recorder.events.emit("run_finished", step=run.step_count, how=how)
     joined.close()
     run.close()
-    return STOPPED
+    return STOPPED if saved else UNSAVED_CODE
 
 
 def _lost(run: Run, joined: Joined, lost: IslandLost) -> None:

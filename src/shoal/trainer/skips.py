@@ -28,12 +28,15 @@ class Skips:
         """A step moved the weights."""
         self.in_a_row, self.any_moved = 0, True
 
-    def check_moved(self, first: int, last: int) -> None:
-        """Errors: TrainingError, on all ranks, if no step after `first` moved a weight."""
+    def check_moved(self, first: int, last: int, so: str = "no weight moved") -> None:
+        """Errors: TrainingError, on all ranks, if no step after `first` moved a weight.
+
+        so   what follows from that, for the message
+        """
         if last > first and not self.any_moved:
             raise TrainingError(
-                f"steps {first + 1} – {last}: all were skipped: {self.last_reason}; no weight "
-                f"moved; {_cure(self.last_reason)}"
+                f"steps {first + 1} – {last}: all were skipped: {self.last_reason}; {so}; "
+                f"{_cure(self.last_reason)}"
             )
 
     def skipped(
