@@ -306,6 +306,7 @@ def test_a_file_is_not_a_module() -> None:
                     "nearest: best.safetensors, for safetensors.torch.load_file"),
         ("pytorch_model.bin", "nearest: pytorch_model.safetensors"),
         ("exported", "exported: is a folder; nearest: exported/model.safetensors"),
+        ("my out/model.safetensors", "model.safetensors: there is no folder my out; nearest: mkdir -p 'my out'"),
     ],
 )  # fmt: skip
 def test_an_export_is_not_written_where_it_would_mislead(out: str, said: str) -> None:
@@ -316,23 +317,6 @@ def test_an_export_is_not_written_where_it_would_mislead(out: str, said: str) ->
     code, text = shoal("checkpoint", "export", "runs/mine", out)
     assert code == 2
     assert said in text
-
-
-def test_a_missing_folder_of_the_exported_file_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shoal.cli import checkpoint
-
-    monkeypatch.setattr(checkpoint, "_checkpoints", lambda path: [path])
-    monkeypatch.setattr(
-        "shoal.checkpoint.export.export", lambda _, out: out.with_name("half").touch()
-    )
-    command = ["shoal", "checkpoint", "export", "runs/mine", "missing/model.safetensors"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as exit_:
-        main.main()
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err == "shoal: missing/half: No such file or directory\n"
 
 
 def test_aliases_are_answered_with_our_names() -> None:

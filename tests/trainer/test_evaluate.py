@@ -75,3 +75,12 @@ def test_nothing_to_evaluate_is_nan() -> None:
     values = run_of(linear()).evaluate([])
     assert values["targets"] == 0
     assert values["loss"] != values["loss"]
+
+
+@pytest.mark.parametrize("call", ["evaluate", "steps"])
+def test_a_collate_that_nothing_would_call_is_refused(call: str) -> None:
+    """A list is one of batches; its samples went to the model one by one, in a traceback."""
+    run = run_of(linear())
+    with pytest.raises(ConfigError, match=rf"run\.{call}: a list is taken as batches .* collate="):
+        list(getattr(run, call)([1, 2], collate=list))
+    run.close()

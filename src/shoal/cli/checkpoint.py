@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -100,7 +101,12 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _check_out(out: Path) -> None:
-    """Errors: ConfigError for a folder, and for a name that promises a pickle."""
+    """Errors: ConfigError for a folder, no folder to write into, a name that promises a pickle."""
+    if not out.parent.is_dir():
+        raise ConfigError(
+            f"{out}: there is no folder {out.parent}; "
+            f"nearest: mkdir -p {shlex.quote(str(out.parent))}"
+        )
     if out.is_dir():
         raise ConfigError(f"{out}: is a folder; nearest: {out / 'model.safetensors'}")
     if out.suffix in PICKLES:

@@ -81,6 +81,7 @@ class Feed:
         """
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
+        _refuse_collate("run.steps", data, collate)
         entry = whole_data(getattr(data, "batch_sampler", None), getattr(data, "dataset", None))
         told = self.world.gather_json(entry) if self.world.size > 1 else []
         if told and entry is not None and all(one == entry for one in told):
@@ -123,6 +124,7 @@ class Feed:
         if isinstance(data, MicroBatches):
             return data
         if isinstance(data, list) or not is_indexed(data):
+            _refuse_collate("run.evaluate", data, collate)
             return MicroBatches(data, _length(data))
         return self.held_out(data, workers, collate)
 
@@ -149,6 +151,16 @@ class Feed:
             "rank": self.world.rank,
             "degree": self.plan.layout.data_degree,
         }
+
+
+def _refuse_collate(call: str, batches: Any, collate: Any) -> None:
+    """Errors: ConfigError for a collate function that nothing would call."""
+    if collate is not None:
+        raise ConfigError(
+            f"{call}: a {type(batches).__name__} is taken as batches that are made already, for "
+            f"which collate= is not called; nearest: a Dataset of its samples (with __len__ and "
+            f"__getitem__), or run.loader(samples, collate=…)"
+        )
 
 
 def _length(batches: Iterable[Any]) -> int:
