@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +161,11 @@ if attempt == "0":
 def test_a_stop_while_it_imports_ends_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "costly.py").write_text(
         f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGTERM)\ntime.sleep(60)\n"
+        + IMPORTED
     )
-    began_s = time.monotonic()
     outcome, events = forked(tmp_path, "")
     assert (outcome.status, outcome.exit_code) == ("stopped", 128 + signal.SIGTERM)
-    assert time.monotonic() - began_s < 30
+    assert not (tmp_path / "imported").exists(), "not when the import was over"
     assert not [e for e in events if e["event"] == "worker_started"]
 
 

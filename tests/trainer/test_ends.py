@@ -11,6 +11,7 @@ import pytest
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError, TrainingError
 from shoal.base.files import saved_steps
+from shoal.base.phases import Phase, listen
 from shoal.cli import start
 from shoal.fabric import start_world
 from shoal.trainer.loop import train
@@ -117,3 +118,18 @@ def test_samples_of_text_are_one_line(run: Any) -> None:
         "batch: holds no tensor whose dim 0 counts samples, but str; nearest: samples of tensors "
         "or numbers, or a collate function that makes them of these"
     )
+
+
+def test_a_start_tells_what_it_is_busy_with_in_this_order(run: Any) -> None:
+    heard: list[str] = []
+
+    def hear(phases: list[Phase]) -> None:
+        heard.extend(one.name for one in phases if one.name not in heard)
+
+    listen(hear)
+    try:
+        run()
+    finally:
+        listen(None)
+    wanted = ["data", "set up", "build", "first step", "save"]
+    assert [name for name in heard if name in wanted] == wanted

@@ -151,6 +151,10 @@ def test_bf16_keeps_fp32_weights() -> None:
     assert torch.isfinite(torch.tensor(run.evaluate([pair()])["loss"]))
     assert model(pair()[0]).dtype == torch.bfloat16, "outside of a step the model works as well"
     kept = [piece.parameter.detach().clone() for piece in run.program.local.values()]
+    told = list(run.model.state_dict().values())
+    assert {t.dtype for t in told} == {torch.float32}, "the masters, not their narrow copies"
+    for tensor, master in zip(told, kept, strict=True):
+        assert torch.equal(tensor, master)
     run.close()
     for parameter, master in zip(model.parameters(), kept, strict=True):
         assert torch.equal(parameter, master), (

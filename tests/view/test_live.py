@@ -119,6 +119,21 @@ def test_the_plan_knows_the_length(tmp_path: Path, clock: Clock) -> None:
     assert stream.getvalue().startswith("step=1/8 ")
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_samples_are_counted_where_they_are_no_tokens(
+    tmp_path: Path, clock: Clock, stream: io.StringIO
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"unit": "samples"}))
+    view = LiveView(tmp_path, total_steps=300, stream=stream, colour=False)
+    for step in (1, 2):
+        write_step(tmp_path, step, samples=[16 * step - 16, 16 * step])
+    view.tick()
+    view.finish()
+    text = stream.getvalue()
+    assert ("  160 samples/s  " if stream.isatty() else " samples_per_s=160 ") in text
+    assert "token" not in text
+
+
 def test_the_last_step_comes_before_what_followed_it(tmp_path: Path, clock: Clock) -> None:
     view, stream = piped(tmp_path, total_steps=2)
     write_step(tmp_path, 1)

@@ -42,8 +42,15 @@ class Slow:
 def data():
     return Slow(), Slow(8, 0.0)
 
+class Counted(Slow):
+    """Says of each sample in the file `held-out-read` that it was read."""
+    def __getitem__(self, index):
+        with open("held-out-read", "a") as file:
+            file.write(".")
+        return super().__getitem__(index)
+
 def slow_to_validate():
-    return Slow(sleep_s=0.0), Slow(4000, 0.02)
+    return Slow(sleep_s=0.0), Counted(4000, 0.02)
 
 def lists():
     torch.manual_seed(0)  # the samples are drawn: without a seed each rank has others

@@ -13,6 +13,7 @@ import torch
 import cases
 from planted import BUGS
 from shoal.base.errors import ShoalError
+from shoal.base.phases import Phase, listen
 from shoal.fabric import World
 from shoal.models.loss import token_loss
 from shoal.trainer.proof import Battery, Material, prove_before, quick
@@ -21,7 +22,15 @@ from shoal.trainer.proof import Battery, Material, prove_before, quick
 def ask(
     world: World, folder: str, bug: str = "nothing", environ: dict[str, str] | None = None, **other
 ) -> dict[str, Any]:
-    """What `prove_before` says of the mlp case on ddp, with the cache in `folder`."""
+    """What `prove_before` says of the mlp case on ddp, with the cache in `folder`.
+
+    layout   another one; it is told as well what the proof was busy with
+    """
+    heard: list[list[str]] = []
+
+    def hear(phases: list[Phase]) -> None:
+        heard.extend([names] if (names := [p.name for p in phases]) not in heard else [])
+
     torch.set_num_threads(1)
     case = other.pop("case", "mlp")
     budget_s, twin = quick.BUDGET_S, Battery.twin
@@ -34,16 +43,18 @@ def ask(
         cases.loss(case) or token_loss,
         cases.dataset(case),
         None,
-        "ddp",
+        other.pop("layout", "ddp"),
         **{"batch": 24, "micro_batch": 2, **other},
     )
+    listen(hear)
     try:
         with BUGS[bug](world):
             told = prove_before(material, world, Path(folder) / "run", environ or {})
-        return {"line": told}
+        return {"line": told, "phases": heard}
     except ShoalError as failure:
         return {"error": str(failure), "code": failure.exit_code}
     finally:
+        listen(None)
         del os.environ["SHOAL_CACHE"]
         quick.BUDGET_S, Battery.twin = budget_s, twin
 

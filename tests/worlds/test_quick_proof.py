@@ -35,6 +35,14 @@ def test_it_is_proven_once_and_then_known(worlds, tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["proof.json"]
 
 
+def test_it_tells_what_it_is_busy_with(worlds, tmp_path: Path) -> None:
+    phases = ask(worlds, tmp_path, case="llama", layout={"tp": 2})["phases"]
+    assert [phases[0], phases[-1]] == [["proof"], []]
+    assert ["proof", "one process", "steps", "build"] in phases
+    assert ["proof", "steps", "split layers"] in phases
+    assert ["proof", "steps", "check layers"] in phases
+
+
 def test_a_difference_refuses_and_is_not_kept(worlds, tmp_path: Path) -> None:
     for _ in range(2):
         told = ask(worlds, tmp_path, bug="factor lost")

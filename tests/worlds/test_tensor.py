@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,21 @@ def test_a_block_that_fails_the_check_stays_whole_by_name(worlds) -> None:
         assert "layout.tp = 2: blocks.0 (and 1 like it) stays whole: split, it" in told["notice"]
         assert told["split"] == ["tokens.weight", "head.weight"]
         assert told["strict"].startswith("layout.tp = 2: blocks.0: split, it computes something")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_warm_start_is_checked_as_a_cold_one(worlds, tmp_path: Path, strict: bool) -> None:
+    """Wrong labels in a first start, and in one after a right one with the same cache."""
+    (cold, right, warm), others = worlds(2).call(
+        "split_start_case:starts",
+        folders=[str(tmp_path / name) for name in ("cold", "warm", "warm")],
+        planted=[True, False, True],
+        strict=strict,
+    )
+    assert others == ([cold, "", warm] if strict else ["", "", ""]), "rank 0 tells, all refuse"
+    assert right == ""
+    assert "were cut as one" in cold
+    assert warm == cold
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "tuples"), (2, "unet"), (4, "encoder")])

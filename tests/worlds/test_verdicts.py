@@ -78,3 +78,12 @@ def test_without_float64_it_is_told_what_float32_shows(worlds) -> None:
         "\"my_kernel\" not implemented for 'Double'; in float32 instead it is equal within 2e-06"
         in (report["reason"])
     )
+
+
+def test_grouped_experts_are_proven_one_by_one_and_put_back(worlds) -> None:
+    answers = worlds(2).call("verdict_case:prove_grouped_experts")
+    report = answers[0]["report"]
+    assert report["verdict"] == "equal", report["reason"]
+    assert report["said"] == ["experts computed one by one (their grouped product has no float64)"]
+    assert report["said"][0] in answers[0]["line"]
+    assert [told["kind"] for told in answers] == ["grouped_mm", "grouped_mm"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,6 +96,23 @@ class Narrow(nn.Module):
         return self.net(x)
 
 
+SHARED = SimpleNamespace(_experts_implementation="grouped_mm")
+"""A configuration as transformers' models have one: all models that are built share it."""
+
+
+class Experts(nn.Module):
+    """Experts whose grouped product has no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.config = nn.Linear(WIDTH, 4), SHARED
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64 and self.config._experts_implementation != "eager":
+            raise RuntimeError("\"grouped_mm\" not implemented for 'Double'")
+        return self.net(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "casting": Casting,
     "flips": lambda: Casting(30.0),
@@ -104,6 +122,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "makes a group": lambda: Talking("group"),
     "expanded": Expanded,
     "no float64": Narrow,
+    "grouped experts": lambda: nn.Sequential(Experts()),
 }
 
 
@@ -149,6 +168,12 @@ def prove(world: World, model: str, layout: dict[str, int], bug: str = "") -> di
         report = battery.prove(world, layout)
     told = line(report) if report["verdict"] != "different" else ""
     return {"report": report, "line": told, "took_s": time.monotonic() - began_s}
+
+
+def prove_grouped_experts(world: World) -> dict[str, Any]:
+    """The same of grouped experts, and how their configuration says afterwards to compute them."""
+    told = prove(world, "grouped experts", {"dp_replicate": 2})
+    return {**told, "kind": SHARED._experts_implementation}
 
 
 def flops_of_talking(world: World) -> int | None:
