@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from user_modules import Gated
 
 from shoal.base.errors import PlanError
-from shoal.parallel.tensor.draws import find_draws
+from shoal.parallel.tensor.draws import InnerKeys, find_draws
 from shoal.parallel.tensor.model_split import ModelSplit, plan_split
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -98,3 +98,32 @@ def test_draws_elsewhere_are_legal(where: str) -> None:
     by_parts = any("split by its parts only" in line for line in split.notices)
     assert by_parts is (where != "in graphs")
     assert split.classes
+
+
+class Layers(nn.Module):
+    """Equal layers as attributes; the outermost Sequentials, inside of them, have the keys."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        for name in ("one", "two"):
+            mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Dropout(dropout))
+            setattr(self, name, nn.ModuleDict({"mlp": mlp}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.one, self.two):
+            x = x + part["mlp"](x)
+        return x
+
+
+def test_a_layer_whose_inner_blocks_key_its_dropout_is_no_graph() -> None:
+    """Under tp and cp its masks were others than in one process, without a line."""
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8))
+    keys = InnerKeys(module, lambda m: m(X))
+    assert keys.inside("") == "dropout is keyed by blocks inside of it, like 0"
+    assert not keys.inside("3")
+    with pytest.raises(PlanError, match=r"stays whole: dropout is keyed by blocks inside of it"):
+        plan(module)
+    module[2].p = 0.0
+    assert plan(module).classes, "without dropout it is one graph"
+    assert InnerKeys(Layers(0.1), lambda m: m(X)).inside("one")
+    assert not InnerKeys(Layers(0.0), lambda m: m(X)).inside("one")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.tensor.capture import Call, bare, first_calls
+from shoal.parallel.tensor.draws import InnerKeys
 from shoal.parallel.tensor.labels import Split
 from shoal.parallel.tensor.likeness import Likeness
 from shoal.parallel.tensor.model_split import BlockClass
@@ -58,6 +59,7 @@ class _Finder:
     def __init__(self, module: nn.Module, run: Run, degree: int, attention: Shared | None) -> None:
         self.module, self.run, self.degree, self.attention = module, run, degree, attention
         self.likeness = Likeness(module)
+        self.keys = InnerKeys(module, run)
         self.calls: dict[str, Call] = {}
         self.classes: list[BlockClass] = []
         self.whole: dict[str, str] = {}
@@ -122,6 +124,8 @@ class _Finder:
         call = self.calls[names[0]]
         if not _length(call):
             return "it takes no hidden states [batch, tokens, dim]"
+        if why := self.keys.inside(names[0]):
+            return why
         twin = bare(self.module.get_submodule(names[0]))
         try:
             split = self.split(twin, call)

@@ -23,6 +23,7 @@ from shoal.parallel.echo import NoLog, as_cheaply, echoing
 from shoal.parallel.program import StandIn
 from shoal.parallel.tensor.capture import CallLog, noting
 from shoal.parallel.trunk import Run
+from shoal.profile.blocks import blocks
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,32 @@ class Draw:
         """
         inside = self.around[-1]
         return self.function if inside == part else f"{self.function} in {inside}"
+
+
+class InnerKeys:
+    """Layers that hold blocks with dropout keys of their own, of a model that draws.
+
+    A graph of such a layer calls none of them, so no key would be set at their entries, nor for
+    what follows: other masks than in one process (parallel/randomness.py), which a check of one
+    layer does not see, since it gives both sides one generator.
+    """
+
+    def __init__(self, module: nn.Module, run: Run) -> None:
+        self.module, self.run = module, run
+        self.keyed = [name for name, _ in blocks(module)]
+        self.draws: list[Draw] | None = None
+
+    def inside(self, layer: str) -> str:
+        """Why a layer cannot be one graph; "" if it can."""
+        start = f"{layer}." if layer else ""
+        inner = [name for name in self.keyed if name.startswith(start) and name != layer]
+        if not inner:
+            return ""
+        if self.draws is None:
+            self.draws = find_draws(self.module, self.run)
+        if not self.draws:
+            return ""
+        return f"{self.draws[0].function} is keyed by blocks inside of it, like {inner[0]}"
 
 
 def find_draws(module: nn.Module, run: Run) -> list[Draw]:

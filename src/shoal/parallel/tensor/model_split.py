@@ -26,7 +26,7 @@ from shoal.base.phases import phase
 from shoal.parallel._torch import pytree
 from shoal.parallel.echo import as_cheaply, echoing
 from shoal.parallel.tensor.capture import Call, CallLog, bare, first_calls, noting
-from shoal.parallel.tensor.draws import find_draws
+from shoal.parallel.tensor.draws import InnerKeys, find_draws
 from shoal.parallel.tensor.edges import exchanges_of, scattered_lookups
 from shoal.parallel.tensor.labels import WHOLE, Split, Whole
 from shoal.parallel.tensor.likeness import Likeness
@@ -99,6 +99,7 @@ class _Planner:
         self.refused: list[str] = []  # one line each: what stays whole, and why
         self.graphs: set[str] = set()  # layers that could be traced, whether split or not
         self.untraced: dict[str, str] = {}  # layers that could not, and why
+        self.keys = InnerKeys(module, run)
 
     def plan(self, trunk: Trunk, strict: bool) -> ModelSplit:
         blocks = self.blocks(trunk)
@@ -214,6 +215,8 @@ class _Planner:
 
     def try_to_split(self, names: list[str], calls: dict[str, Call]) -> str:
         """Split equal layers as one; gives the reason where that fails."""
+        if why := self.keys.inside(names[0]):
+            return why
         part, call = self.module.get_submodule(names[0]), calls[names[0]]
         twin = bare(part)
         wishes = dict(self.relative(names[0]))
