@@ -234,10 +234,11 @@ def test_classes_and_weights_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_shoal_trains_it_on_text(tmp_path: Path) -> None:
-    """The main job, end to end: two steps on the standard library's sources."""
+    """The main job, end to end: two steps on text."""
+    docs = Path(__file__).resolve().parents[2] / "docs"
     write(tmp_path / "tiny", {**LLAMA, "vocab_size": 512})
     words = [
-        "model.name=hf:tiny", "data.tokenizer=bpe:512", "data.sequence=64", "train.steps=2",
+        "model.name=hf:tiny", f"data.source=text:{docs}/*.md", "data.tokenizer=bpe:512", "data.sequence=64", "train.steps=2",
         "data.validation=0.005", "launch.processes=1", "run.name=run",
     ]  # fmt: skip
     done = subprocess.run(

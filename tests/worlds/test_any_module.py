@@ -11,7 +11,7 @@ import any_case
 
 SAMPLE = [
     pytest.param("our gpt", "tp2", marks=pytest.mark.proof),
-    ("our vit", "tp2"),
+    pytest.param("our vit", "tp2", marks=pytest.mark.proof),
     pytest.param("our moe", "tp2", marks=pytest.mark.proof),
     pytest.param("nested", "tp2", marks=pytest.mark.proof),
     pytest.param("mlp", "tp2", marks=pytest.mark.proof),
@@ -21,7 +21,7 @@ SAMPLE = [
     pytest.param("hf t5", "pp2", marks=pytest.mark.proof),
     ("mlp", "tp4"),
     pytest.param("our llama", "tp4", marks=pytest.mark.proof),
-    ("tuples", "pp4"),
+    pytest.param("tuples", "pp4", marks=pytest.mark.proof),
     pytest.param("encoder", "tp2 pp2", marks=pytest.mark.proof),
     ("gpt", "tp2 pp2"),
     pytest.param("hf llama", "tp2 pp2", marks=pytest.mark.proof),

@@ -168,6 +168,7 @@ MIB = 2**20
 LIMIT = 320 * MIB
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
 def test_a_model_too_large_for_one_process_trains_on_four(worlds) -> None:
     """16 bytes of states per element are more than the limit; a quarter of them is not."""

@@ -57,6 +57,7 @@ LEGS: Legs = [
 ]
 
 
+@pytest.mark.proof
 def test_every_layout_goes_on_from_two_copies(worlds, tmp_path: Path) -> None:
     """AdamW's moments and averaged weights included; each weight is in the checkpoint once."""
     threads = torch.get_num_threads()

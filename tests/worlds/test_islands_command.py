@@ -23,6 +23,7 @@ def events(run: Path, island: int, name: str) -> list[dict]:
     return [e for e in lines(run / f"island-{island}" / "events.jsonl") if e["event"] == name]
 
 
+@pytest.mark.proof
 def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     """BatchNorm's running statistics included: all islands end with the same bits."""
     command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, "train.steps=40")
