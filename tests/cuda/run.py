@@ -66,8 +66,8 @@ PARTS = (
     Part("command", "command:command", 120),
     Part("races", "races:races", 60, (ONE,), (("TORCH_CUDA_SANITIZER", "1"),)),
     Part("compile", "kernel_checks:compiled", 120, (ONE,)),
-    Part("speed of compiled blocks", "speed:one_gpu_compiled", 100, (ONE,)),
-    Part("speed of compiled blocks", "speed:several_gpus_compiled", 100, (SEVERAL,)),
+    Part("speed of compiled blocks", "speed:one_gpu_compiled", 130, (ONE,)),
+    Part("speed of compiled blocks", "speed:several_gpus_compiled", 130, (SEVERAL,)),
 )
 
 
