@@ -161,7 +161,7 @@ def first_step_without_samples(world: World, layout: str, kind: str = "pair") ->
     """One micro-batch for all ranks, the others never had one: off by how much from plain PyTorch?"""
     model = Named().double()
     twin = copy.deepcopy(model)
-    extra = {"extra": object()} if kind == "own class" else {"extra": (1, "text")}
+    extra = {"extra": object()} if kind == "own class" else {"extra": (1, "text", None)}
 
     def by_name(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         x, y = (torch.stack(one).double() for one in zip(*rows, strict=True))

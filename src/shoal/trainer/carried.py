@@ -50,6 +50,7 @@ class Carried:
     def looking(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
         """Around the passes of a step; tells a line behind the second."""
         if not self.looks or step > 2 or (self.alone and micro_batches < 2):
+            self._before = self._left = {}
             return nullcontext()
         return self._first() if step == 1 else self._second()
 

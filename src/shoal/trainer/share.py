@@ -94,7 +94,7 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if isinstance(value, str | bool | int | float):
+    if value is None or isinstance(value, str | bool | int | float):
         return ["plain", value]
     if type(value) in (tuple, list):
         parts = [_described(one, tensors) for one in value]
