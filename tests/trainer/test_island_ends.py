@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +11,16 @@ import pytest
 
 from shoal.base.errors import UNSAVED_CODE, TrainingError
 from shoal.base.files import saved_steps
-from shoal.cli import start
-from shoal.fabric import start_world
-from shoal.trainer.loop import train
 from shoal.trainer.rounds import STOPPED, Rounds
 from shoal.trainer.run import Run
 from shoal.view import summary
 
-MODULE = """
-import torch
-from torch import nn
-def build(): return nn.Linear(4, 3)
-def data(): return [(torch.ones(4) * i, torch.tensor(i % 3)) for i in range(12)]
-def no_count(outputs, targets): return outputs.sum() * 0.0, torch.tensor(0.0)
-def nan(outputs, targets): return outputs.sum() * float("nan"), torch.tensor(1.0)
-def half(outputs, targets):
-    bad = float("nan") if targets[0] == 0 else 1.0
-    return outputs.square().sum() * bad, torch.tensor(float(len(targets)))
-"""
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Measuring the machine takes seconds: once for all."""
-    return tmp_path_factory.mktemp("cache")
-
 
 @pytest.fixture
-def island(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def island(run: Any) -> Any:
     """Trains one island alone, two rounds of two steps, in this process; folder and exit code."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHOAL_CACHE", str(cache))
-    (tmp_path / "my_island.py").write_text(MODULE)
-    monkeypatch.delitem(sys.modules, "my_island", raising=False)
-
-    def one(*overrides: str, before: Any = None) -> tuple[Path, int]:
-        base = ["model.build=my_island:build", "data.source=my_island:data", "train.batch=2",
-                "train.steps=4", "layout.strategy=single", "run.name=x", "islands.method=diloco",
-                "islands.count=1", "islands.period=2"]  # fmt: skip
-        prepared = start.prepare([*base, *overrides], None, 1)
-        prepared.folder.mkdir(parents=True)
-        start.write_folder(prepared)
-        if before is not None:
-            before(prepared.folder)
-        return prepared.folder, train(prepared.folder, world=start_world({}))
-
-    return one
+    words = ("islands.method=diloco", "islands.count=1", "islands.period=2")
+    return functools.partial(run, *words)
 
 
 def ended(folder: Path) -> str:
@@ -75,7 +39,7 @@ def test_an_island_in_which_nothing_moved_is_no_success(
 ) -> None:
     """Rounds that are merged of no target at all are discarded, and the last of them ends it."""
     with pytest.raises(TrainingError, match=f"steps 1 – {last}: all were skipped: {why}") as caught:
-        island(f"model.loss=my_island:{loss}")
+        island(f"model.loss=my_ends:{loss}")
     assert "; no step of this island moved a weight; look at the" in str(caught.value)
     assert caught.value.exit_code == 3
     if loss == "nan":
@@ -83,7 +47,7 @@ def test_an_island_in_which_nothing_moved_is_no_success(
 
 
 def test_an_island_of_which_a_step_moved_completes(island: Any) -> None:
-    folder, code = island("model.loss=my_island:half")
+    folder, code = island("model.loss=my_ends:half")
     assert (code, ended(folder)) == (0, "completed")
 
 
