@@ -39,13 +39,13 @@ HERE = Path(__file__).resolve().parent
 LIMITS_S = {"cold": 10.0, "from cache": 2.0}
 PROCESSES, MICRO_BATCH, SEQUENCE, VOCABULARY = 2, 4, 64, 8192
 COUNTED = (
-    ("find the trunk", "shoal.parallel.trunk", "find_trunk"),
-    ("find the tables", "shoal.parallel.tensor.tables", "find_tables"),
-    ("plan the model", "shoal.parallel.tensor.model_split", "plan_split"),
-    ("split a layer", "shoal.parallel.tensor.split_block", "split_block"),
-    ("  for other inputs", "shoal.parallel.tensor.split_block", "again"),
-    ("  trace", "shoal.parallel.tensor.trace", "trace"),
-    ("check the layers", "shoal.parallel.tensor.check", "checked"),
+    ("find the trunk", "shoal.trace.trunk", "find_trunk"),
+    ("find the tables", "shoal.trace.tables", "find_tables"),
+    ("plan the model", "shoal.parallel.spmd.model_split", "plan_split"),
+    ("split a layer", "shoal.parallel.spmd.split_block", "split_block"),
+    ("  for other inputs", "shoal.parallel.spmd.split_block", "again"),
+    ("  trace", "shoal.trace.graph", "trace"),
+    ("check the layers", "shoal.parallel.spmd.check", "checked"),
 )
 """What, module, function: these make the sum, each second once, though one calls another."""
 
@@ -56,7 +56,7 @@ BESIDE = (
     ("parallelize, all of it", "shoal.trainer.parallelize", "parallelize"),
     ("build the model", "shoal.trainer.parallelize", "build_module"),
     ("compare weights", "shoal.parallel.same_weights", "apply"),
-    ("cut and install", "shoal.parallel.tensor.apply", "apply_split"),
+    ("cut and install", "shoal.parallel.tensor_parallel.apply", "apply_split"),
 )
 """The rest of a start, for orientation."""
 

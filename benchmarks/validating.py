@@ -59,7 +59,7 @@ def work(job: dict[str, Any]) -> None:
     from shoal.data.samples import EvenPart
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
-    from shoal.profile.machine import QUICK, measure_machine
+    from shoal.machine.measure import QUICK, measure_machine
     from shoal.trainer.foresee import cluster_here, foresee
     from shoal.trainer.job import open_run
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import PlanError
-from shoal.cli.calculate import CALCULATORS, MAY_BE_ZERO, SCREENS, calculate
-from shoal.planner.calculators import collectives, goodput
-from shoal.view.screen import table_lines
+from shoal.teach.calculate import CALCULATORS, MAY_BE_ZERO, SCREENS, calculate
+from shoal.teach.calculators import collectives, goodput
+from shoal.teach.drawings.screen import table_lines
 
 WORDS = tuple(
     [
@@ -217,7 +217,7 @@ def test_columns_without_room_are_left_out_whole_and_named() -> None:
 
 def test_no_torch_and_no_rich_are_loaded() -> None:
     code = (
-        "import sys; from shoal.cli.calculate import calculate; calculate('goodput');"
+        "import sys; from shoal.teach.calculate import calculate; calculate('goodput');"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
@@ -225,7 +225,7 @@ def test_no_torch_and_no_rich_are_loaded() -> None:
 
 
 def test_plain_terminals_get_plain_signs() -> None:
-    code = "from shoal.cli.calculate import calculate; calculate('diloco')"
+    code = "from shoal.teach.calculate import calculate; calculate('diloco')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

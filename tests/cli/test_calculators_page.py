@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.calculate import SCREENS, calculate
+from shoal.teach.calculate import SCREENS, calculate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "calculators.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```\n\$ shoal simulate (.*?)\n(.*?)\n```", PAGE, re.DOTALL)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from shoal.base.errors import ShoalError
 from shoal.cli import simulate as command
-from shoal.cli import simulate_shows
-from shoal.cli.calculate import SCREENS
-from shoal.cli.simulate_table import ALIASES, CALCULATOR, WHATS
+from shoal.teach import simulate_shows
+from shoal.teach.calculate import SCREENS
+from shoal.teach.simulate_table import ALIASES, CALCULATOR, WHATS
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("simulate")(command.simulate)

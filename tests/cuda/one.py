@@ -14,9 +14,9 @@ from child import Sheet
 from device import DEVICE, ON_GPU, SMALL, pick
 from machine_case import TINY
 from shoal.fabric import start_world
+from shoal.machine.matmul import DTYPES, matmul_flops_per_s
+from shoal.machine.measure import QUICK, measure_machine
 from shoal.models.catalog import build
-from shoal.profile.machine import QUICK, measure_machine
-from shoal.profile.matmul import DTYPES, matmul_flops_per_s
 
 
 class Tokens:

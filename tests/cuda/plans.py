@@ -13,7 +13,7 @@ from machine_case import TINY
 from shoal.config.load import load
 from shoal.data.sources import open_source
 from shoal.fabric import World, start_world
-from shoal.profile.machine import QUICK, measure_machine
+from shoal.machine.measure import QUICK, measure_machine
 from shoal.trainer.sample import measure_row
 
 SIZES = pick(

@@ -78,8 +78,8 @@ def pairs(world: World, layout: str, compiled: bool) -> dict[str, Any]:
     from ratios import ratio
     from timed_steps import batches
 
+    from shoal.machine.matmul import matmul_flops_per_s
     from shoal.models.llama import Llama
-    from shoal.profile.matmul import matmul_flops_per_s
 
     case = Case("124M", ARGUMENTS, "bf16", MICRO_BATCH, ACCUMULATE)
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def plain_llama(weights: dict[str, torch.Tensor], compiled: bool) -> torch.nn.Mo
 def flops_of_one(model: torch.nn.Module) -> float:
     """Of one sample, forward and backward, by the planner's count of products (no recompute)."""
     from shoal.models.loss import token_loss
-    from shoal.profile.flops import backward_flops
+    from shoal.trace.flops import backward_flops
 
     tokens = torch.zeros(1, ARGUMENTS["sequence"], dtype=torch.long)
     found = backward_flops(model, (tokens, tokens), lambda m, b: token_loss(m(b[0]), b[1])[0])

@@ -16,7 +16,8 @@ from torch import nn
 
 import shoal
 from shoal.base.errors import PlanError
-from shoal.parallel import compile_check, compiling
+from shoal.parallel import compiling
+from shoal.parallel.compiling import parity
 
 
 class Block(nn.Module):
@@ -221,7 +222,7 @@ def test_a_cast_of_the_models_own_is_no_wrong_code(narrow: torch.dtype, stands: 
 
     accused = nullcontext() if stands else pytest.raises(PlanError, match="outputs of its compiled")
     with accused:
-        compile_check.refuse_wrong_code("block", block, plain, fast, (x,), {})
+        parity.refuse_wrong_code("block", block, plain, fast, (x,), {})
 
 
 def test_a_block_with_a_hook_inside_runs_as_it_is(monkeypatch, caplog) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shoal.base.layout import Layout
-from shoal.parallel.fsdp import _at_once
+from shoal.parallel.data_parallel.fsdp import _at_once
 
 
 def said(module: nn.Module, units: list[nn.Module]) -> list[str]:

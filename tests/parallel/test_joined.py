@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shoal.base.shards import Shard
-from shoal.parallel import joined
-from shoal.parallel.joined import JoinedGradients
+from shoal.parallel.data_parallel import joined
+from shoal.parallel.data_parallel.joined import JoinedGradients
+from shoal.parallel.data_parallel.single import LocalGradients
 from shoal.parallel.program import Local
-from shoal.parallel.single import LocalGradients
 
 
 class Others:

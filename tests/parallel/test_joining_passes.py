@@ -9,7 +9,7 @@ from torch import nn
 from shoal.base.plan import Bucket
 from shoal.base.shards import Shard
 from shoal.fabric import start_world
-from shoal.parallel.buckets import BucketReducer
+from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.program import Local
 
 

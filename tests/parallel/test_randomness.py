@@ -162,7 +162,7 @@ def test_threads_of_one_process_notice_draws_of_the_gpus_generator(monkeypatch) 
     from shoal.base.plan import Plan
     from shoal.fabric import World
     from shoal.fabric.place import Place
-    from shoal.parallel import dp
+    from shoal.parallel.data_parallel import dp
     from shoal.parallel.program import undivided
 
     gpu = torch.Generator().manual_seed(5)  # stands in for the device's own

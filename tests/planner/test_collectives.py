@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shoal.base.cluster import Cluster, Device, Link
-from shoal.planner.calculators.collectives import (
+from shoal.planner.collectives import Group, all_gather, all_reduce, all_to_all, group_of, send
+from shoal.teach.calculators.collectives import (
     fastest_all_reduce,
     hierarchical_all_reduce_s,
     ring_all_gather_s,
 )
-from shoal.planner.collectives import Group, all_gather, all_reduce, all_to_all, group_of, send
 
 WIRE = Link("wire", 2e-6, 200e9)
 NET = Link("net", 1e-5, 10e9)

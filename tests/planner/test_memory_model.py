@@ -13,6 +13,8 @@ from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, MemoryEstimate, ModelFacts
 from shoal.base.layout import Layout
+from shoal.machine.states import peak_extra_bytes
+from shoal.machine.states import state_bytes as held_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.check_schedule import check
@@ -25,8 +27,6 @@ from shoal.planner.stage_cut import block_count, cut, in_flight
 from shoal.planner.states import Elements, shard_counts, state_bytes
 from shoal.planner.transformer import model_facts
 from shoal.planner.verdict import verdict
-from shoal.profile.states import peak_extra_bytes
-from shoal.profile.states import state_bytes as held_bytes
 
 LINK = Link("wire", 1e-6, 1e11)
 GPUS = Cluster(Device("gpu", 80e9, {}, 2e12), 16, 8, LINK, LINK)

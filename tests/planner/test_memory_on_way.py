@@ -10,7 +10,7 @@ import pytest
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
-from shoal.parallel import zero
+from shoal.parallel.data_parallel import zero
 from shoal.planner.memory import predict_memory
 from shoal.planner.on_way import BUCKETS_IN_FLIGHT, arriving_bytes, on_way, sharded_on_gloo
 from shoal.planner.stage_cut import cut

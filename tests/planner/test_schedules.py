@@ -10,11 +10,11 @@ from shoal.base.cluster import Link
 from shoal.base.errors import PlanError
 from shoal.planner.bubble import bubble_s
 from shoal.planner.check_schedule import check
-from shoal.planner.costs import AnalyticalCosts
 from shoal.planner.schedule_names import SCHEDULES
 from shoal.planner.schedules import make_schedule
 from shoal.planner.schedules_bound import critical_path_s
-from shoal.planner.schedules_simulate import bubble_of, simulate
+from shoal.teach.costs import AnalyticalCosts
+from shoal.teach.schedules_simulate import bubble_of, simulate
 
 RANKS = (1, 2, 3, 4, 7, 8, 16)
 near = pytest.approx

@@ -66,7 +66,7 @@ NAMED, THREADS_LEFT = 5, 7
 """Exit codes: the mistake was named · a thread of gloo outlived its group."""
 EARLY = (
     "msgspec", "numpy.typing", "psutil", "torch._dynamo", "torch.distributed.fsdp",
-    "torch.profiler._cupti_monitor", "shoal.trainer.parallelize", "shoal.parallel.fsdp",
+    "torch.profiler._cupti_monitor", "shoal.trainer.parallelize", "shoal.parallel.data_parallel.fsdp",
     "shoal.parallel.pipeline", "shoal.trainer.finish",
 )  # fmt: skip
 """What a world would import by itself, seconds in every fork."""

@@ -6,8 +6,9 @@
 A change of structure must change no number. A row is one `shoal train` command of six steps: every
 loss, gradient norm and sample of its metrics and every byte of its last checkpoint; or one
 `shoal plan --json`. The earlier commit, in a worktree of its own, runs each row twice: a row that
-differs from itself counts for nothing. What is kept stands in docs/proof/golden.json, row by row,
-so that it can be stopped and started again; a change of the source begins anew.
+differs from itself counts for nothing. Its results are numbers of this machine and stay on it
+(build/golden/COMMIT.json), so that they are computed once for many changes. Verdicts stand in
+docs/proof/golden.json, row by row: stopped, it goes on; a change of the source begins anew.
 """
 
 from __future__ import annotations
@@ -103,14 +104,18 @@ def main() -> int:
     commit = _git("rev-parse", "--short", options.against)
     known = {"against": commit, "source": source_hash()}
     kept = {} if options.only else _kept(options.into, known)
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder, _worktree(commit) as before:
+    results = ROOT / "build" / "golden" / f"{commit}.json"
+    earlier = json.loads(results.read_text()) if results.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder, _Worktree(commit) as before:
         for name, words in rows().items():
             if name in kept or options.only not in (None, name):
                 continue
             began_s = time.monotonic()
-            old, again = (run(before, Path(folder), words) for _ in range(2))
-            new = run(ROOT, Path(folder), words)
-            kept[name] = verdict(old, again, new)
+            if name not in earlier:
+                earlier[name] = [run(before(), Path(folder), words) for _ in range(2)]
+                results.parent.mkdir(parents=True, exist_ok=True)
+                results.write_text(json.dumps(earlier))
+            kept[name] = verdict(*earlier[name], run(ROOT, Path(folder), words))
             print(f"{name}: {kept[name]} ({time.monotonic() - began_s:.0f} s)", flush=True)
             if not options.only:
                 counts = dict(Counter(text.split(":")[0] for text in kept.values()))
@@ -129,7 +134,7 @@ def verdict(old: dict[str, Any], again: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def run(tree: Path, folder: Path, words: list[str]) -> dict[str, Any]:
-    """What the command gave with the source of `tree`."""
+    """What the command gave with the source of `tree`, as JSON would have it."""
     with tempfile.TemporaryDirectory(dir=folder) as fresh:
         here = Path(fresh)
         furnish(here)
@@ -145,7 +150,9 @@ def run(tree: Path, folder: Path, words: list[str]) -> dict[str, Any]:
         if ended.returncode:
             return {"code": ended.returncode, "line": ended.stderr.strip().splitlines()[-1:]}
         made = here / "runs" / "run"
-        return {"code": 0, "steps": trajectory(made), "hashes": final_hashes(made)}
+        return json.loads(
+            json.dumps({"code": 0, "steps": trajectory(made), "hashes": final_hashes(made)})
+        )
 
 
 def _first(one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -167,19 +174,26 @@ def _first(one: dict[str, Any], other: dict[str, Any]) -> str:
     return ""
 
 
-class _worktree:
-    """The source of a commit, beside this one, as long as the block lasts."""
+class _Worktree:
+    """The source of a commit, beside this one: made when it is first asked for, and removed."""
 
     def __init__(self, commit: str) -> None:
         self.commit = commit
-        self.path = Path(tempfile.mkdtemp(prefix="before-"))
+        self.path: Path | None = None
 
-    def __enter__(self) -> Path:
-        _git("worktree", "add", "--force", "--detach", str(self.path), self.commit)
+    def __enter__(self) -> _Worktree:
+        return self
+
+    def __call__(self) -> Path:
+        """Where it is."""
+        if self.path is None:
+            self.path = Path(tempfile.mkdtemp(prefix="before-"))
+            _git("worktree", "add", "--force", "--detach", str(self.path), self.commit)
         return self.path
 
     def __exit__(self, *_: object) -> None:
-        _git("worktree", "remove", "--force", str(self.path))
+        if self.path is not None:
+            _git("worktree", "remove", "--force", str(self.path))
 
 
 def _git(*words: str) -> str:

@@ -31,8 +31,8 @@ TARGET = ROOT / "docs" / "proof" / "versions.json"
 CLAIMED = (("3.12", "2.11.0"), ("3.13", "2.13.0"))
 SAMPLE = [
     "tests/optim/test_optimizer_probe.py",
-    "tests/parallel/tensor/test_apply.py",
-    "tests/parallel/pipe/test_runtime.py",
+    "tests/parallel/spmd/test_apply.py",
+    "tests/parallel/pipeline/test_runtime.py",
     "tests/parallel/test_recompute.py",
     "tests/checkpoint/test_checkpoint_damage.py",
     "tests/launch/test_fork_server.py",

@@ -34,7 +34,11 @@ from shoal.launch.worker import run_worker
 
 WANTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch._refs", "torch.distributed.fsdp"),
-    *("torch.fx.experimental.proxy_tensor", "shoal.trainer.loop", "shoal.parallel.fsdp"),
+    *(
+        "torch.fx.experimental.proxy_tensor",
+        "shoal.trainer.loop",
+        "shoal.parallel.data_parallel.fsdp",
+    ),
     *("shoal.parallel.context_parallel", "shoal.parallel.expert_parallel"),
     *("shoal.parallel.pipeline", "shoal.parallel.tensor_parallel", "transformers"),
 )

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.cli import start
 from shoal.fabric import start_world
+from shoal.proof.quick import prove_run
 from shoal.trainer.loop import train
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,6 +49,6 @@ def run(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         start.write_folder(prepared)
         if before is not None:
             before(prepared.folder)
-        return prepared.folder, train(prepared.folder, world=start_world({}))
+        return prepared.folder, train(prepared.folder, prove_run, world=start_world({}))
 
     return one

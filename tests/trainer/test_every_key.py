@@ -26,7 +26,7 @@ from shoal.base.facts import MachineFacts
 from shoal.base.plan import Plan
 from shoal.cli.plan_subject import find_subject
 from shoal.config.load import load
-from shoal.config.resolve import resolve_batch
+from shoal.config.resolve import asked_layout, resolve_batch
 from shoal.config.save import to_toml, toml_value
 from shoal.config.sections import Config
 from shoal.planner.measured import this_cluster
@@ -392,7 +392,7 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         monkeypatch.setattr(job, "import_loss", take_loss)
         monkeypatch.setattr(job, "parallelize", parallelize)
         source = SimpleNamespace(train=[torch.zeros(4)], collate=None)
-        layout = job.asked_layout(config.layout)
+        layout = asked_layout(config.layout)
         run = job.open_run(config, source, room.start_world(), layout)
         seen.update(plan=run.plan, settings=run.settings)
         for undo in run.program.on_close:
@@ -489,7 +489,7 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         loaded = load(None, words_of(key, f"{ON_CPU} memory.recompute=none"))
         resolve_batch(loaded, 2)
         config = loaded.config
-        if not auto.is_open(auto.asked_layout(config.layout)) or config.memory.offload != "none":
+        if not auto.is_open(asked_layout(config.layout)) or config.memory.offload != "none":
             continue
         if key in ("launch.nodes", "launch.processes", "model.build", "precision.loss_scale"):
             continue  # how many ranks, which facts, and a format that no CPU has

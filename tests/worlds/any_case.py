@@ -24,12 +24,12 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.parallel.light_build import light_build
-from shoal.parallel.tensor.labels import Whole
-from shoal.parallel.tensor.model_split import plan_split
-from shoal.profile.casts import CastsLifted
+from shoal.parallel.spmd.labels import Whole
+from shoal.parallel.spmd.model_split import plan_split
+from shoal.proof import Battery, Side, Trial
+from shoal.proof.battery import SGD
+from shoal.trace.casts import CastsLifted
 from shoal.trainer.contract import call_model, split_batch
-from shoal.trainer.proof import Battery, Side, Trial
-from shoal.trainer.proof.battery import SGD
 from shoal.trainer.record import Recorder
 from shoal.trainer.result import StepResult
 

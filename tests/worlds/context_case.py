@@ -15,15 +15,16 @@ from torch import nn
 import any_case
 from limited_case import limited
 from shoal.fabric import World
+from shoal.machine.states import peak_extra_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import find_logits, token_loss
-from shoal.parallel import compose, context_parallel, joined
+from shoal.parallel import compose, context_parallel
+from shoal.parallel.data_parallel import joined
 from shoal.parallel.program import Program
-from shoal.parallel.tensor import exchange
-from shoal.profile.states import peak_extra_bytes
+from shoal.parallel.spmd import exchange
+from shoal.proof import Battery
+from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.proof import Battery
-from shoal.trainer.proof.battery import SGD
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
 
@@ -80,7 +81,7 @@ def restarted() -> Iterator[None]:
 @contextmanager
 def restarted_lookup() -> Iterator[None]:
     """Every rank looks up the first positions: those of the first rank."""
-    from shoal.parallel.context import stand_in
+    from shoal.parallel.context_parallel import stand_in
 
     right = stand_in.local_of
 
@@ -125,7 +126,7 @@ def all_speak() -> Iterator[None]:
 @contextmanager
 def own_keys() -> Iterator[None]:
     """Keys and values do not travel: a rank's tokens see each other only."""
-    from shoal.parallel.context import ring
+    from shoal.parallel.context_parallel import ring
 
     right = ring._seen
 

@@ -12,6 +12,7 @@ from torch import nn
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts
 from shoal.fabric import World
+from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.memory import predict_memory
@@ -19,8 +20,7 @@ from shoal.planner.stage_cut import cut
 from shoal.planner.states import state_bytes as assigned_bytes
 from shoal.planner.transients import rank_sum, wide_elements
 from shoal.planner.travel import sent_by
-from shoal.profile.states import peak_extra_bytes, state_bytes
-from shoal.profile.trace import trace_facts
+from shoal.trace.facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

@@ -15,9 +15,9 @@ import cases
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.models.catalog import build as catalog
+from shoal.proof import Battery, Side, Trial
+from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.proof import Battery, Side, Trial
-from shoal.trainer.proof.battery import SGD
 from shoal.trainer.result import StepResult
 
 BATCH, MICRO_BATCH = 16, 2

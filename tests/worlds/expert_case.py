@@ -23,12 +23,12 @@ from shoal.fabric.axes import along
 from shoal.models.catalog import build
 from shoal.models.moe import Mixture, balanced_loss
 from shoal.parallel import expert_parallel
-from shoal.parallel.apart import BothReducers
-from shoal.parallel.expert import balance
+from shoal.parallel.data_parallel.apart import BothReducers
+from shoal.parallel.expert_parallel import balance
 from shoal.parallel.program import Program
+from shoal.proof import Battery, Side
+from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.proof import Battery, Side
-from shoal.trainer.proof.battery import SGD
 from shoal.trainer.record import Recorder
 from shoal.trainer.result import StepResult
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import World
-from shoal.trainer.proof import Battery, Side, Trial
-from shoal.trainer.proof.battery import SGD
+from shoal.proof import Battery, Side, Trial
+from shoal.proof.battery import SGD
 from shoal.trainer.record import Recorder
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.fabric import World
-from shoal.profile.links import measure_links
-from shoal.profile.machine import Sizes, measure_machine
+from shoal.machine.links import measure_links
+from shoal.machine.measure import Sizes, measure_machine
 
 TINY = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 1)
 

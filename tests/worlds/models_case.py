@@ -15,7 +15,7 @@ from torch import nn
 import cases
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of
-from shoal.trainer.proof import Battery, Side
+from shoal.proof import Battery, Side
 from shoal.trainer.result import StepResult
 
 FOREIGN = {

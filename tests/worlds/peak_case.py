@@ -16,14 +16,14 @@ from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
 from shoal.fabric import World
+from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut
 from shoal.planner.transients import gathered_elements
 from shoal.planner.validation import validation_micro_batch
-from shoal.profile.states import peak_extra_bytes, state_bytes
-from shoal.profile.trace import trace_facts
+from shoal.trace.facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

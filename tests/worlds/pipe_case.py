@@ -24,14 +24,14 @@ from shoal.fabric import World
 from shoal.fabric.point_to_point import PointToPoint
 from shoal.models import catalog
 from shoal.models.loss import token_loss
-from shoal.parallel.pipe.cut import cut_stages
-from shoal.parallel.pipe.foreign import drop_foreign
-from shoal.parallel.pipe.messages import Message, Messages, route
-from shoal.parallel.pipe.runtime import PipeRuntime
-from shoal.parallel.pipe.stage import Stages
-from shoal.parallel.trunk import find_trunk
+from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.foreign import drop_foreign
+from shoal.parallel.pipeline.messages import Message, Messages, route
+from shoal.parallel.pipeline.runtime import PipeRuntime
+from shoal.parallel.pipeline.stage import Stages
 from shoal.planner.check_schedule import check
 from shoal.planner.schedules import make_schedule
+from shoal.trace.trunk import find_trunk
 
 WIDTH = 6
 

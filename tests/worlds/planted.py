@@ -18,8 +18,8 @@ import torch
 import trajectory
 from shoal.fabric import World
 from shoal.parallel import batch_norm
-from shoal.parallel.buckets import BucketReducer
-from shoal.parallel.zero import FlatWeights
+from shoal.parallel.data_parallel.buckets import BucketReducer
+from shoal.parallel.data_parallel.zero import FlatWeights
 from shoal.trainer import micro_batch
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer import run as running

@@ -18,13 +18,14 @@ import torch
 
 import any_case
 from shoal.fabric import World
-from shoal.parallel import compose, joined, pipeline, tensor_parallel
-from shoal.parallel.pipe.runtime import PipeRuntime, _Step
-from shoal.parallel.tensor import exchange
-from shoal.parallel.tensor.labels import Split, Tiled
+from shoal.parallel import compose, pipeline, tensor_parallel
+from shoal.parallel.data_parallel import joined
+from shoal.parallel.pipeline.runtime import PipeRuntime, _Step
+from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd.labels import Split, Tiled
+from shoal.proof import Battery
+from shoal.proof.battery import SGD
 from shoal.trainer import step as stepping
-from shoal.trainer.proof import Battery
-from shoal.trainer.proof.battery import SGD
 
 GPT = {"dim": 16, "layers": 2, "heads": 4}
 LLAMA = {"dim": 16, "layers": 2, "heads": 4}

@@ -16,7 +16,7 @@ from shoal.base.errors import ShoalError
 from shoal.base.phases import Phase, listen
 from shoal.fabric import World
 from shoal.models.loss import token_loss
-from shoal.trainer.proof import Battery, Material, prove_before, quick
+from shoal.proof import Battery, Material, prove_before, quick
 
 
 def ask(

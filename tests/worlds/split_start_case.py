@@ -13,8 +13,8 @@ from guards import Lines
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.parallel import tensor_parallel
-from shoal.parallel.tensor.labels import Split
-from shoal.parallel.tensor.model_split import ModelSplit, plan_split
+from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.trainer.parallelize import parallelize
 from tensor_case import built, graphs_with, sample
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
+from shoal.machine.states import state_bytes
 from shoal.models.catalog import build
-from shoal.profile.states import state_bytes
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

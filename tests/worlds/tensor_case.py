@@ -25,12 +25,12 @@ from shoal.models.mlp import MLP
 from shoal.parallel import recompute
 from shoal.parallel.program import Program
 from shoal.parallel.randomness import key
-from shoal.parallel.tensor import trial
-from shoal.parallel.tensor.apply import Applied, apply_split
-from shoal.parallel.tensor.check import check_class, checked
-from shoal.parallel.tensor.labels import Split
-from shoal.parallel.tensor.model_split import ModelSplit, plan_split
-from shoal.parallel.tensor.split_block import BlockSplit
+from shoal.parallel.spmd import trial
+from shoal.parallel.spmd.check import check_class, checked
+from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.model_split import ModelSplit, plan_split
+from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.parallel.tensor_parallel.cut import Applied, apply_split
 from shoal.trainer.parallelize import parallelize
 
 BATCH, SEQ, VOCABULARY = 2, 12, 67

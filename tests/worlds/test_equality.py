@@ -18,10 +18,10 @@ from shoal.base.batches import cut_step
 from shoal.data.order import samples_at
 from shoal.fabric import World
 from shoal.fabric.place import Place
-from shoal.trainer.proof.battery import OPTIMIZERS, SGD
-from shoal.trainer.proof.record import Record
-from shoal.trainer.proof.side import perturb
-from shoal.trainer.proof.verdict import share, whole_norm
+from shoal.proof.battery import OPTIMIZERS, SGD
+from shoal.proof.record import Record
+from shoal.proof.side import perturb
+from shoal.proof.verdict import share, whole_norm
 from shoal.view.proof import proof_text
 
 WEIGHT_BOUND = 1e-12
@@ -98,7 +98,7 @@ def test_perturbed_weights_hide_nothing() -> None:
 def test_one_process_equals_a_loop_by_hand(case: str) -> None:
     """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
     from shoal.parallel.randomness import key
-    from shoal.profile.blocks import blocks
+    from shoal.trace.blocks import blocks
 
     expected = alone(case)
     battery = trajectory.battery(case)

@@ -11,9 +11,9 @@ from torch import nn
 
 from shoal.models.catalog import build as catalog
 from shoal.models.loss import token_loss
-from shoal.trainer.proof import estimate
-from shoal.trainer.proof.material import Material, head
-from shoal.trainer.proof.quick import _structure, model_parts, source_of
+from shoal.proof import estimate
+from shoal.proof.material import Material, head
+from shoal.proof.quick import _structure, model_parts, source_of
 
 
 def ask(worlds, folder: Path, **arguments):

@@ -1,4 +1,4 @@
-"""Trains a case of the battery on a world of processes: the tests' side of `shoal.trainer.proof`."""
+"""Trains a case of the battery on a world of processes: the tests' side of `shoal.proof`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import cases
 from shoal.data.step import StepBatch
 from shoal.fabric import World
-from shoal.trainer.proof import Battery, Side, Trial
+from shoal.proof import Battery, Side, Trial
 from shoal.trainer.result import StepResult
 
 CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")

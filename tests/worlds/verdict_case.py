@@ -15,10 +15,10 @@ from torch.distributed import all_reduce  # by its own name, as users import it
 
 from planted import BUGS
 from shoal.fabric import World
-from shoal.profile.flops import backward_flops
-from shoal.trainer.proof import Battery, Side
-from shoal.trainer.proof.battery import SGD
-from shoal.trainer.proof.quick import line
+from shoal.proof import Battery, Side
+from shoal.proof.battery import SGD
+from shoal.proof.quick import line
+from shoal.trace.flops import backward_flops
 from shoal.trainer.result import StepResult
 
 WIDTH = 16

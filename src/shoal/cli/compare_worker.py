@@ -31,7 +31,7 @@ def main() -> int:
         from shoal.config.load import load
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
-        from shoal.profile.machine import QUICK, measure_machine
+        from shoal.machine.measure import QUICK, measure_machine
         from shoal.trainer.sample import measure_row
 
     request = json.loads((folder / "request.json").read_text())

@@ -40,6 +40,7 @@ def _work(arguments: list[str], resume: Path | None) -> int:
     from shoal.cli.start import prepare, write_folder
     from shoal.fabric import start_world
     from shoal.launch import Outcome
+    from shoal.proof.quick import prove_run
     from shoal.trainer.loop import train
     from shoal.view.summary import summary
 
@@ -73,7 +74,7 @@ def _work(arguments: list[str], resume: Path | None) -> int:
         stop = _draw(folder)
         tell_folder(folder)
     try:
-        code = train(folder, world=world)
+        code = train(folder, prove_run, world=world)
     finally:
         if stop is not None:
             stop()

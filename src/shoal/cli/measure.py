@@ -43,7 +43,7 @@ def measure_here(arguments: list[str]) -> None:
             restarts=0,
             emit=EventLog(Path(folder) / "events.jsonl", rank=None).emit,
             environ=dict(os.environ),
-            imports=("shoal.fabric", "shoal.profile.machine"),
+            imports=("shoal.fabric", "shoal.machine.measure"),
         )
     if outcome.exit_code:
         sys.stderr.write(f"shoal: {outcome.message}\n")
@@ -54,7 +54,7 @@ def main() -> int:
     """One of the measuring processes."""
     from shoal.base.files import cache_folder
     from shoal.fabric import start_world
-    from shoal.profile.machine import measure_machine
+    from shoal.machine.measure import measure_machine
 
     world = start_world()
     measure_machine(world, cache_folder(), again=True)

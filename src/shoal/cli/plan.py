@@ -48,7 +48,7 @@ def plan(
     Exit status: 0 something fits, 1 nothing does, 2 something to correct.
     """
     if table:
-        from shoal.cli.plan_tables import print_table
+        from shoal.teach.plan_tables import print_table
 
         print_table(table, models, gpus, on, as_json)
         return

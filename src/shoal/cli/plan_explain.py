@@ -221,8 +221,8 @@ def _look_at(config: Config) -> tuple[Any, Look]:
 
 def _over_pp(module: Any, look: Look, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Stages that hold each parameter."""
-    from shoal.parallel.pipe.cut import cut_stages
-    from shoal.parallel.trunk import find_trunk
+    from shoal.parallel.pipeline.cut import cut_stages
+    from shoal.trace.trunk import find_trunk
 
     trunk, kind = find_trunk(module, look), type(module).__name__
     check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
@@ -233,7 +233,7 @@ def _over_pp(module: Any, look: Look, layout: Layout) -> dict[str, tuple[int, ..
 
 def _over_tp(module: Any, look: Look, config: Config, layout: Layout) -> Derived:
     """How every layer is split."""
-    from shoal.parallel.tensor.model_split import plan_split
+    from shoal.parallel.spmd.model_split import plan_split
 
     policy = config.layout.tensor
     split = plan_split(
@@ -290,7 +290,7 @@ def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
 
 def label_text(shape: tuple[int, ...], label: Any, degree: int) -> str:
     """What the first of `degree` tensor-parallel ranks holds under a label, in words."""
-    from shoal.parallel.tensor.labels import Split, Tiled
+    from shoal.parallel.spmd.labels import Split, Tiled
 
     if isinstance(label, Split):
         return shard_text(shape, label.dim, degree, groups=label.groups)

@@ -24,9 +24,9 @@ def main() -> int:
         from shoal.config.load import load
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
-        from shoal.trainer.job import material_of
-        from shoal.trainer.proof import Battery
-        from shoal.trainer.proof.quick import quick_battery
+        from shoal.proof import Battery
+        from shoal.proof.material import material_of
+        from shoal.proof.quick import quick_battery
 
     config = load(folder / "run.toml").config
     world = start_world()

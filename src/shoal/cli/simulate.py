@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.cli.simulate_table import ALIASES, CALCULATOR, WHATS, Asked, Entry
+from shoal.teach.simulate_table import ALIASES, CALCULATOR, WHATS, Asked, Entry
 
 if TYPE_CHECKING:
-    from shoal.cli.simulate_shows import Shown
+    from shoal.teach.simulate_shows import Shown
 
 WORDS = typer.Argument(None, metavar="WHAT", help="What to look at.")
 RANKS = typer.Option(None, "--ranks", metavar="N", help="Ranks; default 4.")
@@ -82,7 +82,7 @@ def simulate(
     if entry.function == CALCULATOR:
         _calculate(what, words[1:], svg, trace, as_json)
         return
-    from shoal.cli import simulate_shows
+    from shoal.teach import simulate_shows
 
     asked = Asked(what, tuple(words[1:]), {k: v for k, v in given.items() if v is not None})
     shown: Shown = getattr(simulate_shows, entry.function)(asked)
@@ -138,7 +138,7 @@ def _calculate(
     what: str, words: list[str], svg: Path | None, trace: Path | None, as_json: bool
 ) -> None:
     """One screen of a calculator. Errors: ConfigError for --trace, PlanError for its own words."""
-    from shoal.cli.calculate import calculate
+    from shoal.teach.calculate import calculate
 
     if trace is not None:
         raise ConfigError(f"--trace: shoal simulate {what} has no timeline")
@@ -147,7 +147,7 @@ def _calculate(
 
 def _list() -> None:
     """What there is, one line each."""
-    from shoal.cli.calculate import SCREENS
+    from shoal.teach.calculate import SCREENS
 
     group = ""
     for name, entry in WHATS.items():

@@ -20,9 +20,9 @@ def imports_of(model: str) -> tuple[str, ...]:
     torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
 
     >>> imports_of("llama")
-    ('shoal.trainer.loop', 'torch._dynamo')
+    ('shoal.trainer.loop', 'shoal.proof.quick', 'torch._dynamo')
     """
-    own = ("shoal.trainer.loop", "torch._dynamo")
+    own = ("shoal.trainer.loop", "shoal.proof.quick", "torch._dynamo")
     return (*own, "transformers.modeling_utils") if is_foreign(model) else own
 
 
@@ -32,9 +32,10 @@ def main() -> int:
     if os.environ.get("RANK", "0") == "0":
         tell_folder(folder)
     with phase("import"):
+        from shoal.proof.quick import prove_run
         from shoal.trainer.loop import train
 
-    return train(folder)
+    return train(folder, prove_run)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
 from shoal.base.islands import check_keep
+from shoal.base.layout import AXES
 from shoal.config.load import Loaded
-from shoal.config.sections import ModelSection
+from shoal.config.sections import LayoutSection, ModelSection, TrainSection
 
 DEFAULT_BATCH = 16
 DEFAULT_STEPS = 150
@@ -152,3 +154,24 @@ def resolve_folder(loaded: Loaded) -> Path:
         number += 1
     loaded.replace("run", "derived", name=f"{model}-{source}-{number}")
     return Path(run.folder) / loaded.config.run.name
+
+
+ELSEWHERE = ("strategy", *AXES, "ep", "zero", "compress")
+"""Keys of [layout] that are taken by name above, or that are no part of a layout (compress)."""
+
+
+def asked_layout(section: LayoutSection) -> dict[str, Any]:
+    """The [layout] section as `shoal.parallelize` takes it."""
+    given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
+    if section.zero >= 0:
+        given["zero"] = section.zero
+    plain = LayoutSection()
+    for key in (one.name for one in fields(LayoutSection) if one.name not in ELSEWHERE):
+        if getattr(section, key) != getattr(plain, key):
+            given[key] = getattr(section, key)
+    return given
+
+
+def portions(section: TrainSection) -> tuple[int, int]:
+    """(batch, micro_batch) of a run whose configuration is settled."""
+    return section.batch, section.micro_batch or default_micro_batch(section.batch)

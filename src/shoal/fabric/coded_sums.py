@@ -2,7 +2,7 @@
 
 A sender serves one tensor that is summed again and again, and knows three moments: `begin` of a
 step, `send`, which gives a flight that a later `result` brings home, and `commit`, when the step
-counted. Why errors are kept, and what that promises, stands in `parallel/compress.py`.
+counted. Why errors are kept, and what that promises, is in `data_parallel/compress.py`.
 """
 
 from __future__ import annotations

@@ -15,13 +15,8 @@ from shoal.base.facts import ParameterFacts
 from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel import (
-    apart,
     batch_norm,
     compiling,
-    compress,
-    ddp,
-    dp,
-    joined,
     loose_buffers,
     offload,
     placement,
@@ -29,11 +24,10 @@ from shoal.parallel import (
     randomness,
     recompute,
     same_weights,
-    single,
-    zero,
 )
+from shoal.parallel.data_parallel import apart, compress, ddp, dp, joined, single, zero
 from shoal.parallel.program import Program, dtype_of, undivided
-from shoal.profile.flops import meta_twin
+from shoal.trace.flops import meta_twin
 
 
 class Look(Protocol):
@@ -112,7 +106,7 @@ def compose(program: Program, *, seed: int) -> Program:
 def _by_layout(program: Program) -> Program:
     layout = program.plan.layout
     if layout.zero == 3:
-        from shoal.parallel import fsdp  # half a second of imports that other layouts do without
+        from shoal.parallel.data_parallel import fsdp
 
         return fsdp.apply(program)
     if layout.threads > 1:

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.layout import Layout
 from shoal.parallel.program import Program
-from shoal.profile.blocks import blocks
+from shoal.trace.blocks import blocks
 
 POLICIES = ("none", "optimizer", "parameters", "activations")
 LEAST_BYTES = 2**20

@@ -26,7 +26,7 @@ from torch import nn
 
 from shoal.parallel._torch import generators, in_backward
 from shoal.parallel.program import Program
-from shoal.profile.blocks import blocks
+from shoal.trace.blocks import blocks
 
 
 def key(seed: int, step: int, micro_batch: int, block: str) -> int:

@@ -37,8 +37,9 @@ from shoal.parallel._torch import (
     pytree,
     within,
 )
-from shoal.parallel.program import Program, StandIn, own_blocks
-from shoal.profile.blocks import is_single_layer
+from shoal.parallel.program import Program, own_blocks
+from shoal.trace.blocks import is_single_layer
+from shoal.trace.stand_in import StandIn
 
 POLICIES = ("none", "selective", "full")
 

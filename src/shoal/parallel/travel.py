@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from shoal.parallel.pipe.deal import StageCut
-from shoal.parallel.tensor.labels import Split
-from shoal.parallel.tensor.splits import ModelSplit
+from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.splits import ModelSplit
 from shoal.planner.traffic import Crossing, TensorExchange
 from shoal.planner.travel import Kept, Travel
-from shoal.profile.shapes import tensors_of
+from shoal.trace.shapes import tensors_of
 
 
 def travel_of(

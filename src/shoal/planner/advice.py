@@ -13,14 +13,14 @@ from dataclasses import replace
 from shoal.base.cluster import Cluster
 from shoal.base.islands import IslandsPolicy
 from shoal.base.units import bytes_text, seconds_text
-from shoal.planner.calculators.diloco import outer_step_s
+from shoal.planner.collectives import ring_all_reduce_s
 from shoal.planner.islands import IslandsFacts, islands_cost
 from shoal.planner.islands_choice import smallest_period
 from shoal.planner.search import Candidate
 from shoal.planner.step_time import predict_time
 
 UTILISATION = 0.95
-GRADIENT_BITS = 32.0
+GRADIENT_BYTES = 4.0
 
 
 def parts(cluster: Cluster) -> list[Cluster]:
@@ -72,9 +72,7 @@ def _islands(best: Candidate) -> str:
     if between is None:
         return ""
     step_s, parameters = best.time.step_s, float(model.trainable)
-    every_s = outer_step_s(
-        parameters, cluster.islands, GRADIENT_BITS, between.bytes_per_s, between.latency_s
-    )
+    every_s = ring_all_reduce_s(cluster.islands, parameters * GRADIENT_BYTES, between)
     policy = IslandsPolicy("diloco", count=cluster.islands)
     facts = IslandsFacts(
         parameters=parameters,

@@ -12,7 +12,7 @@ reached over the network (a slow one). Of every collective the fastest known alg
                                      between nodes: every micro-batch passes it
 
 M is the whole message; what one rank sends of it is counted per link, since every rank sends alike.
-Sources: planner/calculators/collectives.py for the algorithms; Narayanan et al. 2021 §5.9 and
+Sources: teach/calculators/collectives.py for the algorithms; Narayanan et al. 2021 §5.9 and
 AutoParallel's notes for rings that share a node's network cards.
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.base.cluster import Cluster, Link
-from shoal.planner.calculators.collectives import rounds
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,24 @@ def _on_one(group: Group, link: Link, seconds: float, sent_bytes: float) -> Cost
     return Cost(seconds, sent_bytes if inside else 0.0, 0.0 if inside else sent_bytes)
 
 
+def rounds(ranks: int) -> int:
+    """Rounds after which a message that doubles its holders every round has reached all ranks.
+
+    >>> [rounds(n) for n in (1, 2, 3, 8, 9)]
+    [0, 1, 2, 3, 4]
+    """
+    return (ranks - 1).bit_length()
+
+
+def ring_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
+    """Seconds of an all-reduce in one ring over even links: 2(n−1)·α + 2(n−1)/n·M·β."""
+    return 2 * (ranks - 1) * (link.latency_s + message_bytes / link.bytes_per_s / ranks)
+
+
 def _flat_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
     """Ring, tree, or halving and doubling, whichever is fastest (as in the calculators)."""
     wire_s = message_bytes / link.bytes_per_s
-    ring = 2 * (ranks - 1) * (link.latency_s + wire_s / ranks)
+    ring = ring_all_reduce_s(ranks, message_bytes, link)
     tree = 2 * (rounds(ranks) * link.latency_s + wire_s)
     if ranks & (ranks - 1):
         return min(ring, tree)

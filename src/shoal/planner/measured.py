@@ -1,6 +1,6 @@
 """This machine as it was measured: the stored JSON read without torch, or a rough default.
 
-`shoal.profile.machine` writes one file per machine, torch version and number of processes; a plan
+`shoal.machine.measure` writes one file per machine, torch version and number of processes; a plan
 that runs on the same machine reads it. Where nothing is stored yet, the default below stands in and
 says "not measured" in its source.
 

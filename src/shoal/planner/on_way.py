@@ -10,7 +10,7 @@
                  next block is gathered ahead; gradients that were sent stay until the next are
 
 gloo (CPU) receives from every rank before it adds up: as much as was sent. NCCL receives the sum of
-the rank's own part. Source: shoal.parallel.buckets, zero; shoal.fabric.parts; torch:
+the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero; shoal.fabric.parts; torch:
 ProcessGroupGloo.cpp (_allgather_base), _fsdp_param_group.py (post_backward, reduce_scatter_state).
 """
 
@@ -26,7 +26,7 @@ from shoal.planner.states import WIDTHS, Elements, shard_counts
 from shoal.planner.transients import gathered_elements, head_elements
 
 BUCKETS_IN_FLIGHT = 1
-"""Buckets that zero2 has on their way while it fills one (`shoal.parallel.zero.IN_FLIGHT`)."""
+"""Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
 
 
 class OnWay(NamedTuple):

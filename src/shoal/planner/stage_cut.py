@@ -18,7 +18,7 @@ Where the backward is split, what was saved stays until its second half, and so 
 the products' outputs: of as many micro-batches as are between the two halves at the same time.
 
 Source: Narayanan et al. 2021 (2104.04473) §2.2; Qi et al. 2023; DeepSeek-V3 report, table 2. The
-rule is that of `shoal.parallel.pipe.deal`, which cuts the real module; tests/worlds hold the two
+rule is that of `parallel.pipeline.deal`, which cuts the real module; tests/worlds hold the two
 together, tests/planner hold the formulas to the schedules that shoal.planner.schedules makes.
 """
 

@@ -23,6 +23,7 @@ from shoal.base.lines import read_object
 from shoal.base.phases import phase
 from shoal.base.policies import TensorPolicy, check_compress
 from shoal.base.units import seconds_text
+from shoal.config.resolve import asked_layout, portions
 from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.fabric import World
@@ -32,7 +33,6 @@ from shoal.planner.measured import read_measured
 from shoal.planner.search import Asked, Candidate, search
 from shoal.planner.states import WIDTHS
 from shoal.trainer.foresee import facts_of
-from shoal.trainer.proof.material import asked_layout, portions
 
 Choice = tuple[dict[str, Any], str]
 """What `parallelize` takes as layout, and the line that says why ("" where it says so itself)."""

@@ -39,7 +39,7 @@ from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
 from shoal.planner.travel import Travel, busiest
 from shoal.planner.validation import validation_micro_batch
-from shoal.profile.trace import trace_facts
+from shoal.trace.facts import trace_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
 

@@ -23,10 +23,8 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of
 from shoal.optim.build import build_optimizer
-from shoal.planner.model_facts import FAMILIES, family_of
 from shoal.trainer.contract import Loss
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.proof.material import Material, asked_layout, portions
 from shoal.trainer.run import Run
 
 
@@ -72,33 +70,6 @@ def open_run(
         world=world,
         sample=partial(first_samples, source.train, source.collate),
         **more,
-    )
-
-
-def material_of(
-    config: Config, source: Source, layout: Mapping[str, Any] | None = None
-) -> Material:
-    """What a proof of this configuration's layout is made of.
-
-    layout   what `auto` came to; default: as the configuration says
-    """
-    batch, micro_batch = portions(config.train)
-    return Material(
-        lambda: build_model(config.model, source, config.data.sequence),
-        import_loss(config.model),
-        source.train,
-        source.collate,
-        layout or asked_layout(config.layout),
-        batch,
-        micro_batch,
-        call=config.model.call,
-        seed=config.train.seed,
-        ours=not config.model.build and family_of(config.model.name) in FAMILIES,
-        policies={
-            "defer_sync": config.train.defer_sync,
-            "recompute": config.memory.recompute,
-            "offload": config.memory.offload,
-        },
     )
 
 

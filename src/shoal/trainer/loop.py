@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,17 @@ from shoal.base.lines import is_number, read_object
 from shoal.base.phases import phase
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
+from shoal.config.resolve import asked_layout
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
+from shoal.machine.matmul import distrust, matmul_flops_per_s
+from shoal.machine.measure import QUICK, measure_machine
+from shoal.machine.memory import forget_peak
 from shoal.parallel.offload import check_device
 from shoal.parallel.program import dtype_of
-from shoal.profile.flops import backward_flops
-from shoal.profile.machine import QUICK, measure_machine
-from shoal.profile.matmul import distrust, matmul_flops_per_s
-from shoal.profile.memory import forget_peak
+from shoal.trace.flops import backward_flops
 from shoal.trainer.choose import choose, is_open
 from shoal.trainer.contract import (
     batch_length,
@@ -53,23 +54,25 @@ from shoal.trainer.foresee import (
     foresee,
     held_now_bytes,
 )
-from shoal.trainer.job import import_object, material_of, open_run, steps_of
+from shoal.trainer.job import import_object, open_run, steps_of
 from shoal.trainer.joining import Joined, foresee_rounds, join
-from shoal.trainer.proof.material import asked_layout
-from shoal.trainer.proof.quick import prove_before
 from shoal.trainer.rounds import STOPPED, train_rounds
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 
+Prove = Callable[[Config, Source, World, Path, Mapping[str, Any]], str]
+"""Proves (configuration, data, world, run folder, layout) before the run is built; gives the line
+for the user, empty where nothing was done."""
 
-def train(folder: Path, *, world: World | None = None) -> int:
+
+def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     """Train the run whose resolved configuration is `folder/run.toml`; gives the exit code.
 
     Errors: any ShoalError; the caller turns it into one line and an exit code.
     """
     config = load(folder / "run.toml").config
     world = world or start_world()
-    run, source, total_steps, joined = _prepare(config, folder, world)
+    run, source, total_steps, joined = _prepare(config, folder, world, prove)
     previous = _stop_on_signal(run)
     try:
         if joined is not None:
@@ -84,7 +87,9 @@ def train(folder: Path, *, world: World | None = None) -> int:
             signal.signal(number, handler)
 
 
-def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, int, Joined | None]:
+def _prepare(
+    config: Config, folder: Path, world: World, prove: Prove
+) -> tuple[Run, Source, int, Joined | None]:
     """Everything before the first step: data, model, plan, state, and the other islands."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -94,7 +99,9 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
         measure_machine(world, cache_folder(), QUICK)
     layout, why = choose(config, source, world, folder)
-    proven = _prove(config, source, world, folder, layout)
+    proven = prove(config, source, world, folder, layout)
+    gc.collect()
+    forget_peak(world.device)  # the proof's memory is not the run's
     more = {"folder": folder, "keep": config.checkpoint.keep}
     held_bytes = held_now_bytes()
     with phase("set up"):
@@ -129,19 +136,6 @@ def _prepare(config: Config, folder: Path, world: World) -> tuple[Run, Source, i
         learner = Learner(foreseen, run.plan.precision, world)
         run.recorder.events.listeners.append(learner.hear)
     return run, source, total_steps, joined
-
-
-def _prove(
-    config: Config, source: Source, world: World, folder: Path, layout: dict[str, Any]
-) -> str:
-    """The quick proof of the layout, if it is asked for; gives the line for the user."""
-    if config.train.prove == "off" or world.size == 1:
-        return ""
-    material = material_of(config, source, layout)
-    line = prove_before(material, world, folder)
-    gc.collect()
-    forget_peak(world.device)  # the proof's memory is not the run's
-    return line
 
 
 def _describe(

@@ -19,7 +19,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.events import EventLog, append_line
 from shoal.base.lines import parse_step
 from shoal.fabric import World
-from shoal.profile.memory import gpu_utilisation
+from shoal.machine.memory import gpu_utilisation
 
 UNREADABLE = math.inf
 """In the place of the step of a damaged line: later than any."""

@@ -21,10 +21,10 @@ from shoal.checkpoint.lease import RunLease
 from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
 from shoal.fabric import World
+from shoal.machine.memory import peak_memory_bytes
 from shoal.optim.average import WeightAverage
 from shoal.parallel.program import Program
 from shoal.parallel.rewritten import refuse_rewritten
-from shoal.profile.memory import peak_memory_bytes
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.brought import Brought
 from shoal.trainer.carried import Carried

@@ -26,8 +26,8 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.parallel.whole import gather_weights
-from shoal.profile.states import peak_extra_bytes, state_bytes
 from shoal.trainer.foresee import cluster_here, foresee
 from shoal.trainer.job import open_run, steps_of
 from shoal.trainer.run import Run

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import torch
@@ -26,12 +26,16 @@ from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.tensorfile import DTYPES
 from shoal.checkpoint.write import Piece
+from shoal.optim.average import WeightAverage
 from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
-from shoal.parallel.program import Local, Part, dtype_of
+from shoal.parallel.program import Local, Part, Program, dtype_of
 from shoal.parallel.whole import held
-
-if TYPE_CHECKING:
-    from shoal.trainer.run import Run
+from shoal.trainer.epochs import Epochs
+from shoal.trainer.feed import Feed
+from shoal.trainer.loss_scale import LossScale
+from shoal.trainer.record import Recorder
+from shoal.trainer.saving import Saving
+from shoal.trainer.settings import RunSettings
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -53,7 +57,24 @@ class Beside(Protocol):
         """Take it back."""
 
 
-def save_run(run: Run, folder: Path, *, wait: bool) -> Path | None:
+class Kept(Protocol):
+    """What of a run (`run.py`) a checkpoint holds, and what it takes to write and read one."""
+
+    program: Program
+    optimizer: torch.optim.Optimizer
+    settings: RunSettings
+    recorder: Recorder
+    saving: Saving
+    feed: Feed
+    epochs_done: Epochs
+    loss_scale: LossScale | None
+    average: WeightAverage | None
+    beside: Beside | None
+    extra_record: dict[str, Any]
+    step_count: int
+
+
+def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
     """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for."""
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
@@ -70,7 +91,7 @@ def save_run(run: Run, folder: Path, *, wait: bool) -> Path | None:
     return saved.path if saved else None  # the run is worth more than this save
 
 
-def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
+def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
     """(this rank's parts of all tensors by name, JSON record, the same on every rank) of a run."""
     parts = {
         MODEL + name: (tensor, replace(shard, name=MODEL + name))
@@ -80,8 +101,8 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
     names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
     names.update({p: name for name, p in run.program.frozen.items()})
     state, optimizer_record = split_state(run.optimizer, names)
-    if run.plan.layout.zero or run.program.pipe.size > 1:
-        optimizer_record = merge_records(run.world.gather_json(optimizer_record))
+    if run.program.plan.layout.zero or run.program.pipe.size > 1:
+        optimizer_record = merge_records(run.program.world.gather_json(optimizer_record))
     sliced = set(optimizer_record["sliced"])
     for full, tensor in state.items():
         name, _, key = full.rpartition(".")
@@ -97,7 +118,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
             parts[AVERAGE + name] = (tensor, shard)
     if run.beside is not None:
         parts.update(run.beside.parts())
-    plan = run.plan
+    plan = run.program.plan
     record = {
         "step": run.step_count,
         "data": run.feed.state,
@@ -117,7 +138,7 @@ def run_state(run: Run) -> tuple[dict[str, Part], dict[str, Any]]:
     return parts, record
 
 
-def model_parts(run: Run) -> dict[str, Part]:
+def model_parts(run: Kept) -> dict[str, Part]:
     """This rank's parts of parameters and persistent buffers, by first name.
 
     Errors: ConfigError for a module whose state holds something that is no tensor.
@@ -138,14 +159,14 @@ def check_savable(tensors: dict[str, torch.Tensor], where: str) -> None:
 
 
 @phase("restore")
-def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
+def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     """Take the newest complete checkpoint of `folder` back, or that of a step; False without one.
 
     Errors: CheckpointError when its tensors or its optimizer are not those of this run.
     """
     here = model_parts(run)
     local = run.program.local
-    known = {name for names in run.world.gather_json(list(here)) for name in names}
+    known = {name for names in run.program.world.gather_json(list(here)) for name in names}
 
     def wanted(manifest: Manifest) -> list[Shard]:
         _check_record(manifest, folder)
@@ -156,7 +177,7 @@ def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
         return shards + (run.beside.wanted(manifest) if run.beside is not None else [])
 
     emit = run.recorder.events.emit
-    loaded = open_newest(folder / "checkpoints", wanted, run.world, emit, step)
+    loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)
     if loaded is None:
         return False
     record = loaded.manifest.record
@@ -185,7 +206,7 @@ def restore_run(run: Run, folder: Path, step: int | None = None) -> bool:
     run.step_count = int(record["step"])
     run.recorder.cut(run.step_count)
     differences += _differences(run, record)
-    if run.world.is_first:
+    if run.program.world.is_first:
         emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)
     return True
 
@@ -292,9 +313,9 @@ def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> 
             )
 
 
-def _differences(run: Run, record: dict[str, Any]) -> list[str]:
+def _differences(run: Kept, record: dict[str, Any]) -> list[str]:
     """Lines on what is not as it was when the checkpoint was written."""
-    plan = run.plan
+    plan = run.program.plan
     now = {
         "layout": plan.layout.text(),
         "batch": plan.batch,

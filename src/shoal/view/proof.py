@@ -1,6 +1,6 @@
 """A proof as a person reads it: verdict first, then the parameters that came out worst, then why.
 
-Takes the report that `shoal.trainer.proof` wrote as JSON; no torch is needed to look at one.
+Takes the report that `shoal.proof` wrote as JSON; no torch is needed to look at one.
 """
 
 from __future__ import annotations

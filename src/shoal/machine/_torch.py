@@ -1,0 +1,36 @@
+"""Private names of torch that this room uses; tested on 2.13."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["all_threads_counted", "pytree"]
+
+_COUNTED = "FLAGS_caffe2_report_cpu_memory_usage"
+
+
+@contextmanager
+def all_threads_counted() -> Iterator[bool]:
+    """While it lasts torch's CPU allocator counts on every thread, not only on profiled ones.
+
+    Gives   whether it does: the flag is a C++ variable (c10/core/CPUAllocator.cpp) for which torch
+            has no Python name; where a build hides it, other threads stay uncounted
+    """
+    for path in (Path(torch.__file__).parent / "lib").glob("libc10.*"):
+        try:
+            flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(path)), _COUNTED)
+        except (OSError, ValueError):
+            continue
+        before, flag.value = flag.value, True
+        try:
+            yield True
+        finally:
+            flag.value = before
+        return
+    yield False

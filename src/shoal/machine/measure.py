@@ -1,0 +1,286 @@
+"""Measures this machine in under a minute: what a plan for it is reckoned from.
+
+All ranks do the same thing at the same moment, since cores, memory and disk are shared; a rate is
+the mean over ranks of the best round: what disturbed the others is no fact about the machine. Other
+tenants of a machine may disturb whole seconds, so the full list is gone through several times, and
+the best of each number counts.
+
+    matrix      forward and backward products of one linear layer, by format and size: 6·n³ FLOP
+    stream      sums of two tensors into a new one, by size: three passes (caches show here)
+    operation   one tiny operation, forward with its graph, and backward: what is no arithmetic
+    links       see links.py · disk  see disk.py · host  copies between device and host memory
+    process     what a process holds before it trains: interpreter, libraries, a GPU's context
+
+Stored as planner/measured.py says, which reads it without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.facts import usable_cores
+from shoal.base.files import write_whole
+from shoal.base.phases import phase
+from shoal.fabric import World
+from shoal.machine.disk import write_bytes_per_s
+from shoal.machine.links import best_links, measure_links
+from shoal.planner.measured import VERSION, cluster_of, machine_path
+
+ROUND_S = 0.1
+LONGEST_S = 0.6
+FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+GPU_FORMATS = {**FORMATS, "fp16": torch.float16}
+CHAIN = 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is tried: sides of square products, bytes of tensors and messages, of a file."""
+
+    products: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
+    tensor_bytes: tuple[int, ...] = (2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
+    message_bytes: tuple[int, ...] = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
+    file_bytes: int = 2**26
+    rounds: int = 5
+    passes: int = 3
+
+
+FULL = Sizes()
+QUICK = Sizes((64, 256, 1024), (2**17, 2**22, 2**25), (2**12, 2**18, 2**22), 2**24, 3, 1)
+"""Two seconds: what a first run spends on it; `shoal plan --measure` takes the full list."""
+GPU = Sizes(products=(256, 512, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**28))
+
+
+def measure_machine(
+    world: World, cache: Path, sizes: Sizes | None = None, *, again: bool = False
+) -> dict[str, Any]:
+    """The facts of this machine with these ranks; the same document on every rank.
+
+    cache    folder where they are kept; what is there already is given back at once
+    sizes    what to try; default: a list that takes less than a minute
+    again    measure although it is known
+    """
+    kind = "gpu" if world.device.type == "cuda" else "cpu"
+    path = machine_path(cache, world.size, kind, torch.get_num_threads())
+    known = None if again else world.broadcast_json(_read(path) if world.is_first else None)
+    if known:
+        return dict(known)
+    if sizes is None:
+        sizes = GPU if world.device.type == "cuda" else FULL
+    held_bytes = _held_bytes(world.device)
+    local = world.local_size if world.size % world.local_size == 0 else world.size
+    document: dict[str, Any] = {
+        "version": VERSION,
+        "kind": "gpu" if world.device.type == "cuda" else "cpu",
+        "device": _device_name(world),
+        "processes": world.size,
+        "local": local,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "when": time.strftime("%Y-%m-%d"),
+        "memory_bytes": _memory_bytes(world.device) / (local if world.device.type == "cpu" else 1),
+        "process_bytes": _mean(world, held_bytes),
+        **best_of([_rates(world, cache, local, sizes) for _ in range(sizes.passes)]),
+    }
+    told: dict[str, Any] = world.broadcast_json(document)
+    if world.is_first:
+        _write(path, told)
+    return told
+
+
+@phase("measure the machine")
+def _rates(world: World, cache: Path, local: int, sizes: Sizes) -> dict[str, Any]:
+    """Everything that takes time, once: the document's rates and seconds."""
+    ahead_s, back_s = _operation(world, sizes)
+    axes = {"across": world.size // local, "inside": local}
+    return {
+        "matrix": {kind: _products(world, dtype, sizes) for kind, dtype in _formats(world)},
+        "stream": [[size, _stream(world, size, sizes)] for size in sizes.tensor_bytes],
+        "host_bytes_per_s": _host_copy(world, sizes),
+        "links": measure_links(world, axes, sizes.message_bytes),
+        "disk_bytes_per_s": local * _disk(world, cache, sizes),
+        "operation_s": ahead_s,
+        "operation_backward_s": back_s,
+    }
+
+
+def best_of(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of every number the best of all passes; a size that one pass left out is the others'."""
+    return {
+        "matrix": {
+            kind: _fastest([passed["matrix"][kind] for passed in passes])
+            for kind in passes[0]["matrix"]
+        },
+        "stream": _fastest([passed["stream"] for passed in passes]),
+        "links": best_links([passed["links"] for passed in passes]),
+        **{name: max(p[name] for p in passes) for name in ("host_bytes_per_s", "disk_bytes_per_s")},
+        **{name: min(p[name] for p in passes) for name in ("operation_s", "operation_backward_s")},
+    }
+
+
+def _fastest(ladders: Sequence[list[list[float]]]) -> list[list[float]]:
+    """[size, rate] by size: the highest rate of each."""
+    found: dict[float, float] = {}
+    for size, rate in (point for ladder in ladders for point in ladder):
+        found[size] = max(rate, found.get(size, 0.0))
+    return [[size, rate] for size, rate in sorted(found.items())]
+
+
+def _formats(world: World) -> list[tuple[str, torch.dtype]]:
+    """On a CPU fp16 is imitated, and trains in fp32."""
+    return list((GPU_FORMATS if world.device.type == "cuda" else FORMATS).items())
+
+
+def _mean(world: World, number: float) -> float:
+    return statistics.fmean(world.gather_json(number))
+
+
+def _rate(world: World, work: Callable[[], object], amount: float, rounds: int) -> float:
+    """Amount per second of one rank while all ranks work: mean of their best rounds."""
+    work()
+    _settle(world)
+    began_s = time.perf_counter()
+    work()
+    _settle(world)
+    once_s = time.perf_counter() - began_s
+    times = max(1, min(1000, int(ROUND_S / rounds / max(once_s, 1e-7))))
+    world.barrier()
+    taken: list[float] = []
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        for _ in range(times):
+            work()
+        _settle(world)
+        taken.append((time.perf_counter() - began_s) / times)
+    return _mean(world, amount / max(min(taken), 1e-9))
+
+
+def _settle(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _products(world: World, dtype: torch.dtype, sizes: Sizes) -> list[list[float]]:
+    """[FLOP of one product, FLOP/s] by size, until one would take too long."""
+    points: list[list[float]] = []
+    for side in sizes.products:
+        flop = 2.0 * side**3
+        if points and 3 * flop / points[-1][1] > LONGEST_S:
+            break
+        x, weight, upstream = (
+            torch.rand(side, side, device=world.device).to(dtype) for _ in range(3)
+        )
+
+        def layer(
+            x: torch.Tensor = x, w: torch.Tensor = weight, g: torch.Tensor = upstream
+        ) -> None:
+            x @ w.T
+            g @ w
+            g.T @ x
+
+        points.append([flop, _rate(world, layer, 3 * flop, sizes.rounds)])
+    return points
+
+
+def _stream(world: World, size_bytes: int, sizes: Sizes) -> float:
+    left = torch.zeros(size_bytes // 4, device=world.device)
+    right = torch.ones(size_bytes // 4, device=world.device)
+    return _rate(world, lambda: torch.add(left, right), 3.0 * size_bytes, sizes.rounds)
+
+
+def _operation(world: World, sizes: Sizes) -> tuple[float, float]:
+    """Seconds of one tiny operation: forward with its graph, backward."""
+    start = torch.ones(1, device=world.device, requires_grad=True)
+    ahead: list[float] = []
+    back: list[float] = []
+    world.barrier()
+    for _ in range(1 + 10 * sizes.rounds):
+        value, began_s = start, time.perf_counter()
+        for _ in range(CHAIN):
+            value = value * 1.0
+        _settle(world)
+        half_s = time.perf_counter()
+        value.backward()
+        _settle(world)
+        ahead.append((half_s - began_s) / CHAIN)
+        back.append((time.perf_counter() - half_s) / CHAIN)
+    return _mean(world, min(ahead[1:])), _mean(world, min(back[1:]))
+
+
+def _host_copy(world: World, sizes: Sizes) -> float:
+    size = max(sizes.tensor_bytes)
+    host = torch.zeros(size // 4, pin_memory=world.device.type == "cuda")
+    there = torch.zeros(size // 4, device=world.device)
+    return _rate(world, lambda: there.copy_(host), size, sizes.rounds)
+
+
+def _disk(world: World, cache: Path, sizes: Sizes) -> float:
+    """Bytes per second of one rank; 0 where the cache folder takes none."""
+    world.barrier()
+    try:
+        rate = write_bytes_per_s(cache, sizes.file_bytes)
+    except OSError:
+        rate = 0.0
+    return _mean(world, rate)
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    cores = usable_cores()
+    return f"{_chip()}, {cores} cores / {world.local_size}"
+
+
+def _chip(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        return names[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) -> int:
+    """Resident now; on a GPU what is taken there outside of tensors."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    try:
+        lines = [line for line in status.read_text().splitlines() if line.startswith("VmRSS:")]
+        return int(lines[0].split()[1]) * 1024
+    except (OSError, IndexError):
+        return 0
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What is stored, if a plan could read it."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        cluster_of(document)
+        return document if document["version"] == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(document, indent=1))
+    except OSError:
+        return  # the cache only saves time

@@ -1,1 +1,0 @@
-"""Context parallelism: ranks share a sequence; attention over parts of it."""

@@ -1,0 +1,149 @@
+"""Context parallelism: ranks share a sequence, each with a part of its tokens, and all weights.
+
+For sequences whose activations no rank could hold. Which tensor has tokens along which dim is
+derived from the layers (`spmd/`, with all parameters whole), so positions, tables and masks mean
+what they mean on one device. Layers hand each other their own tokens (`context/shard.py`); only
+attention looks at others' tokens:
+
+    ring       keys and values travel around the ranks (context/ring.py)
+    ulysses    ranks split the heads for its time (context/ulysses.py)
+    gather     every rank gathers keys and values: what is done where attention is written by hand,
+               has a mask of its own or drops out weights
+
+All ranks of a group see the same micro-batches. A rank's gradient of a parameter is a summand, from
+its own tokens: summed over the group once a step, with the sum over data-parallel ranks.
+
+Source: Liu et al. 2023 (2310.01889), Jacobs et al. 2023 (2309.14509)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.fabric.ring import Ring
+from shoal.parallel.context_parallel.ring import ring_attention
+from shoal.parallel.context_parallel.stand_in import ContextForward, ContextLookup, ContextPrograms
+from shoal.parallel.context_parallel.ulysses import ulysses_attention
+from shoal.parallel.context_parallel.units import Units, find_units
+from shoal.parallel.program import Program
+from shoal.parallel.spmd.check import check_class
+from shoal.parallel.spmd.model_split import BlockClass
+from shoal.parallel.spmd.rewrite import Shared
+from shoal.trace.stand_in import StandIn
+
+ATTENTION: dict[str, Shared | None] = {
+    "auto": ring_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+    "gather": None,
+}
+"""How ranks compute attention, by what `layout.context` says."""
+
+
+def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
+    """Let the module's layers work on this rank's tokens; parameters stay as they are.
+
+    run      does one forward pass on a sample
+    Errors   PlanError where no layer can, or one cannot and the plan is strict
+    """
+    world = program.context
+    if world.size == 1:
+        return program
+    policy = program.plan.tensor
+    ring, attention = Ring(world), ATTENTION[policy.context]
+    units = find_units(program.module, partial(_drawing_alike, run), world.size, attention)
+    classes, failed = _checked(program.module, units, ring)
+    whole = {**units.whole, **failed}
+    if not classes:
+        raise PlanError(_nothing(program, units, whole))
+    if whole and policy.strict:
+        name, why = next(iter(whole.items()))
+        raise PlanError(
+            f"layout.cp = {world.size} with layout.strict: {name} {why}; nearest: "
+            f"layout.strict=false, or layout.cp=1"
+        )
+    stand_ins: list[StandIn] = []
+    for one in classes:
+        programs = ContextPrograms(one.split, one.bare, program.notices)
+        programs.note(one.call.args, one.call.kwargs)
+        for name in one.names:
+            part = program.module.get_submodule(name)
+            stand_ins.append(ContextForward(name, part, programs, ring))
+    for name in units.lookups:
+        embedding = program.module.get_submodule(name)
+        if isinstance(embedding, nn.Embedding):
+            stand_ins.append(ContextLookup(name, embedding, ring))
+    program.notices.extend(_told(world.size, classes, whole))
+    return replace(
+        program,
+        holders={
+            name: program.holders.get(name, 1) * world.size
+            for name in (*program.parameters, *program.frozen)
+        },
+        joined={name: (*program.joined.get(name, ()), world) for name in program.parameters},
+        on_close=(*program.on_close, *(one.take_away for one in reversed(stand_ins))),
+    )
+
+
+def _drawing_alike(run: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+    """A look at the model with the same dropout masks on every rank: they are checked together."""
+    torch.manual_seed(0)  # whoever looks puts the generators back
+    return run(module)
+
+
+def _checked(
+    module: nn.Module, units: Units, ring: Ring
+) -> tuple[list[BlockClass], dict[str, str]]:
+    """The classes that compute what the layer alone computes, and why not for the others."""
+    kept, failed = [], {}
+    for one in units.classes:
+        finding = check_class(module, one, ring)
+        if finding is None:
+            kept.append(one)
+        else:
+            failed[one.names[0]] = f"runs whole on every rank: {finding.text()}"
+    return kept, failed
+
+
+def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
+    """The line for a model of which no layer can work on a part of a sequence."""
+    degree, length = program.context.size, units.length
+    kind = type(program.module).__name__
+    if length and length % degree:
+        fitting = max(n for n in range(1, degree) if length % n == 0)
+        return (
+            f"layout.cp = {degree}: {kind} works on {length} tokens, which do not divide into "
+            f"{degree} equal parts; nearest: layout.cp={fitting}, or sequences of "
+            f"{-(-length // degree) * degree}"
+        )
+    none = "it has no layer that repeats on [batch, tokens, dim]"
+    why = " ".join(next(iter(whole.items()), (none,)))
+    return (
+        f"layout.cp = {degree}: no layer of {kind} can share a sequence: {why}; nearest: "
+        f"layout.cp=1"
+    )
+
+
+def _told(degree: int, classes: list[BlockClass], whole: dict[str, str]) -> list[str]:
+    """How attention is computed, what is gathered, and what runs whole."""
+    lines = []
+    for one in classes:
+        like = f" (and {len(one.names) - 1} like it)" if len(one.names) > 1 else ""
+        gathered = [e for e in one.split.exchanges if (e.kind, e.when) == ("all_gather", "forward")]
+        if gathered:
+            values = ", ".join(dict.fromkeys(e.after for e in gathered))
+            mib = sum(e.payload_bytes for e in gathered) / 2**20
+            lines.append(
+                f"layout.cp = {degree}: {one.names[0]}{like} gathers {values} on every rank, "
+                f"{mib:.1f} MiB of all tokens"
+            )
+    for name, why in whole.items():
+        lines.append(f"layout.cp = {degree}: {name} {why}")
+    return lines

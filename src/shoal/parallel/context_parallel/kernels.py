@@ -1,0 +1,145 @@
+"""Attention of some queries to some keys, told so that it can be added to attention to other keys.
+
+Formula   s = scale · q kᵀ        lse = log Σ_j exp s_j        out = Σ_j exp(s_j − lse) · v_j
+          two sets of keys:      lse = log(exp lse₁ + exp lse₂)
+                                 out = exp(lse₁ − lse) · out₁ + exp(lse₂ − lse) · out₂
+          backward, with lse and out of all keys:  p = exp(s − lse)     dv = pᵀ g
+                                 ds = p · (g vᵀ − Σ g · out) · scale   dq = ds k    dk = dsᵀ q
+Protocol  a backward kernel that is given `lse` and `out` of all keys gives for any set of them
+          exactly that set's share of the gradients: nothing of [queries, keys] is ever kept
+Kernels   CPU: torch's flash kernel. CUDA in fp16 and bf16, head_dim a multiple of 8: torch's flash
+          kernel (not tested: no device was at hand). Elsewhere: matrix products, rows by rows
+Source    online softmax: Milakov and Gimelshein 2018 (1805.02867); flash: Dao et al. 2022
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.context_parallel._torch import (
+    flash_cpu,
+    flash_cpu_backward,
+    flash_cuda,
+    flash_cuda_backward,
+)
+
+ROWS = 256
+"""Query rows whose scores exist at once, where no kernel is at hand."""
+
+
+class Attended(NamedTuple):
+    """out [batch, heads, rows, head_dim] · lse [batch, heads, rows], at least fp32."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Attended:
+    """Attention to these keys alone.
+
+    q [batch, heads, rows, head_dim] · k, v [batch, kv_heads, keys, head_dim]; heads is a multiple
+    of kv_heads. causal: query i sees keys up to i, and there are as many of both
+    """
+    kind = _kind(q, v)
+    if kind == "cpu":
+        return Attended(*flash_cpu(q, k, v, 0.0, causal, scale=scale))
+    if kind == "cuda":
+        out, lse, *_ = flash_cuda(q, k, v, 0.0, causal, False, scale=scale)
+        return Attended(out, lse)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty(q.shape[:-1], dtype=_wide(q))
+    for rows, scores in _scores(q, k, causal, scale):
+        lse[..., rows] = scores.logsumexp(-1)
+        weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
+        out[..., rows, :] = _heads(weights, v.to(weights.dtype)).to(q.dtype)
+    return Attended(out, lse)
+
+
+def attend_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    all_keys: Attended,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """These keys' share of the gradients of q, k and v.
+
+    gradient   of the output · all_keys   what attention to all keys gave for these queries
+    """
+    out, lse = (one.contiguous() for one in all_keys)
+    kind = _kind(q, v)
+    if kind == "cpu":
+        known = (gradient, q, k, v, out, lse)
+        dq, dk, dv = flash_cpu_backward(*known, 0.0, causal, scale=scale)
+        return dq, dk, dv
+    if kind == "cuda":
+        draws = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is none
+        sizes = (None, None, q.shape[2], k.shape[2])
+        known = (gradient, q, k, v, out, lse)
+        dq, dk, dv = flash_cuda_backward(*known, *sizes, 0.0, causal, draws, draws, scale=scale)
+        return dq, dk, dv
+    wide = _wide(q)
+    dq = torch.empty_like(q, dtype=wide)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for rows, scores in _scores(q, k, causal, scale):
+        weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
+        above = gradient[..., rows, :].to(wide)
+        along = (above * out[..., rows, :].to(wide)).sum(-1, keepdim=True)
+        dv += _to_heads(weights.transpose(-1, -2) @ above, v)
+        pulled = weights * (_heads(above, v.to(wide).transpose(-1, -2)) - along) * scale
+        dq[..., rows, :] = _heads(pulled, k.to(wide))
+        dk += _to_heads(pulled.transpose(-1, -2) @ q[..., rows, :].to(wide), k)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def merge(total: Attended, more: Attended) -> None:
+    """Add attention to further keys, in place; `total.out` is in the format of `total.lse`."""
+    lse = torch.logaddexp(total.lse, more.lse)
+    total.out.mul_((total.lse - lse).exp_().unsqueeze(-1))
+    total.out.addcmul_(more.out.to(lse.dtype), (more.lse - lse).exp_().unsqueeze(-1))
+    total.lse.copy_(lse)
+
+
+def _kind(q: Tensor, v: Tensor) -> str:
+    if q.shape[-1] != v.shape[-1]:
+        return "written"
+    if q.device.type == "cuda":
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        return "cuda" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else "written"
+    return q.device.type if q.device.type == "cpu" else "written"
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their scores [batch, heads, rows, keys])."""
+    keys = k.to(_wide(q)).transpose(-1, -2)
+    for start in range(0, q.shape[2], ROWS):
+        rows = slice(start, min(start + ROWS, q.shape[2]))
+        scores = _heads(q[..., rows, :].to(keys.dtype), keys) * scale
+        if causal:
+            future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(start + 1)
+            scores.masked_fill_(future, -torch.inf)
+        yield rows, scores
+
+
+def _heads(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, where `right` has fewer heads and each serves a group of neighbours."""
+    groups = left.shape[1] // right.shape[1]
+    product = left.unflatten(1, (right.shape[1], groups)) @ right.unsqueeze(2)
+    return product.flatten(1, 2)
+
+
+def _to_heads(of_queries: Tensor, like: Tensor) -> Tensor:
+    """Summed over the query heads that share a head of `like`."""
+    groups = of_queries.shape[1] // like.shape[1]
+    return of_queries.unflatten(1, (like.shape[1], groups)).sum(2)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

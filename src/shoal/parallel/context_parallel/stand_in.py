@@ -1,0 +1,126 @@
+"""Runs a layer on this rank's tokens, in the place of its own forward.
+
+    layer       its split graph: parameters whole, tokens in parts, attention by all ranks together
+    embedding   looks up this rank's part of the ids
+Where tokens do not divide for a call, the layer runs whole, on every rank alike.
+
+What a graph takes or gives whole has a whole gradient there (`tensor/exchange.py`) and summands of
+one outside (`context/shard.py`): `once` stands on the way in, `exchange.enter` on the way out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel._torch import pytree
+from shoal.parallel.context_parallel.shard import once, shown
+from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.labels import Label, Split
+from shoal.parallel.spmd.sequence import Deal, is_shard, local_of, whole_of
+from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.parallel.spmd.stand_in import Programs, SplitForward
+from shoal.trace.stand_in import StandIn
+
+
+class ContextPrograms(Programs):
+    """The graphs of a class of equal layers; None for a kind of input whose tokens do not divide.
+
+    notices   takes a line when a call could not be divided
+    """
+
+    def __init__(self, split: BlockSplit, bare: nn.Module, notices: list[str]) -> None:
+        super().__init__(split, bare)
+        self.notices = notices
+        self.whole: set[Hashable] = set()
+
+    def find(
+        self, kind: Hashable, name: str, block: nn.Module, leaves: list[Any], structure: Any
+    ) -> BlockSplit | None:
+        """The graph for a kind of input."""
+        if kind in self.whole:
+            return None
+        if kind not in self.known:
+            try:
+                self.known[kind] = self.make(name, block, leaves, structure)
+            except PlanError:
+                self.whole.add(kind)
+                shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                self.notices.append(
+                    f"layout.cp = {self.first.degree}: {name} runs whole on every rank for inputs "
+                    f"{shapes}, which do not divide as the sample's did"
+                )
+                return None
+        return self.known[kind]
+
+
+class ContextForward(SplitForward):
+    """A layer's forward as its split graph."""
+
+    programs: ContextPrograms
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the layer's own forward gives, its tokens in parts."""
+        leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
+        kind = self.insides.kind(leaves, structure)
+        split = self.programs.find(kind, self.name, self.block, leaves, structure)
+        if split is None:
+            args, kwargs = pytree.tree_unflatten([whole_of(leaf) for leaf in leaves], structure)
+            return self.forward(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        flat = [
+            self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
+        ]
+        held = [self.insides.tensor(name) for name in split.shapes]
+        held = [
+            p if name in split.partial else once(p, self.axis)
+            for name, p in zip(split.shapes, held, strict=True)
+        ]
+        held += [self.insides.tensor(name) for name in split.buffers]
+        outputs = self.programs.code(split)(self.axis, *held, *flat)
+        labelled = zip(outputs, split.outputs, strict=True)
+        return split.rebuild([self._leaves(value, label) for value, label in labelled])
+
+    def _enters(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split):
+            length = value.shape[label.dim]
+            return local_of(value, Deal.even(self.axis, label.dim, length, summands=True))
+        return once(whole_of(value), self.axis)
+
+    def _leaves(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split):
+            return shown(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
+        return exchange.enter(value, self.axis) if value.is_floating_point() else value
+
+
+class ContextLookup(StandIn):
+    """An nn.Embedding that looks up this rank's part of the ids, cut along their last dim."""
+
+    def __init__(self, name: str, block: nn.Embedding, axis: Axis) -> None:
+        self.axis, self.padding = axis, block.padding_idx
+        self.own = block
+        super().__init__(name, block)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[..., tokens] to [..., tokens, dim]."""
+        length = ids.shape[-1] if ids.dim() else 0
+        if length < self.axis.size:
+            whole: Tensor = self.forward(ids)
+            return whole
+        deal = Deal.even(self.axis, ids.dim() - 1, length, summands=True)
+        rows = F.embedding(local_of(ids, deal), self.own.weight, self.padding)
+        return shown(rows, self.axis, deal.dim, length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextLookup:
+        """A copy of the model talks to the same ranks."""
+        memo[id(self.axis)] = self.axis
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin

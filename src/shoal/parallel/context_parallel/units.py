@@ -1,0 +1,183 @@
+"""Finds what of a model can work on parts of a sequence: its blocks, and the layers beside them.
+
+    blocks         the trunk's, one of each class is solved and equal ones share the result
+    beside them    the outermost layers with parameters (a final norm, a head), each by itself
+    embeddings     look up their part of the ids
+
+A layer that cannot work on parts is tried child by child; what is left runs whole on every rank,
+which is right and takes the memory of one process, and is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.model_split import BlockClass
+from shoal.parallel.spmd.rewrite import Shared
+from shoal.parallel.spmd.split_block import BlockSplit, split_block
+from shoal.trace.calls import Call, bare, first_calls
+from shoal.trace.draws import InnerKeys
+from shoal.trace.likeness import Likeness
+from shoal.trace.trunk import Run, find_trunk
+
+SEQUENCE_DIM = 1
+"""Of hidden states [batch, tokens, dim]."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """What works on parts of the sequence.
+
+    classes      equal layers, split alike · lookups   embeddings
+    whole        name of a block → that it runs whole, all of it or most, and why
+    length       tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim]
+    """
+
+    classes: tuple[BlockClass, ...]
+    lookups: tuple[str, ...]
+    whole: dict[str, str]
+    length: int
+
+
+def find_units(module: nn.Module, run: Run, degree: int, attention: Shared | None) -> Units:
+    """What of `module` can work on parts of the sequence, over `degree` ranks.
+
+    run         calls the module on a sample of real inputs
+    attention   how ranks compute attention together; None: they gather keys and values
+    """
+    return _Finder(module, run, degree, attention).find()
+
+
+class _Finder:
+    """One search under way."""
+
+    def __init__(self, module: nn.Module, run: Run, degree: int, attention: Shared | None) -> None:
+        self.module, self.run, self.degree, self.attention = module, run, degree, attention
+        self.likeness = Likeness(module)
+        self.keys = InnerKeys(module, run)
+        self.calls: dict[str, Call] = {}
+        self.classes: list[BlockClass] = []
+        self.whole: dict[str, str] = {}
+
+    def find(self) -> Units:
+        blocks = self.blocks()
+        lookups = tuple(
+            name
+            for name, part in self.module.named_modules()
+            if _is_plain_embedding(part) and not _within(name, blocks)
+        )
+        beside = [name for name in _beside(self.module, "", blocks) if name not in lookups]
+        self.calls = first_calls(self.module, [*blocks, *beside], self.run)
+        for names in self.groups(list(blocks)):
+            before = len(self.classes)
+            why = self.solve(names)
+            if why:
+                partly = len(self.classes) > before
+                how = "shares tokens in its parts only" if partly else "runs whole on every rank"
+                self.whole[names[0]] = f"{how}: {why}"
+        for names in self.groups(beside):
+            self.solve(names)
+        taken = {name for one in self.classes for name in one.names}
+        return Units(
+            tuple(self.classes),
+            tuple(name for name in lookups if not _within(name, taken)),
+            self.whole,
+            max((_length(self.calls[n]) for n in blocks or beside if n in self.calls), default=0),
+        )
+
+    def blocks(self) -> tuple[str, ...]:
+        """The trunk's; where only single layers repeat, all layers count as beside."""
+        trunk = find_trunk(self.module, self.run)
+        return () if trunk.leaf else trunk.blocks
+
+    def groups(self, names: list[str]) -> list[list[str]]:
+        """Equal layers, of those that were called."""
+        return self.likeness.groups([n for n in names if n in self.calls], self.calls)
+
+    def solve(self, names: list[str]) -> str:
+        """Split equal layers, as one or by their children; gives why it is not as one."""
+        why = self.try_to_split(names)
+        if not why:
+            return ""
+        below = [
+            [f"{n}.{child}" for n in names]
+            for child, part in self.module.get_submodule(names[0]).named_children()
+            if next(part.parameters(), None) is not None and not _is_plain_embedding(part)
+        ]
+        unknown = [alike[0] for alike in below if alike[0] not in self.calls]
+        if unknown:
+            self.calls |= first_calls(self.module, unknown, self.run)
+        for alike in below:
+            if alike[0] in self.calls:  # what holds them is alike and is called alike
+                self.calls |= dict.fromkeys(alike, self.calls[alike[0]])
+            for group in self.groups(alike):
+                self.solve(group)
+        return why
+
+    def try_to_split(self, names: list[str]) -> str:
+        """Split equal layers as one; gives the reason where that fails."""
+        call = self.calls[names[0]]
+        if not _length(call):
+            return "it takes no hidden states [batch, tokens, dim]"
+        if why := self.keys.inside(names[0]):
+            return why
+        twin = bare(self.module.get_submodule(names[0]))
+        try:
+            split = self.split(twin, call)
+        except Exception as failure:  # whatever it is, a layer can always run whole, by name
+            return (str(failure).splitlines() or [type(failure).__name__])[0]
+        if not any(isinstance(label, Split) for label in split.outputs):
+            return "it needs the whole sequence on every rank"
+        self.classes.append(BlockClass(tuple(names), split, twin, call))
+        return ""
+
+    def split(self, twin: nn.Module, call: Call) -> BlockSplit:
+        return split_block(
+            twin,
+            call.args,
+            call.kwargs,
+            self.degree,
+            sequence_dim=SEQUENCE_DIM,
+            split_parameters=False,
+            attention=self.attention,
+        )
+
+
+def _beside(module: nn.Module, prefix: str, blocks: tuple[str, ...]) -> Iterator[str]:
+    """The outermost layers with parameters that neither hold a block nor lie in one.
+
+    A list or dict of layers is not called itself: its entries stand for it.
+    """
+    for child, part in module.named_children():
+        name = f"{prefix}.{child}" if prefix else child
+        if name in blocks or next(part.parameters(), None) is None:
+            continue
+        holds = any(block.startswith(f"{name}.") for block in blocks)
+        if holds or isinstance(part, nn.ModuleList | nn.ModuleDict):
+            yield from _beside(part, name, blocks)
+        else:
+            yield name
+
+
+def _within(name: str, parts: tuple[str, ...] | set[str]) -> bool:
+    """Whether a module is one of some, or lies in one."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def _is_plain_embedding(part: nn.Module) -> bool:
+    """An embedding whose forward is torch's own and reads single rows only."""
+    if not isinstance(part, nn.Embedding) or type(part).forward is not nn.Embedding.forward:
+        return False
+    return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
+
+
+def _length(call: Call) -> int:
+    """Tokens of the first floating input, if that is [batch, tokens, dim]; else 0."""
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    hidden = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+    return 0 if hidden is None or hidden.dim() != 3 else hidden.shape[SEQUENCE_DIM]

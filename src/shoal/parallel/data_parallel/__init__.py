@@ -1,0 +1,1 @@
+"""Data parallelism: ranks see other samples and sum their gradients."""

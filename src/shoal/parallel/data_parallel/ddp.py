@@ -1,0 +1,79 @@
+"""Data parallel: every rank holds the whole model and gets the whole sum of the gradients.
+
+Where the plan says that forward passes read narrow copies (bf16, fp16), the optimizer steps fp32
+masters, and the module's own parameters are the copies, renewed once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.plan import Bucket
+from shoal.fabric import World
+from shoal.parallel.data_parallel.buckets import BucketReducer
+from shoal.parallel.program import Local, Program, whole_locals
+
+
+def apply(program: Program) -> Program:
+    """Give the program a reducer that sums over all ranks in the plan's buckets."""
+    plan = program.plan
+    local = whole_locals(program)
+    masters = _masters(program)
+    local.update(masters)
+    reducer = _Reducer(
+        program.parameters, plan.buckets, program.data, local, plan.reduce, masters=masters
+    )
+    return replace(
+        program,
+        reducer=reducer,
+        local=local,
+        parts={name: (one.parameter.detach(), one.shard) for name, one in masters.items()},
+        copies=program.data.size,
+        on_close=(*program.on_close, reducer.close),
+    )
+
+
+def _masters(program: Program) -> dict[str, Local]:
+    """fp32 masters of the parameters that become narrow copies, which they are from here on."""
+    found = {}
+    for bucket in program.plan.buckets:
+        for name in bucket.names if bucket.compute else ():
+            parameter = program.parameters[name]
+            master = nn.Parameter(parameter.detach().clone())
+            found[name] = Local(master, program.place(name))
+            parameter.data = parameter.data.to(getattr(torch, bucket.compute))
+    return found
+
+
+class _Reducer(BucketReducer):
+    """Sums in buckets, and copies masters to the module after the optimizer's step."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        buckets: tuple[Bucket, ...],
+        world: World,
+        local: Mapping[str, Local],
+        reduce: str,
+        *,
+        masters: Mapping[str, Local],
+    ) -> None:
+        super().__init__(parameters, buckets, world, local, reduce)
+        self.masters = masters
+        self.copied_data = [parameters[name].data for name in masters]
+        self.master_data = [one.parameter.data for one in masters.values()]
+
+    def publish(self) -> None:
+        """Renew the narrow copies."""
+        if self.copied_data:
+            torch._foreach_copy_(self.copied_data, self.master_data)
+
+    def close(self) -> None:
+        """The module keeps the masters, as wide as it came."""
+        super().close()
+        for name, one in self.masters.items():
+            self.parameters[name].data = one.parameter.data

@@ -1,0 +1,316 @@
+"""ZeRO stages 1 and 2: every rank holds all weights, but steps only its own part of them.
+
+The weights of each bucket lie in one flat buffer, cut into one part per rank. A rank's optimizer
+sees views of its parts; after its step an all-gather completes the buffers on every rank.
+
+    zero1   gradients are whole buffers; at the step's end each rank gets the sum of its part
+            (sent once a step, however many micro-batches)
+    zero2   only the sum of a rank's own part is kept. A bucket's gradients are collected in a
+            transient buffer, sent when it is full, in every micro-batch, and the part that comes
+            back is added up. `defer_sync` does as zero1 does and costs one whole gradient
+
+Source: Rajbhandari et al. 2020 (ZeRO), §5; stage 2 with a reduce-scatter per micro-batch as there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError
+from shoal.base.plan import Bucket
+from shoal.base.shards import Shard
+from shoal.fabric import World
+from shoal.fabric.parts import PendingSum
+from shoal.parallel.data_parallel.buckets import REDUCE, BucketReducer, places, second_gradient
+from shoal.parallel.program import Local, Part, Program
+
+IN_FLIGHT = 1
+"""Buckets on their way under zero2 while the next is filled; more would hold more gradients.
+
+A full bucket waits until there is room: what holds most is not a network that is slower than the
+backward pass, which would be waited for at the end of it anyway.
+"""
+
+
+def apply(program: Program) -> Program:
+    """Cut weights, sums of gradients and what the optimizer steps over all ranks."""
+    plan, world = program.plan, program.data
+    weights = FlatWeights(program)
+    local = weights.local()
+    reducer: _ZeroOne | ScatterReducer
+    if plan.layout.zero == 1 or plan.defer_sync:
+        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world, plan.reduce)
+    else:
+        reducer = ScatterReducer(
+            weights, local, program.parameters, plan.buckets, world, plan.reduce
+        )
+    return replace(
+        program,
+        reducer=reducer,
+        local=local,
+        parts=weights.parts(local),
+        on_close=(*program.on_close, reducer.close, weights.widen),
+    )
+
+
+class FlatWeights:
+    """All weights of a program in one buffer per bucket, of which the parameters are views.
+
+    flats     what forward passes read, whole, in the bucket's compute format
+    masters   this rank's parts in the format that is stepped: views of `flats`, or tensors of their
+              own where forward passes read narrow copies
+    """
+
+    def __init__(self, program: Program) -> None:
+        parameters, buckets, world = program.parameters, program.plan.buckets, program.data
+        self.parameters, self.buckets, self.world = parameters, buckets, world
+        self.place = program.place
+        self.flats: list[torch.Tensor] = []
+        self.masters: list[torch.Tensor] = []
+        for bucket in buckets:
+            if not bucket.cuts:
+                raise BugError("a bucket without cuts came to a zero stage")
+            wide = torch.zeros(
+                bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
+            )
+            at = places(bucket, parameters)
+            for name, (start, stop) in at.items():
+                wide[start:stop].view(parameters[name].shape).copy_(parameters[name].detach())
+            low, high = self.span(bucket)
+            flat = wide.to(getattr(torch, bucket.compute or bucket.dtype))
+            for name, (start, stop) in at.items():
+                parameters[name].data = flat[start:stop].view(parameters[name].shape)
+            self.flats.append(flat)
+            self.masters.append(wide[low:high].clone() if bucket.compute else flat[low:high])
+
+    def span(self, bucket: Bucket) -> tuple[int, int]:
+        """Where this rank's part of a bucket begins and ends."""
+        return bucket.cuts[self.world.rank], bucket.cuts[self.world.rank + 1]
+
+    def local(self) -> dict[str, Local]:
+        """The part of every parameter that this rank steps, flat; absent where it has none."""
+        found: dict[str, Local] = {}
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            low, high = self.span(bucket)
+            for name, (start, stop) in places(bucket, self.parameters).items():
+                first, last = max(start, low), min(stop, high)
+                if first >= last:
+                    continue
+                shape = tuple(self.parameters[name].shape)
+                piece = master[first - low : last - low]
+                whole = (first, last) == (start, stop)  # then matrices stay matrices (Muon)
+                part = nn.Parameter(piece.view(shape) if whole else piece)
+                here = self.place(name)
+                slices = here.part(first - start, last - start)
+                shard = Shard(name, here.global_shape, bucket.dtype, slices)
+                found[name] = Local(part, shard)
+        # The module's own order, so that sums over parameters run as they would elsewhere.
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def parts(self, local: dict[str, Local]) -> dict[str, Part]:
+        """What is kept of parameters whose masters lie in parts only; no slices where no part."""
+        found: dict[str, Part] = {}
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            for name in bucket.names if bucket.compute else ():
+                nothing = Shard(name, self.place(name).global_shape, bucket.dtype, ())
+                found[name] = (master[:0], nothing)
+                if name in local:
+                    found[name] = (local[name].parameter.detach(), local[name].shard)
+        return found
+
+    def widen(self) -> None:
+        """Give the module the masters in the place of narrow copies, whole; all ranks call it."""
+        for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True):
+            if not bucket.compute:
+                continue
+            low, high = self.span(bucket)
+            wide = torch.zeros_like(flat, dtype=master.dtype)
+            wide[low:high] = master
+            work = self.world.gather_parts(wide, bucket.cuts)
+            if work is not None:
+                work.wait()
+            for name, (start, stop) in places(bucket, self.parameters).items():
+                parameter = self.parameters[name]
+                parameter.data = wide[start:stop].view(parameter.shape)
+
+    def publish(self) -> None:
+        """Every rank gives its parts to all others."""
+        works = []
+        for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True):
+            if bucket.compute:
+                low, high = self.span(bucket)
+                flat[low:high].copy_(master)
+            works.append(self.world.gather_parts(flat, bucket.cuts))
+        with self.world.traffic.waiting():
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+
+class _ZeroOne(BucketReducer):
+    """Whole gradients, of which only the own part is summed."""
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        local: dict[str, Local],
+        parameters: dict[str, nn.Parameter],
+        buckets: tuple[Bucket, ...],
+        world: World,
+        reduce: str,
+    ) -> None:
+        super().__init__(parameters, buckets, world, local, reduce)
+        self.weights = weights
+
+    def publish(self) -> None:
+        """See `FlatWeights.publish`."""
+        self.weights.publish()
+
+
+class ScatterReducer:
+    """The reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        local: dict[str, Local],
+        parameters: dict[str, nn.Parameter],
+        buckets: tuple[Bucket, ...],
+        world: World,
+        reduce: str,
+    ) -> None:
+        self.weights, self.local = weights, local
+        self.reduce = getattr(torch, REDUCE[reduce]) if reduce else None
+        self.parameters, self.plan, self.world = parameters, buckets, world
+        self.places = [places(bucket, parameters) for bucket in buckets]
+        self.bucket_of = {name: n for n, bucket in enumerate(buckets) for name in bucket.names}
+        self.parts = [torch.zeros_like(master) for master in weights.masters]
+        self.active = False
+        self.rounds = self.round = self.next = 0
+        self.seen: set[str] = set()
+        self.fresh: set[str] = set()
+        self.filled: set[str] = set()
+        self.staged: dict[int, torch.Tensor] = {}
+        self.pending: list[tuple[int, PendingSum]] = []
+        self.norms: list[torch.Tensor] = []
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in parameters.items()
+        ]
+
+    def begin(self, rounds: int) -> None:
+        """Zero this rank's parts; parameters have no gradients of their own."""
+        torch._foreach_zero_(self.parts)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.active, self.rounds, self.round = True, rounds, 0
+        self.seen, self.fresh = set(), set()
+        self.norms, self.pending = [], []
+
+    def arm(self, last: bool) -> None:
+        """Every pass sends all buckets, in the plan's order."""
+        self.next = 0
+        self.filled, self.staged = set(), {}
+
+    def passed(self, counted: bool) -> None:
+        """Send what the pass left incomplete: parameters that it did not use count as zero."""
+        while self.next < len(self.plan):
+            self._send()
+        self.round += 1
+        if counted:
+            self.seen |= self.fresh
+        self.fresh = set()
+
+    def finish(self) -> None:
+        """Join the rounds that this rank has no micro-batch for, then wait for everything."""
+        while self.round < self.rounds:
+            self.arm(last=True)
+            self.passed(counted=False)
+        while self.pending:
+            self._receive()
+        self.active = False
+        for name, local in self.local.items():
+            number = self.bucket_of[name]
+            low = self.plan[number].cuts[self.world.rank]
+            first = max(self.places[number][name][0] - low, 0)
+            part = self.parts[number][first : first + local.parameter.numel()]
+            local.parameter.grad = part.view(local.parameter.shape)
+
+    def publish(self) -> None:
+        """See `FlatWeights.publish`."""
+        self.weights.publish()
+
+    def close(self) -> None:
+        """No hooks, no views of buffers."""
+        for hook in self.hooks:
+            hook.remove()
+        for local in self.local.values():
+            local.parameter.grad = None
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this rank."""
+        return [name in self.seen for name in self.parameters]
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Norm of each bucket as this rank computed it, per micro-batch."""
+        return self.norms
+
+    def sums(self) -> list[torch.Tensor]:
+        """This rank's parts of the sum, one tensor per bucket."""
+        return self.parts
+
+    def summed(self) -> list[str]:
+        """The first parameter of every bucket."""
+        return [bucket.names[0] for bucket in self.plan]
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        number = self.bucket_of[name]
+        start, stop = self.places[number][name]
+
+        def ready(parameter: torch.Tensor) -> None:
+            if not self.active:
+                return
+            if number < self.next or name in self.filled:
+                raise second_gradient(name)
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            self.fresh.add(name)
+            self.filled.add(name)
+            self._staging(number)[start:stop].view(parameter.shape).copy_(gradient)
+            parameter.grad = None
+            while self.next < len(self.plan) and self._full(self.next):
+                self._send()
+
+        return ready
+
+    def _full(self, number: int) -> bool:
+        return self.filled.issuperset(self.plan[number].names)
+
+    def _staging(self, number: int) -> torch.Tensor:
+        if number not in self.staged:
+            like = self.parts[number]
+            self.staged[number] = like.new_zeros(self.plan[number].elements)
+        return self.staged[number]
+
+    def _send(self) -> None:
+        number = self.next
+        self.next += 1
+        flat = self._staging(number)
+        del self.staged[number]
+        while len(self.pending) >= IN_FLIGHT:  # before more is sent: three copies of it at once
+            self._receive()
+        # Read before the sum mixes ranks: it tells whose numbers broke.
+        self.norms.append(torch.linalg.vector_norm(flat))
+        sent = flat if self.reduce is None else flat.to(self.reduce)
+        self.pending.append((number, self.world.scatter_sum(sent, self.plan[number].cuts)))
+
+    def _receive(self) -> None:
+        number, arriving = self.pending.pop(0)
+        with self.world.traffic.waiting():
+            part = arriving.result(out=torch.empty_like(self.parts[number]))
+        self.parts[number].add_(part)

@@ -1,0 +1,137 @@
+"""Expert parallelism: data-parallel ranks deal the experts of a mixture out among themselves.
+
+Each of `ep` neighbouring data-parallel ranks holds 1/ep of every layer's experts; tokens travel to
+their experts and back by all-to-all (expert/route.py). Routing stays the model's own code, on the
+rank where the token is at home, so what it decides, and a loss on how it balances, do not depend on
+the layout. Layers of experts are found by what they hold and how they are called (expert/find.py),
+and checked by running them (expert/check.py).
+
+An expert sees the tokens of all ranks that exchange with it, so its gradient is summed only over
+the data-parallel ranks that hold the same experts; everything else over all of them (apart.py).
+Every rank runs as many passes as the busiest one, since all must join every exchange.
+
+Source: Lepikhin et al. 2020 (2006.16668); ep borrowed from data parallelism: Rajbhandari et al.
+2022 (2201.05596), DeepSpeed-MoE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.layout import Layout
+from shoal.base.shards import Shard
+from shoal.fabric.axes import along
+from shoal.parallel.expert_parallel.balance import Loads
+from shoal.parallel.expert_parallel.check import NotExperts, checked
+from shoal.parallel.expert_parallel.stand_in import RoutedForward
+from shoal.parallel.program import Program, dtype_of
+from shoal.trace.experts import ExpertLayer, find_layers
+
+
+def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]:
+    """The model's layers of experts, checked; none without `ep`.
+
+    run      does one forward pass on a sample
+    Errors   PlanError for a model without experts, or whose experts cannot be dealt so
+    """
+    layout = program.plan.layout
+    if layout.ep == 1:
+        return []
+    if program.plan.compress != "none":
+        raise PlanError(
+            f"layout.compress = {program.plan.compress}: sums over all data-parallel ranks, and "
+            f"layout.ep = {layout.ep} sums experts over some; nearest: layout.compress=none"
+        )
+    return dealt(program.module, run, layout)
+
+
+def dealt(module: nn.Module, run: Callable[[nn.Module], Any], layout: Layout) -> list[ExpertLayer]:
+    """The layers of experts that `layout` deals out; see `plan`."""
+    layers = find_layers(module, run)
+    if not layers:
+        raise PlanError(
+            f"layout.ep = {layout.ep}: the model has no part whose parameters are all stacked by "
+            f"expert and that is called with tokens [n, d], chosen experts [n, k] and weights "
+            f"[n, k]; nearest: layout.ep=1"
+        )
+    found: dict[Any, ExpertLayer] = {}
+    done = []
+    for layer in layers:
+        _check_number(layer, layout)
+        if layer.kind not in found:
+            try:
+                found[layer.kind] = checked(layer, layout.ep)
+            except NotExperts as why:
+                raise PlanError(
+                    f"layout.ep = {layout.ep}: {layer.name} is called like experts, but {why}; "
+                    f"nearest: layout.ep=1"
+                ) from why
+        done.append(replace(layer, counts=found[layer.kind].counts, sample=()))
+    return done
+
+
+def _check_number(layer: ExpertLayer, layout: Layout) -> None:
+    if layer.experts % layout.ep == 0:
+        return
+    even = (n for n in range(1, layer.experts + 1) if layer.experts % n == 0)
+    fitting = filter(layout.lends, even)
+    nearest = min(fitting, key=lambda n: (abs(n - layout.ep), n))
+    raise PlanError(
+        f"layout.ep = {layout.ep}: {layer.name} has {layer.experts} experts, which cannot be dealt "
+        f"to {layout.ep} ranks evenly; nearest: layout.ep={nearest}"
+    )
+
+
+def apply(program: Program, layers: list[ExpertLayer]) -> Program:
+    """Keep this rank's experts, in place, and let tokens travel; nothing without layers.
+
+    Errors: PlanError where another technique has cut experts already
+    """
+    if not layers:
+        return program
+    degrees = program.plan.layout.expert_degrees
+    axis = along(program.world, degrees, ["ep"])
+    holders = along(program.world, degrees, ["expert_replicate", "expert_shard"])
+    own = [layer for layer in layers if not any(p.is_meta for p in layer.part.parameters())]
+    places, apart = dict(program.places), {}
+    names = {id(p): name for name, p in program.module.named_parameters()}
+    loads = Loads({layer.name: layer.experts for layer in own}, program.data, program.notices)
+    undo = []
+    for layer in own:
+        share = layer.experts // axis.size
+        low = axis.rank * share
+        for parameter in layer.part.parameters():
+            name = names[id(parameter)]
+            if name in apart:
+                continue  # tied to another layer's
+            if name in program.places:
+                raise PlanError(
+                    f"layout.ep = {axis.size}: {name} is cut by layout.tp = "
+                    f"{program.tensor.size} already; nearest: layout.tp=1"
+                )
+            whole = tuple(parameter.shape)
+            box = ((low, low + share), *((0, size) for size in whole[1:]))
+            places[name] = Shard(name, whole, dtype_of(parameter), (box,))
+            parameter.data = parameter.data[low : low + share].clone()
+            apart[name] = holders
+        undo.append(RoutedForward(layer, axis, loads).take_away)
+    program.notices.append(
+        f"layout.ep = {axis.size}: {len(own)} layers of {own[0].experts} experts, "
+        f"{own[0].experts // axis.size} on each rank"
+        if own
+        else f"layout.ep = {axis.size}: no layer of experts is on this stage"
+    )
+    return replace(
+        program,
+        places=places,
+        apart=apart,
+        together=True,
+        around=(*program.around, loads.micro_batch),
+        on_update=(*program.on_update, loads.commit) if own else program.on_update,
+        on_close=(*program.on_close, *undo),
+    )

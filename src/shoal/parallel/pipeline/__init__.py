@@ -1,0 +1,143 @@
+"""Pipeline: ranks hold runs of layers, and micro-batches travel through them.
+
+Where the model is cut is found by watching one forward pass (`trace/`); the order in which ranks
+work is the plan's action list, which was checked when it was made. Every rank runs the user's own
+forward with the other stages' blocks left out, so a stage needs its own weights only: the others
+are let go. Weights on several ranks (a tied embedding and head, everything where the schedule holds
+two copies of the model) have their gradients summed over those ranks once a step.
+
+Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023;
+DeepSeek-V3 technical report 2024 (DualPipe)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shoal.base.actions import Schedule
+from shoal.base.phases import phase
+from shoal.base.plan import Plan
+from shoal.base.schedules import check_recompute, check_stages
+from shoal.fabric import World
+from shoal.fabric.axes import among, members
+from shoal.parallel.pipeline.crossing import Crossing
+from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.pipeline.foreign import drop_foreign
+from shoal.parallel.pipeline.runtime import PipeRuntime
+from shoal.parallel.pipeline.stage import Stages
+from shoal.parallel.program import Program, frozen, trainable
+from shoal.planner.schedules import make_schedule
+from shoal.trace.trunk import find_trunk
+
+
+@phase("cut stages")
+def plan(program: Program, run: Callable[[nn.Module], Any]) -> StageCut | None:
+    """Where the stages begin and end; None without a pipeline.
+
+    run      does one forward pass on a sample
+    Errors   PlanError for more stages than blocks, a model that cannot be cut, or a schedule that
+             does not go with recompute
+    """
+    layout = program.plan.layout
+    if layout.pp == 1:
+        return None
+    check_recompute(layout.schedule, program.plan.recompute)
+    trunk = find_trunk(program.module, run)
+    kind = type(program.module).__name__
+    check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
+    return cut_stages(program.module, trunk, run, layout.stages)
+
+
+def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program:
+    """Keep this rank's stages, and run steps by the plan's schedule.
+
+    crossing   how values travel from stage to stage
+    """
+    if cut is None:
+        return program
+    module, rank = program.module, program.pipe.rank
+    make = _schedules(program.plan)
+    schedule = make(program.plan.accumulate)
+    own = {s: s % schedule.pieces for s, at in enumerate(schedule.stage_rank) if at == rank}
+    stages = Stages(module, cut, own.values())
+    holders, joined = _shared(program, cut, schedule)
+    drop_foreign(module, {name for piece in own.values() for name in cut.keep[piece]})
+    runtime = PipeRuntime(
+        {stage: stages.stages[piece] for stage, piece in own.items()},
+        schedule.stage_rank,
+        program.pipe,
+        make,
+        crossing,
+        schedule.copies,
+    )
+    return replace(
+        program,
+        parameters=trainable(module),
+        frozen=frozen(module),
+        holders=holders,
+        joined=joined,
+        mirrored=_mirrored(program, schedule),
+        run=runtime.run,
+        forward=lambda program, one: runtime.forward_only(one),
+        on_evaluated=(*program.on_evaluated, runtime.settle),
+        on_close=(*program.on_close, stages.take_away),
+    )
+
+
+def _shared(
+    program: Program, cut: StageCut, schedule: Schedule
+) -> tuple[dict[str, int], dict[str, tuple[World, ...]]]:
+    """The program's `holders` and `joined`, with what several ranks of the pipeline hold."""
+    holders, joined = dict(program.holders), dict(program.joined)
+    lines = members(program.plan.layout.degrees, ["pp"])
+    for name, _ in program.module.named_parameters():
+        ranks = sorted(
+            {
+                rank
+                for stage, rank in enumerate(schedule.stage_rank)
+                if name in cut.keep[stage % schedule.pieces]
+            }
+        )
+        if len(ranks) < 2:
+            continue
+        # Every rank of the run makes the group, also those that hold no part of it.
+        sharers = among(program.world, [tuple(line[rank] for rank in ranks) for line in lines])
+        if program.pipe.rank in ranks:
+            holders[name] = holders.get(name, 1) * len(ranks)
+            joined[name] = (*joined.get(name, ()), sharers)
+    return holders, joined
+
+
+def _mirrored(program: Program, schedule: Schedule) -> World | None:
+    """The data ranks of all stages that hold the same pieces of the model as this rank's."""
+    if schedule.copies == 1:
+        return None
+    held: dict[frozenset[int], list[int]] = {}
+    for rank in range(program.pipe.size):
+        own = {s % schedule.pieces for s, at in enumerate(schedule.stage_rank) if at == rank}
+        held.setdefault(frozenset(own), []).append(rank)
+    each = program.data.size
+    lines = members(program.plan.layout.degrees, ["pp", "dp_replicate", "dp_shard"])
+    parts = [
+        tuple(place for rank in ranks for place in line[rank * each : (rank + 1) * each])
+        for line in lines
+        for ranks in held.values()
+    ]
+    return among(program.world, parts)
+
+
+def _schedules(plan: Plan) -> Callable[[int], Schedule]:
+    layout = plan.layout
+    # zbv and dualpipe hold two stages per rank by themselves.
+    chunks = layout.chunks if layout.schedule == "interleaved" else 1
+    return partial(_schedule, layout.schedule, layout.pp, chunks)
+
+
+def _schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    return make_schedule(name, ranks, micro_batches, chunks)

@@ -1,0 +1,219 @@
+"""Deals a model to pipeline stages: which calls run where, what crosses, which weights live where.
+
+The calls of the trunk's blocks are dealt to the stages in runs, so that the largest stage cost is
+as small as it can be, and among such cuts the squares of the costs. What is called beside the
+blocks goes with a block: with the one before it if it depends on any block (last norm, head), else
+with the one after it (embedding, the decoder's embedding of an encoder-decoder model).
+
+    cost       share of the model's FLOP + share of its parameters, unless given
+    crossing   what enters stage s: tensors of calls before s that calls on s or after it need; a
+               skip over a stage travels through it
+    kept       of a stage: parameters and buffers of its units, and those that code between units
+               reads on the way to them. What several stages keep is a tie: gradients are summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.planner.partition import partition
+from shoal.trace.flops import meta_twin
+from shoal.trace.liveness import Flow, Leaf, UnitCall
+from shoal.trace.shapes import map_tensors, tensors_of
+from shoal.trace.trunk import Trunk
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """One call of a unit, as every stage knows it.
+
+    inputs, outputs   shapes of the sample's (args, kwargs) and result, on the meta device
+    devices           where the returned tensors were · written  those that are written into later
+    """
+
+    name: str
+    stage: int
+    block: bool
+    inputs: Any
+    outputs: Any
+    devices: tuple[torch.device, ...]
+    written: frozenset[int]
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A model cut into stages; the same on every rank.
+
+    calls      of units, in the order in which the forward pass makes them
+    crossings  per stage: the tensors that enter it, in the order in which they are sent; none for
+               the first
+    keep       per stage: names of the parameters and buffers that it needs
+    ties       parameters that several stages need, and which
+    between    parameters that code between units reads; on stages that do not need them their
+               values do not matter, but their shapes do
+    costs      per stage
+    twin       the model without data, for shapes
+    trunk      the model's, without the calls' values
+    """
+
+    calls: tuple[CallPlan, ...]
+    crossings: tuple[tuple[Leaf, ...], ...]
+    keep: tuple[frozenset[str], ...]
+    ties: dict[str, tuple[int, ...]]
+    between: frozenset[str]
+    costs: tuple[float, ...]
+    twin: nn.Module
+    trunk: Trunk | None = None
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self.keep)
+
+    def blocks(self, stage: int) -> list[str]:
+        """Names of the trunk's blocks that a stage calls, in order."""
+        return list(dict.fromkeys(c.name for c in self.calls if c.block and c.stage == stage))
+
+
+def deal(
+    module: nn.Module, flow: Flow, stages: int, costs: Mapping[str, float] | None = None
+) -> StageCut:
+    """Cut `module`, whose forward pass flows so, into `stages`.
+
+    costs   of units by name (blocks, embedding, head), in any unit; absent ones cost nothing
+    Errors  PlanError for more stages than block calls, and for a block whose work is read later
+            otherwise than through what it returns
+    """
+    blocks = [number for number, call in enumerate(flow.calls) if call.block]
+    if stages > len(blocks):
+        raise PlanError(
+            f"layout.pp = {stages}: more stages than the {len(blocks)} blocks of "
+            f"{type(module).__name__}; nearest legal: layout.pp={max(1, len(blocks))}"
+        )
+    goes_with = _attached(flow, blocks)
+    each = _costs(module, flow, costs)
+    chain = [0.0] * len(blocks)
+    for number, place in enumerate(goes_with):
+        chain[place] += each[number]
+    starts = partition(chain, stages)
+    of_block = [max(s for s in range(stages) if starts[s] <= place) for place in range(len(blocks))]
+    stage_of: list[int] = []
+    for number, call in enumerate(flow.calls[:-1]):
+        earlier = [stage_of[needed] for needed, _ in call.needs]
+        stage_of.append(max([of_block[goes_with[number]], *earlier]))
+    stage_of.append(stages - 1)  # the model's outputs
+    _check_asides(flow, stage_of, stages)
+    keep = _kept(module, flow, stage_of, stages)
+    ties = {}
+    for name, _ in module.named_parameters():
+        where = tuple(stage for stage in range(stages) if name in keep[stage])
+        if len(where) > 1:
+            ties[name] = where
+    summed = [0.0] * stages
+    for stage, cost in zip(stage_of, each, strict=True):
+        summed[stage] += cost
+    return StageCut(
+        tuple(_plan(call, stage) for call, stage in zip(flow.calls[:-1], stage_of, strict=False)),
+        tuple(_crossing(flow, stage_of, stage) for stage in range(stages)),
+        keep,
+        ties,
+        flow.between,
+        tuple(summed),
+        meta_twin(module),
+    )
+
+
+def _attached(flow: Flow, blocks: list[int]) -> list[int]:
+    """For each call, outputs included: the place, among the blocks' calls, of what it goes with."""
+    depends: list[bool] = []
+    goes_with = []
+    for number, call in enumerate(flow.calls):
+        depends.append(call.block or any(depends[needed] for needed, _ in call.needs))
+        before = sum(block <= number for block in blocks)
+        place = before - 1 if call.block or depends[number] else before
+        goes_with.append(min(place, len(blocks) - 1))
+    goes_with[-1] = len(blocks) - 1
+    return goes_with
+
+
+def _costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> list[float]:
+    """What each call costs, the outputs included."""
+    if given is not None:
+        return [given.get(call.name, 0.0) for call in flow.calls]
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    flops = max(1, sum(call.flops for call in flow.calls))
+    elements = max(1, sum(sizes.values()))
+    owned = _owned(module, {call.name for call in flow.calls[:-1]})
+    costs = []
+    for call in flow.calls:
+        names = owned.get(call.name, set()) | (call.reads & flow.between)
+        costs.append(call.flops / flops + sum(sizes.get(name, 0) for name in names) / elements)
+    return costs
+
+
+def _owned(module: nn.Module, units: set[str]) -> dict[str, set[str]]:
+    """Parameters and buffers of each unit, by the names that the whole module gives them."""
+    names = {id(tensor): name for name, tensor in _state(module)}
+    return {
+        unit: {names[id(tensor)] for _, tensor in _state(module.get_submodule(unit))}
+        for unit in units
+    }
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _kept(
+    module: nn.Module, flow: Flow, stage_of: list[int], stages: int
+) -> tuple[frozenset[str], ...]:
+    owned = _owned(module, {call.name for call in flow.calls[:-1]})
+    in_units = set().union(*owned.values())
+    keep: list[set[str]] = [set() for _ in range(stages)]
+    for call, stage in zip(flow.calls, stage_of, strict=True):
+        keep[stage] |= call.reads | owned.get(call.name, set())
+    for name, _ in module.named_buffers():
+        if name not in in_units:  # read between units, and small: positions, masks
+            for stage in range(stages):
+                keep[stage].add(name)
+    homeless = {name for name, _ in _state(module)} - set().union(*keep)
+    keep[-1] |= homeless  # never used: they must be somewhere to be saved
+    return tuple(frozenset(names) for names in keep)
+
+
+def _crossing(flow: Flow, stage_of: list[int], stage: int) -> tuple[Leaf, ...]:
+    needed: set[Leaf] = set()
+    for call, at in zip(flow.calls, stage_of, strict=True):
+        if at >= stage:
+            needed |= {(number, leaf) for number, leaf in call.needs if stage_of[number] < stage}
+    return tuple(sorted(needed))
+
+
+def _check_asides(flow: Flow, stage_of: list[int], stages: int) -> None:
+    for call, stage in zip(flow.calls, stage_of, strict=True):
+        for maker in sorted(call.aside):
+            if stage_of[maker] != stage:
+                reader = call.name or "the model's outputs"
+                raise PlanError(
+                    f"layout.pp = {stages}: {flow.calls[maker].name} leaves a tensor aside (an "
+                    f"attribute, a cache, a hook) that {reader} reads on another stage; a stage "
+                    f"sends only what a block returns; return it from the block's forward; "
+                    f"nearest: layout.pp=1"
+                )
+
+
+def _plan(call: UnitCall, stage: int) -> CallPlan:
+    devices = tuple(tensor.device for tensor in tensors_of(call.outputs))
+    inputs, outputs = map_tensors(_shape, call.inputs), map_tensors(_shape, call.outputs)
+    return CallPlan(call.name, stage, call.block, inputs, outputs, devices, call.written)
+
+
+def _shape(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")

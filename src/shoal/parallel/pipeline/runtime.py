@@ -1,0 +1,274 @@
+"""Runs a pipeline's action lists: this rank's stages, one action after another, with messages.
+
+    F   wait for the outputs of the stage before; run the stage; send its outputs on
+    B   wait for the gradients of those outputs; run backward; send the gradients of the inputs back
+    I   the same for the gradients of the inputs only · W  later, those of the weights
+
+Order of one action: wait for what it needs, post the receives of the next one, compute, send. What
+a micro-batch keeps between its F and its B or W is its graph, by the edges of its outputs, and its
+arrivals; so as much is alive as the schedule counts. Gradients are sums over micro-batches in the
+order of the list.
+
+A short step has fewer micro-batches than the schedule can be made for (a multiple of the ranks for
+`interleaved`): the list of the next larger step is run, without the micro-batches that are not
+there. Nothing waits for those, and no rank keeps more than in a full step. Where the schedule holds
+two copies of the model (dualpipe), each runs its part of a step's micro-batches; an evaluation goes
+through the first.
+Source: Narayanan et al. 2021; Qi et al. 2023; the lists are the planner's (planner/schedules.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shoal.base.actions import Action, Schedule
+from shoal.base.errors import BugError, PlanError
+from shoal.fabric import World
+from shoal.parallel.pipeline.crossing import Crossing, Form, PlainTensors, Value, arrive
+from shoal.parallel.pipeline.messages import Message, Messages, Route, given, needed, route
+from shoal.parallel.pipeline.split_backward import Weights, input_gradients
+from shoal.parallel.program import Pass, Program, Reducer
+from shoal.planner.check_schedule import CLOSES, check
+from shoal.planner.schedules import shortened
+
+
+class Stage(Protocol):
+    """A piece of the model; see `stage.Stage`."""
+
+    def run(self, call: Callable[[Any], Any], arrivals: tuple[Any, ...]) -> Any:
+        """Give what crosses to the next stage, or the model's outputs on the last one."""
+
+
+FORWARD_ONLY = 0
+"""In the place of a number of micro-batches: the list of an evaluation."""
+
+
+class PipeRuntime:
+    """Runs the steps of one rank of a pipeline.
+
+    stages       this rank's, by number · stage_rank  rank of `pipe` that holds stage 0, 1, …
+    pipe         the ranks of this pipeline
+    make         the action lists for so many micro-batches, the same on every rank; PlanError where
+                 the schedule cannot do so many
+    crossing     how values cross · copies  of the model, as in `Schedule`
+    kept         micro-batches whose graph is alive now, as (stage, micro-batch)
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        stage_rank: Sequence[int],
+        pipe: World,
+        make: Callable[[int], Schedule],
+        crossing: Crossing | None = None,
+        copies: int = 1,
+    ) -> None:
+        self.stages, self.stage_rank, self.pipe = dict(stages), tuple(stage_rank), pipe
+        self.make = make
+        self.crossing = crossing or PlainTensors()
+        self.pieces = len(self.stage_rank) // copies
+        self.messages = Messages(pipe)
+        self.schedules: dict[int, Schedule] = {}
+        self.routes: dict[int, Route] = {}
+        self.kept: dict[tuple[int, int], _Open] = {}
+
+    def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
+        """One step's passes, forward and backward; to be a program's `run`.
+
+        passes   the micro-batches of this pipeline, the same on all its ranks; may be none
+        Errors   PlanError for shapes that depend on data, ClusterError where a message is lost
+        """
+        if not passes:
+            return
+        schedule = self.schedule(len(passes))
+        acts = schedule.ranks[self.pipe.rank]
+        last = max((n for n, act in enumerate(acts) if act.kind in CLOSES), default=-1)
+        step = self._begin(len(passes), passes)
+        for position, act in enumerate(acts):
+            closes = act.kind in CLOSES
+            if closes:
+                reducer.arm(position == last)
+            step.do(position)
+            if closes:
+                reducer.passed(passes[act.micro_batch].index >= 0)
+        self.messages.settle()
+
+    @torch.no_grad()
+    def forward_only(self, one: Pass) -> Any:
+        """The model's outputs for one micro-batch on the rank of the last stage, else None.
+
+        Every rank of the pipeline calls it for the same micro-batches in the same order; the first
+        stages go on with the next one meanwhile. Call `settle` after the last.
+        """
+        if FORWARD_ONLY not in self.schedules:
+            first_copy = self.stage_rank[: self.pieces]
+            lists = [
+                tuple(Action("F", s, 0) for s, at in enumerate(first_copy) if at == rank)
+                for rank in range(self.pipe.size)
+            ]
+            found = Schedule("forward only", tuple(lists), first_copy, 1)
+            self.schedules[FORWARD_ONLY] = found
+        step = self._begin(FORWARD_ONLY, [one])
+        for position in range(len(step.acts)):
+            step.do(position)
+        return step.outputs
+
+    def settle(self) -> None:
+        """Wait until the other ranks have received all that this one sent."""
+        self.messages.settle()
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The checked lists of a step of so many micro-batches; see the module for short ones."""
+        if micro_batches not in self.schedules:
+            full = self._full(micro_batches)
+            if full.stage_rank != self.stage_rank:
+                raise BugError(
+                    f"pipeline: schedule {full.name} holds its stages on ranks {full.stage_rank}, "
+                    f"they lie on {self.stage_rank}"
+                )
+            short = shortened(full, micro_batches)
+            check(short)
+            self.schedules[micro_batches] = short
+        return self.schedules[micro_batches]
+
+    def _full(self, micro_batches: int) -> Schedule:
+        """The schedule of the fewest micro-batches that it can do, at least so many."""
+        why: PlanError | None = None
+        for more in range(2 * self.pipe.size):
+            try:
+                return self.make(micro_batches + more)
+            except PlanError as cannot:
+                why = why or cannot
+        raise why or BugError("pipeline: no rank")
+
+    def _begin(self, number: int, passes: Sequence[Pass]) -> _Step:
+        schedule = self.schedules[number]
+        if number not in self.routes:
+            self.routes[number] = route(schedule, self.pipe.rank)
+        signature = functools.cache(lambda place: passes[place].signature)
+        self.messages.begin(self.routes[number], self.stage_rank, signature)
+        self.kept.clear()
+        return _Step(self, schedule, passes)
+
+
+@dataclass
+class _Open:
+    """What is kept of one micro-batch on one stage until its backward pass.
+
+    roots    edges of the outputs that need a gradient, or of the loss
+    seed     the loss's own gradient, on the last stage
+    leaves   arrivals that get a gradient · weights  what is left to do after I
+    """
+
+    roots: list[GradientEdge]
+    seed: torch.Tensor | None
+    leaves: list[torch.Tensor]
+    weights: Weights | None = None
+
+
+class _Step:
+    """One step of one rank: its list, and what was handed over between its own stages."""
+
+    def __init__(self, runtime: PipeRuntime, schedule: Schedule, passes: Sequence[Pass]) -> None:
+        self.runtime, self.schedule, self.passes = runtime, schedule, passes
+        self.messages = runtime.messages
+        self.acts = schedule.ranks[runtime.pipe.rank]
+        self.here: dict[Message, tuple[list[torch.Tensor], Form]] = {}
+        self.outputs: Any = None
+
+    def do(self, position: int) -> None:
+        """Wait, post, compute, send; see the module."""
+        act = self.acts[position]
+        tensors, form = self._take(needed(self.schedule, act))
+        if position + 1 < len(self.acts):
+            coming = needed(self.schedule, self.acts[position + 1])
+            if coming is not None and not self.messages.is_here(coming):
+                self.messages.post(coming)
+        with self.passes[act.micro_batch].entered():
+            if act.kind == "F":
+                made, form = self._forward(act, tensors, form)
+            else:
+                made, form = self._backward(act, tensors), ()
+        self._give(given(self.schedule, act), made, form)
+
+    def _take(self, message: Message | None) -> tuple[list[torch.Tensor], Form]:
+        if message is None:
+            return [], ()
+        if self.messages.is_here(message):
+            return self.here.pop(message)
+        return self.messages.take(message)
+
+    def _give(self, message: Message | None, tensors: list[torch.Tensor], form: Form) -> None:
+        if message is None:
+            return
+        if self.messages.is_here(message):
+            self.here[message] = tensors, form
+        else:
+            self.messages.send(message, tensors, form)
+
+    def _forward(
+        self, act: Action, tensors: list[torch.Tensor], form: Form
+    ) -> tuple[list[torch.Tensor], Form]:
+        """Run the stage; gives what crosses, without its graph, which is kept."""
+        runtime, one = self.runtime, self.passes[act.micro_batch]
+        arrivals, leaves = [], []
+        for tensor, value in zip(tensors, form, strict=True):
+            if value.requires_grad and torch.is_grad_enabled():
+                leaves.append(tensor.requires_grad_())
+                tensor = arrive(tensor)
+            arrivals.append(runtime.crossing.unpack(tensor, value.tag))
+        outputs = runtime.stages[act.stage].run(one.outputs, tuple(arrivals))
+        if act.stage % self.schedule.pieces == self.schedule.pieces - 1:
+            if torch.is_grad_enabled():
+                self._keep(act, [one.total(outputs)], leaves, is_loss=True)
+            else:
+                self.outputs = outputs
+            return [], ()
+        packed = [runtime.crossing.pack(value) for value in outputs]
+        values = [value for value, _ in packed]
+        if torch.is_grad_enabled():
+            self._keep(act, values, leaves, is_loss=False)
+        crossing = tuple(
+            Value(tuple(value.shape), value.dtype, value.requires_grad, tag)
+            for value, tag in packed
+        )
+        return [value.detach() for value in values], crossing
+
+    def _keep(
+        self, act: Action, values: list[torch.Tensor], leaves: list[torch.Tensor], *, is_loss: bool
+    ) -> None:
+        # Edges, not tensors: what the outputs hold is free once it was sent.
+        roots = [get_gradient_edge(value) for value in values if value.requires_grad]
+        seed = torch.ones_like(values[0]) if is_loss else None
+        self.runtime.kept[act.stage, act.micro_batch] = _Open(roots, seed, leaves)
+
+    def _backward(self, act: Action, seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run B, I or W; gives the gradients of the arrivals, zeros where there are none."""
+        key = act.stage, act.micro_batch
+        if act.kind == "W":
+            weights = self.runtime.kept.pop(key).weights
+            if weights is not None:
+                weights.accumulate()
+            return []
+        kept = self.runtime.kept[key]
+        if kept.seed is not None:
+            seeds = [kept.seed] if kept.roots else []
+        if act.kind == "I":
+            found, kept.weights = input_gradients(kept.roots, seeds, kept.leaves)
+        else:
+            del self.runtime.kept[key]
+            if kept.roots:
+                torch.autograd.backward(kept.roots, seeds)
+            found = tuple(leaf.grad for leaf in kept.leaves)
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(kept.leaves, found, strict=True)
+        ]
+        kept.roots, kept.leaves = [], []
+        return gradients

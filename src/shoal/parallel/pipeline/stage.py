@@ -1,0 +1,290 @@
+"""One stage of a pipeline runs the user's own forward, with other stages' blocks left out.
+
+Every unit of the model (block, embedding, head) has an object in the place of its `forward`. While
+a stage runs, that of a unit of this stage calls it; that of another gives at once what the cut says
+it gives: tensors that arrived from the stage before, and, where the value is of no consequence,
+zeros of the right shape. Code between the units runs as the user wrote it. At the first call after
+the stage's last one the forward pass is left, by an exception that no `except Exception` catches
+and that ends in the place of the model's own `forward`: hooks of the stage's blocks and of the
+model (which gather and free parameters) all run. The model's outputs are then what departs.
+
+    run(call, arrivals)   call(module) is the forward pass on a micro-batch; arrivals in the order
+                          of `cut.crossings[number]`, with requires_grad as the sender had it; gives
+                          the departures, in the order of `cut.crossings[number + 1]`, or on the
+                          last stage what the model returns
+
+Several stages of one module may live on one rank (interleaved, zbv, dualpipe): the one that runs is
+noted.
+Parameters of other stages hold no data (`drop_foreign`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError, PlanError
+from shoal.parallel.pipeline.deal import CallPlan, StageCut
+from shoal.parallel.pipeline.shapes import Shapes
+from shoal.trace.liveness import Leaf
+from shoal.trace.shapes import map_tensors, tensors_of
+from shoal.trace.stand_in import StandIn
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Stages:
+    """All stages of one module that live on this rank.
+
+    stages   by number
+    """
+
+    def __init__(self, module: nn.Module, cut: StageCut, numbers: Iterable[int]) -> None:
+        """Nothing is put into the module before a stage runs: other techniques come inside."""
+        self.module, self.cut = module, cut
+        self.shapes = Shapes(cut)
+        here = (p.device for p in module.parameters() if not p.is_meta)
+        self.device = next(here, torch.device("cpu"))
+        self.passage: Passage | None = None
+        self.between = _between(module, cut)
+        self.replaced: list[StandIn] = []
+        self.stages = {number: Stage(self, number) for number in sorted(numbers)}
+
+    def take_away(self) -> None:
+        """Leave the module's forwards as they were; parameters that hold no data stay so."""
+        for one in self.replaced:
+            one.take_away()
+        self.replaced.clear()
+
+    def _install(self) -> None:
+        for name in dict.fromkeys(plan.name for plan in self.cut.calls):
+            self.replaced.append(Unit(name, self.module.get_submodule(name), self))
+        self.replaced.append(Root("", self.module, self))
+
+    @contextmanager
+    def running(self, passage: Passage) -> Iterator[None]:
+        """While one stage's forward pass runs."""
+        if self.passage is not None:
+            raise BugError("a stage ran inside of another one's forward pass")
+        if not self.replaced:
+            self._install()
+        self.passage = passage
+        try:
+            with _shaped(self.between, self.device):
+                yield
+        finally:
+            self.passage = None
+
+
+class Stage:
+    """One piece of the model.
+
+    number   0 for the piece that reads the inputs · first, last  whether it is at an end
+    """
+
+    def __init__(self, held: Stages, number: int) -> None:
+        self.held, self.number = held, number
+        self.first, self.last = number == 0, number == held.cut.stages - 1
+
+    def run(self, call: Callable[[nn.Module], Any], arrivals: Tensors) -> Any:
+        """The forward pass of this stage; see the module's first lines.
+
+        Errors  PlanError where the pass calls other blocks, or in another order, than the sample's
+        """
+        passage = Passage(self.held.cut, self.number, arrivals, self.held.shapes)
+        outputs = self.through(call, passage)
+        return outputs if self.last else passage.departures()
+
+    def through(self, call: Callable[[nn.Module], Any], passage: Passage) -> Any:
+        """Run the forward pass as `passage` says; gives the model's outputs on the last stage."""
+        outputs = None
+        with self.held.running(passage), suppress(_Over):
+            outputs = call(self.held.module)
+        passage.finish()
+        return outputs
+
+
+class Unit(StandIn):
+    """In the place of a unit's forward."""
+
+    def __init__(self, name: str, block: nn.Module, held: Stages) -> None:
+        self.held = held
+        super().__init__(name, block)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the running stage makes of this call.
+
+        Without one, as when a checkpointed part of the model runs again, the unit's own forward.
+        """
+        passage = self.held.passage
+        if passage is None and any(p.is_meta for p in self.block.parameters()):
+            raise PlanError(
+                f"layout.pp: {self.name} is called outside of a stage's forward pass, and lives on "
+                f"another stage: the model is called directly, or its own checkpointing spans "
+                f"blocks of several stages; nearest: memory.recompute instead of the model's own"
+            )
+        if passage is None or passage.inside:
+            return self.forward(*inputs, **named)
+        return passage.call(self, inputs, named)
+
+
+class Root(StandIn):
+    """In the place of the model's own forward: gives what departs where a stage ends before it."""
+
+    def __init__(self, name: str, block: nn.Module, held: Stages) -> None:
+        self.held = held
+        super().__init__(name, block)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's outputs, or what departs."""
+        try:
+            return self.forward(*inputs, **named)
+        except _Over:
+            passage = self.held.passage
+            if passage is None:
+                raise
+            return passage.departures()
+
+
+class _Over(BaseException):
+    """The stage has all that it makes; no user's `except Exception` stops it."""
+
+
+class Passage:
+    """One forward pass of one stage.
+
+    fill   what stands for values of no consequence
+    """
+
+    fill = 0.0
+
+    def __init__(self, cut: StageCut, number: int, arrivals: Tensors, shapes: Shapes) -> None:
+        expected = cut.crossings[number]
+        if len(arrivals) != len(expected):
+            raise BugError(f"stage {number} gets {len(arrivals)} tensors, not {len(expected)}")
+        self.cut, self.number, self.shapes = cut, number, shapes
+        self.arrived: dict[Leaf, torch.Tensor] = dict(zip(expected, arrivals, strict=True))
+        self.made: dict[Leaf, torch.Tensor] = {}
+        self.at = 0
+        self.inside = False
+        last = number == cut.stages - 1
+        self.wanted = frozenset(() if last else cut.crossings[number + 1])
+        mine = [place for place, plan in enumerate(cut.calls) if plan.stage == number]
+        self.stop = len(cut.calls) if last else max(mine)
+
+    def call(self, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The next call of a unit."""
+        number = self.at
+        if number > self.stop:
+            raise _Over
+        if number == len(self.cut.calls) or self.cut.calls[number].name != unit.name:
+            raise self._other(unit.name)
+        self.at += 1
+        if self.cut.calls[number].stage != self.number:
+            return self._left_out(number, inputs, named)
+        self.inside = True
+        try:
+            outputs = self.own(number, unit, inputs, named)
+        finally:
+            self.inside = False
+        self._keep(number, outputs)
+        return outputs
+
+    def own(self, number: int, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call `number`, of a unit of this stage."""
+        return unit.forward(*inputs, **named)
+
+    def departures(self) -> Tensors:
+        """What the next stage gets."""
+        crossing = self.cut.crossings[self.number + 1]
+        return tuple(
+            self.made[leaf] if leaf in self.made else self.arrived[leaf] for leaf in crossing
+        )
+
+    def finish(self) -> None:
+        """The forward pass is over. Errors: PlanError if it made fewer calls than the sample's."""
+        if self.at < min(self.stop + 1, len(self.cut.calls)):
+            raise self._other("no other block")
+
+    def _keep(self, number: int, outputs: Any) -> None:
+        """Note what departs, as it is now: code between the units may write into it."""
+        plan = self.cut.calls[number]
+        leaves = tensors_of(outputs)
+        if len(leaves) != len(plan.devices):
+            raise self._counted(plan, len(leaves))
+        for place, tensor in enumerate(leaves):
+            if (number, place) in self.wanted:
+                kept = tensor.clone() if place in plan.written else tensor
+                self.made[number, place] = kept
+
+    def _left_out(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What a unit of another stage gave there, or would have the shape of."""
+        plan = self.cut.calls[number]
+        count = len(plan.devices)
+        known = all((number, place) in self.arrived for place in range(count))
+        given = plan.outputs if known else self.shapes.of(number, inputs, named)
+        if len(tensors_of(given)) != count:
+            raise self._counted(plan, len(tensors_of(given)))
+        places = iter(range(count))
+
+        def value(shape: torch.Tensor) -> torch.Tensor:
+            place = next(places)
+            arrived = self.arrived.get((number, place))
+            if arrived is not None:
+                # A leaf of autograd cannot be written into, and it may depart once more.
+                return arrived.clone() if place in plan.written else arrived
+            fill = self.fill if shape.is_floating_point() else 0
+            one = torch.full((), fill, dtype=shape.dtype, device=plan.devices[place])
+            whole = one.expand(shape.shape)  # takes no memory, and cannot be written into
+            return whole.clone() if place in plan.written else whole
+
+        return map_tensors(value, given)
+
+    def _other(self, name: str) -> PlanError:
+        calls = self.cut.calls
+        expected = calls[self.at].name if self.at < len(calls) else "no other block"
+        return PlanError(
+            f"layout.pp = {self.cut.stages}: the forward pass calls {name} where the sample's "
+            f"called {expected}: a pipeline's stages are cut for one order of blocks; nearest: "
+            f"a forward pass that calls its blocks in one order for all inputs, or layout.pp=1"
+        )
+
+    def _counted(self, plan: CallPlan, count: int) -> PlanError:
+        return PlanError(
+            f"layout.pp = {self.cut.stages}: {plan.name} returns {count} tensors where it returned "
+            f"{len(plan.devices)} for the sample; nearest: outputs of one form for all "
+            f"inputs, in training and evaluation, or layout.pp=1"
+        )
+
+
+def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
+    """Where the parameters hang that code between units reads, tied names included."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        (part, name)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and names[id(parameter)] in cut.between
+    ]
+
+
+@contextmanager
+def _shaped(between: list[tuple[nn.Module, str]], device: torch.device) -> Iterator[None]:
+    """Where code between units reads a parameter of another stage: zeros that take no memory."""
+    replaced = [
+        (part, name, parameter)
+        for part, name in between
+        if (parameter := part._parameters[name]) is not None and parameter.is_meta
+    ]
+    for part, name, parameter in replaced:
+        zero = torch.zeros((), dtype=parameter.dtype, device=device)
+        part._parameters[name] = nn.Parameter(zero.expand(parameter.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, parameter in replaced:
+            part._parameters[name] = parameter

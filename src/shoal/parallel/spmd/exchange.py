@@ -1,0 +1,240 @@
+"""What ranks tell each other inside a split layer, forward and backward.
+
+A value that every rank holds whole has one of two gradients: the same whole one on every rank, or
+a part on each rank that must still be summed ("in parts"). Between them and split values stand
+
+    function    forward                     backward                   between
+    enter       nothing                     all-reduce                 whole → whole, part gradients
+    reduce      all-reduce                  nothing                    summands → whole
+    scatter     reduce-scatter              all-gather                 summands → split
+    gather      all-gather                  own part │ reduce-scatter  split → whole │ in parts
+    part        own part                    all-gather │ zeros around  whole → split │ in parts
+    once        on rank 0, zeros elsewhere  the same                   a bias added by one rank only
+    dropout     own part of the mask that one process would draw
+    complete    all-gather of a buffer of which every rank wrote its own part
+
+Source: Megatron-LM's f and g (Shoeybi et al. 2019, 1909.08053), sequence parallelism: Korthikanti
+et al. 2022 (2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.parallel.spmd.labels import WHOLE, Label, Split, Tiled, cut, grid_place, join
+
+
+class Sum(Protocol):
+    """A reduce-scatter under way."""
+
+    def result(self) -> Tensor:
+        """Wait, then give this rank's part of the sum, flat."""
+
+
+class Axis(Protocol):
+    """The ranks that share a layer: a `fabric` World, or a stand-in for it."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def sum(self, tensor: Tensor) -> Any:
+        """Sum over the ranks, in place."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[...] of every rank to [size, ...]."""
+
+    def scatter_sum(self, tensor: Tensor, cuts: Sequence[int]) -> Sum:
+        """Begin to sum a flat tensor of which rank r gets elements cuts[r] to cuts[r + 1]."""
+
+
+def enter(value: Tensor, axis: Axis) -> Tensor:
+    """A whole value goes into split work; free where it needs no gradient."""
+    if not value.requires_grad:
+        return value
+    entered: Tensor = _Enter.apply(value, axis)
+    return entered
+
+
+def reduce(value: Tensor, axis: Axis) -> Tensor:
+    """Summands become the whole."""
+    reduced: Tensor = _Reduce.apply(value, axis)
+    return reduced
+
+
+def scatter(value: Tensor, axis: Axis, split: Split) -> Tensor:
+    """Summands become parts of the whole: the same bytes as `gather`, half of `reduce`."""
+    scattered: Tensor = _Scatter.apply(value, axis, split)
+    return scattered
+
+
+def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool) -> Tensor:
+    """Parts become the whole; `part_gradients`: what comes back must be summed."""
+    gathered: Tensor = _Gather.apply(value, axis, split, part_gradients)
+    return gathered
+
+
+def part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
+    """Own part of a whole value; `part_gradients`: the zeros around it are summed elsewhere."""
+    if not value.requires_grad:
+        own_part = cut(value, label, axis.rank, axis.size)
+        # A view that is kept for the backward pass would keep the whole table.
+        is_view = own_part.untyped_storage().nbytes() > own_part.nbytes
+        return own_part.clone() if is_view else own_part
+    if part_gradients:
+        return cut(value, label, axis.rank, axis.size)
+    if isinstance(label, Tiled):  # several ranks hold the same part: their gradients are summed
+        return cut(enter(value, axis), label, axis.rank, axis.size)
+    own: Tensor = _Part.apply(value, axis, label)
+    return own
+
+
+def once(value: Tensor, axis: Axis) -> Tensor:
+    """A value that is added before a sum over ranks and may be counted once: rank 0 adds it."""
+    if axis.rank == 0:
+        return value
+    zeros: Tensor = _Zeros.apply(value)
+    return zeros
+
+
+def dropout(
+    value: Tensor, axis: Axis, label: Label, probability: float, order: tuple[int, ...]
+) -> Tensor:
+    """Own part of dropout on the whole value, with the very mask that one process draws.
+
+    value   this rank's part, labelled `label`
+    order   dims of the whole value as one process has it in memory, the slowest first: on CPU
+            torch draws masks in the order of memory
+    """
+    shape = whole_shape(value, label, axis.size)
+    with torch.no_grad():
+        ones = value.new_ones([shape[d] for d in order]).permute(_inverse(order))
+        mask = cut(F.dropout(ones, probability, True), label, axis.rank, axis.size)
+    return value * mask
+
+
+def complete(own: Tensor, axis: Axis, buffer: Tensor, split: Split) -> None:
+    """Every rank wrote its part `own` of a whole buffer: now all have all of it."""
+    # past the count of writes, as F.batch_norm itself does: its backward pass reads no statistics
+    buffer.data.copy_(_gathered(own, axis, split))
+
+
+def whole_shape(value: Tensor, label: Label, degree: int) -> list[int]:
+    """The shape of the tensor of which `value` is a part."""
+    shape = list(value.shape)
+    axes = label.axes if isinstance(label, Tiled) else ((degree, label),)
+    for parts, one in axes:
+        if isinstance(one, Split):
+            shape[one.dim] *= parts
+    return shape
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    places = [0] * len(order)
+    for place, dim in enumerate(order):
+        places[dim] = place
+    return places
+
+
+def _summed(value: Tensor, axis: Axis) -> Tensor:
+    out = value.clone(memory_format=torch.contiguous_format)
+    axis.sum(out)
+    return out
+
+
+def _is_copy(label: Tiled, rank: int) -> bool:
+    places = zip(grid_place(label, rank), label.axes, strict=True)
+    return any(place and one == WHOLE for place, (_, one) in places)
+
+
+def _gathered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
+    return join(axis.gather(value.contiguous()).unbind(0), split)
+
+
+def _scattered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
+    parts = [cut(value, split, rank, axis.size) for rank in range(axis.size)]
+    flat = torch.cat([one.reshape(-1) for one in parts])
+    count = parts[0].numel()
+    pending = axis.scatter_sum(flat, [count * rank for rank in range(axis.size + 1)])
+    return pending.result().view(parts[0].shape)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return _summed(upstream, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        return _summed(value, axis)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis, split: Split) -> Tensor:
+        ctx.axis, ctx.split = axis, split
+        return _scattered(value, axis, split)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(upstream, ctx.axis, ctx.split), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
+    ) -> Tensor:
+        ctx.axis, ctx.split, ctx.part_gradients = axis, split, part_gradients
+        return _gathered(value, axis, split)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.part_gradients:
+            own = _scattered(upstream, ctx.axis, ctx.split)
+        else:
+            own = cut(upstream, ctx.split, ctx.axis.rank, ctx.axis.size)
+        if isinstance(ctx.split, Tiled) and _is_copy(ctx.split, ctx.axis.rank):
+            own = torch.zeros_like(own)  # what was gathered came from the first of equal parts
+        return own, None, None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis, split: Split) -> Tensor:
+        ctx.axis, ctx.split = axis, split
+        return cut(value, split, axis.rank, axis.size)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(upstream, ctx.axis, ctx.split), None, None
+
+
+class _Zeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return torch.zeros_like(upstream)

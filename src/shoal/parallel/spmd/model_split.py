@@ -1,0 +1,359 @@
+"""Plans how a whole model is split over n ranks: its blocks, its vocabulary, and what stays whole.
+
+    repeated blocks     one of each class is solved (`split_block`), equal ones share the result
+    the vocabulary      embeddings and output heads outside of blocks (`tables`)
+    everything else     whole on every rank, computed by every rank alike
+
+A block that cannot be split as one is split child by child, and stays whole where that fails too;
+whatever stays whole is named in the notices with the reason. What is no graph and draws random
+numbers is refused: how many it draws may hang on values, which layouts round differently. Nothing
+here changes the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.base.errors import ConfigError, PlanError, nearest, one_of
+from shoal.base.phases import phase
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.edges import exchanges_of, scattered_lookups
+from shoal.parallel.spmd.labels import WHOLE, Split, Whole
+from shoal.parallel.spmd.split_block import BlockSplit, NotSplit, split_block
+from shoal.parallel.spmd.splits import BlockClass, ModelSplit, ParameterSplit
+from shoal.trace.calls import Call, CallLog, bare, first_calls, noting
+from shoal.trace.draws import InnerKeys, find_draws
+from shoal.trace.echo import as_cheaply, echoing
+from shoal.trace.likeness import Likeness
+from shoal.trace.tables import Tables, find_tables
+from shoal.trace.trunk import Run, Trunk, find_trunk
+
+WISHES = ("whole", "column", "row")
+
+
+@phase("split layers")
+def plan_split(
+    module: nn.Module,
+    run: Run,
+    degree: int,
+    *,
+    trunk: Trunk | None = None,
+    strict: bool = False,
+    overrides: Mapping[str, str] = {},
+    sequence: bool = False,
+) -> ModelSplit:
+    """How `degree` ranks compute `module`.
+
+    run         calls the module on a sample of real inputs and gives its outputs
+    trunk       of the module, if it is known already
+    strict      refuse instead of leaving something whole
+    overrides   pattern of parameter names (as in a shell) → whole │ column │ row
+    sequence    hand parts of the sequence from block to block
+    Errors      PlanError where nothing can be split, where `strict` refuses, where a layer draws
+                random numbers and is no graph, and for a pattern that matches no parameter;
+                ConfigError for another wish
+    """
+    planner = _Planner(module, run, degree, _wishes(module, overrides), sequence)
+    return planner.plan(trunk or find_trunk(module, run), strict)
+
+
+def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
+    """What the user says of each parameter; later patterns win."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    wishes: dict[str, str] = {}
+    for pattern, wish in overrides.items():
+        if wish not in WISHES:
+            raise ConfigError(one_of(f'layout.split."{pattern}"', wish, WISHES))
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            close = nearest(pattern, names) or names[0]
+            raise PlanError(
+                f'layout.split."{pattern}": matches no parameter of {type(module).__name__}; '
+                f"nearest: {close}"
+            )
+        wishes |= dict.fromkeys(matching, wish)
+    return wishes
+
+
+class _Planner:
+    """One plan under way."""
+
+    def __init__(
+        self, module: nn.Module, run: Run, degree: int, wishes: dict[str, str], sequence: bool
+    ) -> None:
+        self.module, self.run, self.degree = module, run, degree
+        self.wishes, self.sequence = wishes, sequence
+        self.first = {id(p): name for name, p in module.named_parameters()}
+        self.homes: dict[int, list[str]] = {}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            self.homes.setdefault(id(p), []).append(name)
+        self.classes: list[BlockClass] = []
+        self.likeness = Likeness(module)
+        self.refused: list[str] = []  # one line each: what stays whole, and why
+        self.graphs: set[str] = set()  # layers that could be traced, whether split or not
+        self.untraced: dict[str, str] = {}  # layers that could not, and why
+        self.keys = InnerKeys(module, run)
+
+    def plan(self, trunk: Trunk, strict: bool) -> ModelSplit:
+        blocks = self.blocks(trunk)
+        lookups = [n for n, p in self.module.named_modules() if isinstance(p, nn.Embedding)]
+        calls, tables = as_cheaply(partial(self.look, blocks, [*blocks, *lookups]))
+        for names in self.groups([name for name in blocks if name in calls], calls):
+            self.solve(names, calls, whole_if_not=True)
+        parameters = self.parameters(tables)
+        if not any(not isinstance(one.label, Whole) for one in parameters.values()):
+            why = self.refused[0] if self.refused else "it has no layer that repeats"
+            raise PlanError(
+                f"nothing of {type(self.module).__name__} can be split over layout.tp = "
+                f"{self.degree}: {why}; nearest: layout.tp=1"
+            )
+        if self.untraced:
+            self.refuse_draws()
+        if strict and self.refused:
+            raise PlanError(
+                f"layout.tp = {self.degree} with layout.strict: {self.refused[0]}; nearest: "
+                f"layout.strict=false, or layout.tp=1"
+            )
+        return ModelSplit(
+            self.degree,
+            self.sequence,
+            tuple(self.classes),
+            tables,
+            parameters,
+            exchanges_of(self.module, self.classes, tables, calls, self.degree),
+            tuple(f"layout.tp = {self.degree}: {line}" for line in self.refused),
+            scattered_lookups(self.classes, tables, calls),
+            {name: call.without_numbers() for name, call in calls.items()},
+        )
+
+    def look(
+        self, blocks: tuple[str, ...], names: list[str], cheaply: bool
+    ) -> tuple[dict[str, Call], Tables]:
+        """First calls of some layers, and the tables beside the blocks, in one forward pass."""
+        calls = CallLog()
+        with echoing(self.module, calls) if cheaply else nullcontext():
+            run = noting(names, self.run, calls)
+            tables = find_tables(self.module, run, blocks, self.degree, self.wishes.get)
+        return calls.first, tables
+
+    def blocks(self, trunk: Trunk) -> tuple[str, ...]:
+        """Names of the layers to split, each as one: the trunk's, or what holds its leaves."""
+        if not trunk.leaf:
+            return trunk.blocks
+        parents = [name.split(".")[:-1] for name in trunk.blocks]
+        shared = []
+        for parts in zip(*parents, strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        while shared and isinstance(
+            self.module.get_submodule(".".join(shared)), nn.ModuleList | nn.ModuleDict
+        ):
+            shared.pop()  # has no forward of its own
+        return (".".join(shared),) if trunk.blocks else ()
+
+    def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
+        """Layers in groups of equal ones that the user wants split alike."""
+        found = []
+        for alike in self.likeness.groups(names, calls):
+            by_wish: dict[Any, list[str]] = {}
+            for name in alike:
+                by_wish.setdefault(self.relative(name), []).append(name)
+            found += list(by_wish.values())
+        return found
+
+    def relative(self, name: str) -> tuple[tuple[str, str], ...]:
+        """The user's wishes for a layer's parameters, by their names in it."""
+        start = f"{name}." if name else ""
+        wishes = {
+            full.removeprefix(start): wish
+            for full, wish in self.wishes.items()
+            if full.startswith(start)
+        }
+        for own, p in self.module.get_submodule(name).named_parameters():
+            if self.shared_with(name, p):
+                wishes[own] = "whole"
+        return tuple(sorted(wishes.items()))
+
+    def shared_with(self, name: str, parameter: nn.Parameter) -> str:
+        """Where else than in layer `name` a tied parameter lives."""
+        start = f"{name}." if name else ""
+        others = [home for home in self.homes[id(parameter)] if not home.startswith(start)]
+        return others[0] if others else ""
+
+    def solve(self, names: list[str], calls: dict[str, Call], whole_if_not: bool) -> bool:
+        """Split a group of equal layers, as one or by their children; tells whether it worked."""
+        name = names[0]
+        like = f" (and {len(names) - 1} like it)" if len(names) > 1 else ""
+        why = self.try_to_split(names, calls)
+        if not why:
+            return True
+        below = [
+            [f"{n}.{child}" if n else child for n in names]
+            for child in _children(self.module.get_submodule(name))
+        ]
+        unknown = [n for alike in below for n in alike if n not in calls]
+        calls |= first_calls(self.module, unknown, self.run) if unknown else {}
+        worked = [
+            self.solve(group, calls, False)
+            for alike in below
+            for group in self.groups([n for n in alike if n in calls], calls)
+        ]
+        if whole_if_not:
+            if any(worked):
+                self.refused.append(f"{name}{like} is split by its parts only: {why}")
+            else:
+                self.refused.append(f"{name}{like} stays whole: {why}")
+        return any(worked)
+
+    def try_to_split(self, names: list[str], calls: dict[str, Call]) -> str:
+        """Split equal layers as one; gives the reason where that fails."""
+        if why := self.keys.inside(names[0]):
+            return why
+        part, call = self.module.get_submodule(names[0]), calls[names[0]]
+        twin = bare(part)
+        wishes = dict(self.relative(names[0]))
+        along = self.sequence_dim(names, calls)
+        try:
+            try:
+                split = self.split(twin, call, along, wishes)
+            except NotSplit as refusal:
+                self.refused.append(f"{names[0]} takes whole sequences: {refusal}")
+                split = self.split(twin, call, None, wishes)
+        except Exception as failure:  # whatever it is, a layer can always stay whole, by name
+            why = (str(failure).splitlines() or [type(failure).__name__])[0]
+            self.untraced |= dict.fromkeys(names, why)
+            return why
+        self.graphs.update(names)
+        self.check_wishes(names[0], split, wishes)
+        if not split.parameters:
+            return next(iter(split.reasons.values()), "no parameter of it can be cut")
+        for own, p in part.named_parameters():
+            other = self.shared_with(names[0], p)
+            if other and own in split.partial:
+                return f"{own} is also {other}"
+        left = [n for n, p in part.named_parameters() if n not in split.parameters and p.dim() > 1]
+        for own in left:
+            full = f"{names[0]}.{own}" if names[0] else own
+            if self.wishes.get(full) != "whole":
+                more = f" (and in {len(names) - 1} like it)" if len(names) > 1 else ""
+                other = self.shared_with(names[0], part.get_parameter(own))
+                why = f"it is also {other}" if other else split.reasons[own]
+                why = why.removeprefix("whole: ")
+                self.refused.append(f"{full}{more} stays whole: {why}")
+        self.classes.append(BlockClass(tuple(names), split, twin, call))
+        return ""
+
+    def refuse_draws(self) -> None:
+        """Errors: PlanError where a layer that is no graph draws by itself, in no traced part."""
+        for draw in find_draws(self.module, self.run):
+            if not self.graphs.isdisjoint(draw.around):
+                continue
+            name = next((n for n in reversed(draw.around) if n in self.untraced), None)
+            if name is not None:
+                raise PlanError(
+                    f"layout.tp = {self.degree}: {name or type(self.module).__name__} draws random "
+                    f"numbers ({draw.text(name)}) and cannot be traced ({self.untraced[name]}), so "
+                    f"they may depend on the layout; nearest: no dropout there, or layout.tp=1"
+                )
+
+    def check_wishes(self, name: str, split: BlockSplit, wishes: Mapping[str, str]) -> None:
+        """What the user wants split is split, or they are told why not."""
+        for own, wish in wishes.items():
+            if wish != "whole" and own in split.reasons and own not in split.parameters:
+                full = f"{name}.{own}" if name else own
+                raise PlanError(
+                    f'layout.split."{full}" = {wish}: cannot be cut so over layout.tp = '
+                    f"{self.degree}: {split.reasons[own].removeprefix('whole: ')}; nearest: whole"
+                )
+
+    def split(
+        self, twin: nn.Module, call: Call, along: int | None, wishes: dict[str, str]
+    ) -> BlockSplit:
+        return split_block(
+            twin, call.args, call.kwargs, self.degree, sequence_dim=along, overrides=wishes
+        )
+
+    def sequence_dim(self, names: list[str], calls: dict[str, Call]) -> int | None:
+        """Dim 1 of [batch, seq, dim]; other inputs have no sequence.
+
+        Only for layers one of which hands its output straight to another: code between them would
+        look at the parts and gather them, for more bytes than whole tensors take.
+        """
+        if not self.sequence or not any(
+            before in calls for n in names if n in calls for before in calls[n].follows
+        ):
+            return None
+        call = calls[names[0]]
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        hidden = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+        return 1 if hidden is not None and hidden.dim() == 3 else None
+
+    def parameters(self, tables: Tables) -> dict[str, ParameterSplit]:
+        """What a rank holds of every parameter."""
+        held = dict.fromkeys(self.first.values(), ParameterSplit(WHOLE, False, "outside of blocks"))
+        for name, why in tables.whole.items():
+            held[name] = ParameterSplit(WHOLE, False, why)
+        for name, why in tables.split.items():
+            held[name] = ParameterSplit(Split(0), False, why)
+        for group in self.classes:
+            for name in group.names:
+                for own, p in self.module.get_submodule(name).named_parameters():
+                    label = group.split.parameters.get(own, WHOLE)
+                    partial = own in group.split.partial
+                    why = group.split.reasons.get(own, "")
+                    held[self.first[id(p)]] = ParameterSplit(label, partial, why)
+        return held
+
+
+def _children(part: nn.Module) -> list[str]:
+    """Children with parameters; entries of a list or dict of modules stand for it."""
+    found = []
+    for name, child in part.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += [f"{name}.{inner}" for inner in _children(child)]
+        elif next(child.parameters(), None) is not None:
+            found.append(name)
+    return found
+
+
+def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> ModelSplit:
+    """The split with some classes of layers left whole after all.
+
+    failed   name of a class's first layer → why
+    Errors   PlanError where nothing is left that is split
+    """
+    gone = [group for group in split.classes if group.names[0] in failed]
+    kept = tuple(group for group in split.classes if group.names[0] not in failed)
+    first = {id(p): name for name, p in module.named_parameters()}
+    held = dict(split.parameters)
+    notices = list(split.notices)
+    for group in gone:
+        why = failed[group.names[0]]
+        like = f" (and {len(group.names) - 1} like it)" if len(group.names) > 1 else ""
+        line = f"layout.tp = {split.degree}: {group.names[0]}{like} stays whole: {why}"
+        notices.append(line)
+        for name in group.names:
+            for p in module.get_submodule(name).parameters():
+                held[first[id(p)]] = ParameterSplit(WHOLE, False, why)
+    if all(isinstance(one.label, Whole) for one in held.values()):
+        raise PlanError(f"{notices[-1]}; nothing else can be split; nearest: layout.tp=1")
+    told = exchanges_of(module, kept, split.tables, split.calls, split.degree)
+    return replace(
+        split,
+        classes=kept,
+        parameters=held,
+        exchanges=told,
+        notices=tuple(notices),
+        scattered=scattered_lookups(kept, split.tables, split.calls),
+    )
+
+
+__all__ = ["BlockClass", "ModelSplit", "ParameterSplit", "plan_split", "without"]

@@ -1,0 +1,166 @@
+"""Finds how an operation acts on parts of tensors by running it: no table of operations.
+
+The operation runs once on whole random tensors and once per rank on what the labels say that rank
+holds; `outcome.py` reads off how the results make up the whole one. Numbers among the arguments
+may mean sizes of the whole tensor: if the operation fails as it stands, it is tried with some of
+them divided. Large tensors are tried at smaller sizes, equal ones staying equal.
+
+Source: EasyDist's discovery (alibaba/easydist), with segments, grids and divided arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.parallel.spmd.arguments import Edit, divided, edits, numbers_in
+from shoal.parallel.spmd.experiment import Call, Experiment, Value
+from shoal.parallel.spmd.labels import Label, Partial, Split, Tiled, divides
+from shoal.parallel.spmd.outcome import labels_of
+from shoal.trace.attention import shared_attention
+
+LARGE = 1 << 18
+"""Elements in a call's tensors from which smaller sizes are tried."""
+
+KEPT = 16
+"""Experiments kept at a time: they hold tensors."""
+
+DROPOUTS = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default})
+"""Random operations whose mask can be drawn whole and cut."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What comes out, and what must be done for it.
+
+    out      a label, or one for each of several results
+    edits    which arguments are divided
+    masked   dropout: each rank takes its part of the whole mask
+    writes   places of buffers that it changes
+    joint    attention that the ranks compute together, each with its part of the sequence
+    """
+
+    out: Label | tuple[Label, ...]
+    edits: tuple[Edit, ...] = ()
+    masked: bool = False
+    writes: tuple[int, ...] = ()
+    joint: bool = False
+
+
+class Rules:
+    """Rules found so far, by call and labels; one for all layers of a model."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[object, ...], Rule | None] = {}
+        self._experiments: dict[Call, Experiment | None] = {}
+
+    def find(
+        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int] = frozenset()
+    ) -> Rule | None:
+        """The rule for inputs with these labels, or None where the ranks' results do not fit.
+
+        once   places of tensors that rank 0 alone hands in, the others zeros
+        """
+        key = (call, labels, degree, once)
+        if key not in self.known:
+            self.known[key] = self._search(call, labels, degree, once)
+        return self.known[key]
+
+    def forget_tensors(self) -> None:
+        """Keep the rules and let go of the tensors that they were found with."""
+        self._experiments.clear()
+
+    def _search(
+        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int]
+    ) -> Rule | None:
+        if not _possible(call, labels, degree):
+            return None
+        if call.target is shared_attention and (rule := _joint(call, labels)) is not None:
+            return rule
+        if sum(value.elements for value in call.values) > LARGE:
+            small = _smaller(call, degree)
+            if small is not None and _possible(small, labels, degree) and self._experiment(small):
+                found = self._try(small, labels, degree, once)
+                if found is None or not found.edits:
+                    return found
+        return self._try(call, labels, degree, once)
+
+    def _experiment(self, call: Call) -> Experiment | None:
+        if call not in self._experiments:
+            if len(self._experiments) >= KEPT:
+                self.forget_tensors()
+            self._experiments[call] = Experiment.of(call)
+        return self._experiments[call]
+
+    def _try(
+        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int]
+    ) -> Rule | None:
+        whole = self._experiment(call)
+        if whole is None:
+            return None
+        if whole.draws:
+            cannot = call.target not in DROPOUTS or isinstance(labels[0], Partial)
+            return None if cannot else Rule(labels[0], masked=True)
+        held = [whole.on_rank(labels, once, 0, degree)]
+        for edit in edits(call.template, degree, grids(labels, degree)):
+            template = divided(call.template, edit)
+            results = [whole.rerun(template, held[0], labels, 0, degree)]
+            if results[0] is None:
+                continue
+            if len(held) == 1:
+                held += [whole.on_rank(labels, once, rank, degree) for rank in range(1, degree)]
+            for rank in range(1, degree):
+                results.append(whole.rerun(template, held[rank], labels, rank, degree))
+            if any(result is None for result in results):
+                continue
+            out = labels_of(whole.result, results, labels, degree)
+            if out is not None:
+                return Rule(out, edit, writes=tuple(sorted(whole.changed)))
+        return None
+
+
+def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
+    """Whether tensors of these shapes and kinds can have these labels."""
+    for value, label in zip(call.values, labels, strict=True):
+        if isinstance(label, Partial) and not value.dtype.is_floating_point:
+            return False
+        for parts, one in label.axes if isinstance(label, Tiled) else ((degree, label),):
+            if isinstance(one, Split) and not divides(value.shape[one.dim], one.groups, parts):
+                return False
+    return True
+
+
+def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
+    """Queries, keys and values of neighbouring tokens: nobody needs to see all of them."""
+    along = Split(len(call.values[0].shape) - 2)
+    return Rule(along, joint=True) if all(label == along for label in labels) else None
+
+
+def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
+    """Outer degrees of the grids of ranks to try: that of a tiled label, else every divisor.
+
+    >>> grids([], 8)
+    [2, 4]
+    """
+    tiled = [label.axes[0][0] for label in labels if isinstance(label, Tiled)]
+    return tiled[:1] or [k for k in range(2, degree) if degree % k == 0]
+
+
+def _smaller(call: Call, degree: int) -> Call | None:
+    """The same call at smaller sizes; None where values are known or a number may be a size."""
+    if call.buffers or any(value.known is not None for value in call.values):
+        return None
+    if any(n > 4 for _, n in numbers_in(call.template)):  # more than a dim's number
+        return None
+    small: dict[int, int] = {}
+    multiple = 4
+    for n in sorted({n for value in call.values for n in value.shape}):
+        if n <= 4 * degree or n % degree:
+            small[n] = n
+        else:  # sizes that differ go on to differ
+            small[n] = min(n, multiple * degree)
+            multiple += 1
+    values = tuple(Value(tuple(small[n] for n in v.shape), v.dtype) for v in call.values)
+    return replace(call, values=values)

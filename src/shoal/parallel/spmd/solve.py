@@ -1,0 +1,177 @@
+"""Chooses which weights of a layer are split: all of them, less those that would cost a gather.
+
+Every weight matrix starts as split. While a split value must be gathered, the weights that split
+it are tried in 3 and 2 segments (fused q, k, v; fused gate and up), then whole, and what leaves
+the fewest gathers is kept. At last weights that became whole on the way are tried once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from shoal.base.errors import PlanError
+from shoal.parallel.spmd.label import Labelling
+from shoal.parallel.spmd.labels import WHOLE, Label, Split
+from shoal.parallel.spmd.problem import Problem
+from shoal.parallel.spmd.steps import Choice, Conflict, may_stay_split
+
+SEGMENTS = (3, 2)
+"""Numbers of segments tried for a fused weight."""
+
+DEAR = 20
+"""A side result stays split rather than that more than 1 / DEAR of the parameters become whole."""
+
+
+def solve(
+    problem: Problem,
+    overrides: Mapping[str, str] | None = None,
+    fixed: Mapping[str, Label] | None = None,
+    lazy: frozenset[int] = frozenset(),
+) -> tuple[Labelling, dict[str, str]]:
+    """The best labelling found, and the reason why a parameter is whole, by its name.
+
+    fixed, lazy   labels of parameters, and outputs that stay split, where that is settled
+    """
+    search = _Search(problem, _said(problem, overrides or {}), fixed, lazy)
+    if fixed is None:
+        while search.best.conflicts and search.improve():
+            pass
+        search.take_back()
+        search.check_said()
+    return search.best, search.reasons
+
+
+class _Search:
+    """Where the search stands.
+
+    said      choices that are the user's
+    choices   what is tried now, theirs included
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        said: Mapping[str, Choice],
+        fixed: Mapping[str, Label] | None,
+        lazy: frozenset[int],
+    ) -> None:
+        self.problem, self.said, self.fixed, self.lazy = problem, said, fixed, lazy
+        self.choices = dict(said)
+        self.given_up: list[str] = []
+        self.reasons = {n: "whole: as asked" for n, one in said.items() if one.kind == "whole"}
+        self.best = self._label(self.choices)
+
+    def _label(self, choices: Mapping[str, Choice]) -> Labelling:
+        return Labelling(self.problem, choices, self.fixed, self.lazy)
+
+    def improve(self) -> bool:
+        """Take the best step away from a conflict; False where nothing is left to try."""
+        now = self.best
+        conflict = next((c for c in now.conflicts if self._movable(c)), None)
+        if conflict is None:
+            return False
+        names = self._movable(conflict)
+        options = []
+        for name in names:
+            for choice in (Choice("whole"), *(Choice("split", g) for g in SEGMENTS)):
+                if choice != self.choices.get(name, Choice()):
+                    changed = {**self.choices, name: choice}
+                    options.append((self._label(changed), changed, name, choice))
+        found, changed, name, choice = min(options, key=lambda option: _cost(option[0]))
+        gone = [name] if choice.kind == "whole" else []
+        if len(found.conflicts) >= len(now.conflicts):
+            gone = names
+            changed = {**self.choices, **{name: Choice("whole") for name in names}}
+            found = self._label(changed)
+        if self._is_dear(conflict, now, found):
+            self.lazy |= {conflict.output or 0}
+            self.best = self._label(self.choices)
+            return True
+        shape = "×".join(str(n) for n in conflict.value.meta["val"].shape)
+        why = f"whole: {_short(conflict.node)} needs all of a split value [{shape}] on every rank"
+        self.reasons.update({name: why for name in gone})
+        self.given_up += gone
+        self.best, self.choices = found, changed
+        return True
+
+    def _movable(self, conflict: Conflict) -> list[str]:
+        """Weights behind a conflict about which there is a choice left."""
+        return [
+            name
+            for name in conflict.origins
+            if name not in self.said
+            and self.problem.by_name[name].meta["val"].dim() > 1
+            and self.choices.get(name, Choice()).kind != "whole"
+        ]
+
+    def _is_dear(self, conflict: Conflict, now: Labelling, found: Labelling) -> bool:
+        """Whether a side result (attention weights, say) had better stay split than weights whole.
+
+        Most often nobody reads it. The first result is the layer's own.
+        """
+        label = now.label(conflict.value)
+        if not conflict.output or not may_stay_split(label):
+            return False
+        every = sum(self.problem.size(node) for node in self.problem.parameters)
+        return (_whole_elements(found) - _whole_elements(now)) * DEAR > every
+
+    def take_back(self) -> None:
+        """Split again what need not have become whole, in the order in which it did."""
+        for name in self.given_up:
+            changed = {**self.choices, name: self.said.get(name, Choice())}
+            other = self._label(changed)
+            if _cost(other) < _cost(self.best):
+                self.choices, self.best = changed, other
+                self.reasons.pop(name, None)
+
+    def check_said(self) -> None:
+        """The user's word was done, or the user is told that it cannot be."""
+        for name, choice in self.said.items():
+            if choice.kind == "whole" or self.problem.by_name[name].meta["val"].dim() < 2:
+                continue
+            if self.best.parameters.get(name, WHOLE) == WHOLE:
+                shape = list(self.problem.by_name[name].meta["val"].shape)
+                raise PlanError(
+                    f"{name} {shape}: cannot be split as {choice.kind} over {self.problem.degree} "
+                    f"ranks; nearest: whole"
+                )
+
+
+def _cost(labelling: Labelling) -> tuple[int, int, int]:
+    """Gathers, then what stays whole, then what is summed of values that no weight made."""
+    return len(labelling.conflicts), _whole_elements(labelling), labelling.summed
+
+
+def _whole_elements(labelling: Labelling) -> int:
+    problem = labelling.problem
+    return sum(
+        problem.size(node)
+        for node, name in problem.parameters.items()
+        if labelling.parameters.get(name, WHOLE) == WHOLE
+    )
+
+
+def _said(problem: Problem, overrides: Mapping[str, str]) -> dict[str, Choice]:
+    said = {}
+    for pattern, kind in overrides.items():
+        for name in problem.by_name:
+            if fnmatchcase(name, pattern):
+                said[name] = Choice(kind)
+    return said
+
+
+def _short(node: object) -> str:
+    target = getattr(node, "target", node)
+    return str(target).removeprefix("aten.").split(".")[0]
+
+
+def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> str:
+    """One line: how a parameter lies on the ranks, and why."""
+    label = labelling.parameters.get(name, WHOLE)
+    if isinstance(label, Split):
+        segments = f" in {label.groups} segments" if label.groups > 1 else ""
+        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{segments}"
+    if labelling.roles.get(name) == "once":
+        return "whole: rank 0 adds it"
+    return reasons.get(name, "whole: it meets no value that is split along it")

@@ -1,0 +1,220 @@
+"""Splits one layer of a model over n ranks: which parameters are cut how, and the program to run.
+
+    trace the layer as on one device → label every value → place sums → rewrite for one rank
+
+The layer itself is never changed. `split_block` chooses how its parameters are cut;
+`again` makes the program for inputs of other shapes, with the parameters cut in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.parallel.spmd.analogy import carried_over
+from shoal.parallel.spmd.gradients import Sums, place_sums
+from shoal.parallel.spmd.label import Labelling
+from shoal.parallel.spmd.labels import WHOLE, Label, Split
+from shoal.parallel.spmd.problem import Problem, shapes_of
+from shoal.parallel.spmd.rewrite import Exchange, Shared, rewrite
+from shoal.parallel.spmd.rules import Rules
+from shoal.parallel.spmd.solve import reason_of, solve
+from shoal.parallel.spmd.steps import NotSplit
+from shoal.trace.attention import shared_attention
+from shoal.trace.graph import Traced, Untraceable, trace
+
+SUMMED = "; its gradient is summed over the ranks once a step"
+
+RULES = Rules()
+"""Found once per process: equal layers ask the same questions."""
+
+
+@dataclass(frozen=True)
+class BlockSplit:
+    """How one layer is computed by `degree` ranks, for one kind of input.
+
+    parameters   how each cut parameter is cut, by its name in the layer; absent: whole
+    partial      whole parameters whose gradient is a part on every rank: to be summed once a step
+    inputs       labels of the flattened tensor arguments (None and numbers left out)
+    outputs      labels of the flattened tensor results; a later one may be Split(d) without
+                 sequence parallelism: hand it on as a tensor that gathers itself when it is read
+    run          `run(axis, *local parameters, *local buffers, *inputs)` gives the flat outputs
+    exchanges    collectives of one forward and backward pass, in the order of the graph
+    reasons      why a parameter is as it is, one line each
+    gathered     values that could not stay split, one line each: costly, and only where asked for
+    shapes       whole shapes of the parameters, in the order in which `run` takes them
+    buffers      names of the buffers, in the order in which `run` takes them
+    mutated      buffers that the layer changes: the same on every rank
+    flatten      (args, kwargs) → the flat tensor inputs
+    rebuild      flat outputs → what the layer's forward returns
+    attention    what the ranks compute attention with, together
+    labelling    of a split of the sequence alone, as first found: it serves other lengths too
+    """
+
+    degree: int
+    parameters: dict[str, Split]
+    partial: frozenset[str]
+    inputs: tuple[Label, ...]
+    outputs: tuple[Label, ...]
+    run: torch.fx.GraphModule
+    exchanges: tuple[Exchange, ...]
+    reasons: dict[str, str]
+    gathered: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    buffers: tuple[str, ...]
+    mutated: frozenset[str]
+    sequence_dim: int | None
+    flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
+    rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    attention: Shared | None = None
+    labelling: Labelling | None = None
+
+
+def split_block(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    degree: int,
+    *,
+    sequence_dim: int | None = None,
+    overrides: Mapping[str, str] | None = None,
+    split_parameters: bool = True,
+    attention: Shared | None = None,
+) -> BlockSplit:
+    """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
+
+    args, kwargs   a sample call: shapes, types, the values of whole numbers and booleans, and which
+                   floating inputs require gradients (they decide which backward sums are counted)
+    sequence_dim   sequence parallelism: the first floating input and outputs of its shape are
+                   Split(sequence_dim)
+    overrides      name pattern (relative to the layer) → "whole" │ "column" │ "row"
+    split_parameters   False: all parameters stay whole, and with a sequence_dim only the sequence
+                   is split (context parallelism: keys and values are gathered)
+    attention      instead of gathering them, what computes attention from the ranks' parts
+    Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
+    parallelism then.
+    """
+    traced = trace(block, args, kwargs, masks=not split_parameters, shared=attention is not None)
+    problem = Problem(traced, RULES, degree, sequence_dim)
+    fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
+    labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
+    if attention is not None and not _all_shared(labelling):
+        return split_block(  # with masks written out
+            block,
+            args,
+            kwargs,
+            degree,
+            sequence_dim=sequence_dim,
+            overrides=overrides,
+            split_parameters=split_parameters,
+        )
+    made = _made(traced, problem, labelling, place_sums(labelling), whole, attention)
+    of_sequence = sequence_dim is not None and not split_parameters
+    return replace(made, labelling=labelling if of_sequence else None)
+
+
+def again(
+    split: BlockSplit, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> BlockSplit:
+    """The program for another kind of input, the parameters cut as they are in `split`.
+
+    The layer may hold the parts of its parameters now. Floating inputs only show shapes and types.
+    Errors: Untraceable, also where the layer does not work on these inputs in parts; NotSplit.
+    """
+    masks = split.sequence_dim is not None and not split.parameters
+    shared = split.attention is not None
+    traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
+    problem = Problem(traced, RULES, split.degree, split.sequence_dim)
+    if split.labelling is not None and (alike := carried_over(split.labelling, problem)):
+        sums = place_sums(alike, split.partial)
+        return _made(traced, problem, alike, sums, {}, split.attention)
+    fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
+    lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
+    labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
+    if len(labelling.conflicts) > len(split.gathered):
+        shapes = ", ".join(str(list(t.shape)) for t in traced.inputs)
+        raise Untraceable(
+            f"inputs {shapes} do not work with the parameters cut as they are: "
+            f"{_gathered(labelling)[0]}"
+        )
+    if shared and not _all_shared(labelling):
+        return again(replace(split, attention=None), block, args, kwargs)
+    sums = place_sums(labelling, split.partial)
+    return _made(traced, problem, labelling, sums, {}, split.attention)
+
+
+def _solved(problem: Problem, **given: Any) -> tuple[Labelling, dict[str, str]]:
+    """Solve, leaving neither drawn random numbers nor tensors behind."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return solve(problem, **given)
+        finally:
+            RULES.forget_tensors()
+
+
+def _made(
+    traced: Traced,
+    problem: Problem,
+    labelling: Labelling,
+    sums: Sums,
+    whole: Mapping[str, str],
+    attention: Shared | None,
+) -> BlockSplit:
+    run, exchanges = rewrite(labelling, sums, attention)
+    cuts = {
+        name: label
+        for name in traced.parameters
+        if isinstance(label := labelling.parameters.get(name, WHOLE), Split)
+    }
+    partial = _partial(problem, sums, cuts)
+    return BlockSplit(
+        degree=problem.degree,
+        parameters=cuts,
+        partial=partial,
+        inputs=tuple(labelling.labels[node] for node in problem.inputs),
+        outputs=tuple(label for _, label in labelling.outputs),
+        run=run,
+        exchanges=exchanges,
+        reasons={
+            name: reason_of(labelling, name, whole) + (SUMMED if name in partial else "")
+            for name in traced.parameters
+        },
+        gathered=_gathered(labelling),
+        shapes=dict(shapes_of(problem)),
+        buffers=tuple(traced.buffers),
+        mutated=traced.mutated,
+        sequence_dim=problem.sequence_dim,
+        flatten=traced.flatten,
+        rebuild=traced.rebuild,
+        attention=attention,
+    )
+
+
+def _all_shared(labelling: Labelling) -> bool:
+    """Whether all attention that could be shared is: else masks must be written."""
+    return all(
+        step.rule.joint for node, step in labelling.steps.items() if node.target is shared_attention
+    )
+
+
+def _gathered(labelling: Labelling) -> tuple[str, ...]:
+    found = []
+    for one in labelling.conflicts:
+        shape = "×".join(str(n) for n in one.value.meta["val"].shape)
+        found.append(f"{one.node.name} needs all of {one.value.name} [{shape}] on every rank")
+    return tuple(found)
+
+
+def _partial(problem: Problem, sums: Sums, cuts: Mapping[str, Split]) -> frozenset[str]:
+    return frozenset(
+        name
+        for node, name in problem.parameters.items()
+        if (node, "own") in sums.parts and name not in cuts and node in problem.traced.trained
+    )
+
+
+__all__ = ["BlockSplit", "Exchange", "NotSplit", "Untraceable", "again", "split_block"]

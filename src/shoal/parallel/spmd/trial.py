@@ -1,0 +1,201 @@
+"""Runs one block alone and split over the ranks, on the same perturbed numbers, in one format.
+
+The split run gets its parts of the parameters and inputs, and what it gives (outputs, gradients of
+inputs and of all parameters) is put together again, so that both can be compared number by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
+from shoal.parallel.spmd.model_split import BlockClass
+from shoal.parallel.spmd.sequence import handed_on, whole_of
+from shoal.parallel.spmd.split_block import again
+from shoal.trace.copies import copied_module
+
+NOISE = 0.1
+"""Standard deviation of the perturbation, of that of the values; at least as for values of 0.1."""
+
+
+@dataclass
+class Results:
+    """What a run gave, whole; inputs that take a gradient are named `input 0`, `input 1`, …
+
+    own   gradients as this rank has them, before sums over ranks that come once a step
+    """
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+    own: dict[str, Tensor]
+
+
+class Trial:
+    """A block with perturbed numbers, its inputs, and the gradients that pull at its outputs.
+
+    block   holds its parameters whole; they stay as they are
+    dtype   what it computes in: float64, or float32 for a block that knows no float64
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        group: BlockClass,
+        axis: Axis,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.axis, self.split, self.dtype = axis, group.split, dtype
+        self.generator = torch.Generator().manual_seed(1)
+        self.args, self.kwargs = pytree.tree_map_only(
+            Tensor, self._input, (group.call.args, group.call.kwargs)
+        )
+        self.block = _in_format(group.bare, dtype)
+        self.numbers = {n: self._perturbed(p, True) for n, p in block.named_parameters()}
+        for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
+            own.copy_(b)
+        self.program = again(group.split, self.block, self.args, self.kwargs)
+        self.pulls: list[Tensor] = []
+
+    @property
+    def labels(self) -> Mapping[str, Label]:
+        """How the cut parameters are cut."""
+        return self.split.parameters
+
+    @property
+    def casts(self) -> bool:
+        """Whether the block computes in float32 somewhere."""
+        return self.dtype == torch.float32 or "torch.float32" in self.program.run.code
+
+    def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
+        """As one process computes it; `numbers` in place of the perturbed parameters."""
+        given = numbers or self.numbers
+        held = {n: t.detach().requires_grad_() for n, t in given.items()}
+        args, kwargs, inputs = self._fresh_inputs()
+        buffers = {n: b.clone() for n, b in self.block.named_buffers()}
+        torch.manual_seed(2)
+        result = torch.func.functional_call(self.block, {**held, **buffers}, args, kwargs)
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._pull(outputs, [WHOLE] * len(outputs))
+        gradients = {n: _gradient(t) for n, t in {**held, **inputs}.items()}
+        return Results([o.detach() for o in outputs], gradients, gradients)
+
+    def together(
+        self,
+        numbers: Mapping[str, Tensor] | None = None,
+        labels: Mapping[str, Label] | None = None,
+    ) -> Results:
+        """As the ranks compute it; `labels` in place of how the parameters are cut."""
+        axis, program = self.axis, self.program
+        cuts: dict[str, Label] = {**self.labels, **(labels or {})}
+        leaves: dict[str, tuple[Tensor, Label]] = {
+            n: (self._own(t, cuts.get(n, WHOLE)).requires_grad_(), cuts.get(n, WHOLE))
+            for n, t in (numbers or self.numbers).items()
+        }
+        buffers = dict(self.block.named_buffers())
+        given = [leaves[n][0] for n in program.shapes]
+        given += [buffers[n].clone() for n in program.buffers]
+        args, kwargs, inputs = self._fresh_inputs()
+        names = {id(t): n for n, t in inputs.items()}
+        for t, label in zip(program.flatten(args, kwargs), program.inputs, strict=True):
+            given.append(self._own(t.detach(), label).requires_grad_(t.requires_grad))
+            if id(t) in names:
+                leaves[names[id(t)]] = given[-1], label
+        torch.manual_seed(2)
+        outputs = list(program.run(axis, *given))
+        self._pull(outputs, program.outputs)
+        own = {n: _gradient(t) for n, (t, _) in leaves.items()}
+        gradients = {
+            n: self._summed(own[n]) if n in self.split.partial else self._joined(own[n], label)
+            for n, (_, label) in leaves.items()
+        }
+        wholes = [
+            whole_of(handed_on(o.detach(), label, axis))
+            for o, label in zip(outputs, program.outputs, strict=True)
+        ]
+        return Results(wholes, gradients, own)
+
+    def everywhere(self, number: float) -> float:
+        """The largest of the ranks' numbers; not a number counts as infinite."""
+        device = next(iter(self.numbers.values())).device
+        told = torch.tensor([number], dtype=torch.float64, device=device).nan_to_num(nan=1e300)
+        return float(self.axis.gather(told).max())
+
+    def _input(self, leaf: Tensor) -> Tensor:
+        """Hidden states with noise; masks and tables as they are."""
+        if not leaf.is_floating_point():
+            return leaf
+        if leaf.requires_grad:
+            return self._perturbed(leaf, False).requires_grad_()
+        return leaf.to(self.dtype)
+
+    def _perturbed(self, value: Tensor, parameter: bool) -> Tensor:
+        noise = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
+        if value.is_meta:  # not made yet: any numbers of a usual size do
+            return (noise / max(1, value.shape[-1]) ** 0.5 if value.dim() else noise).to(self.dtype)
+        wide = value.detach().to("cpu", torch.float64)
+        if not bool(wide.isfinite().all()):
+            return wide.to(value.device, self.dtype)
+        size = float(wide.std()) if wide.numel() > 1 else 0.0
+        return (wide + noise * (NOISE * max(size, 0.1))).to(value.device, self.dtype)
+
+    def _fresh_inputs(self) -> tuple[Any, Any, dict[str, Tensor]]:
+        """(args, kwargs, those that take a gradient by name), part of no graph yet."""
+        fresh: dict[str, Tensor] = {}
+
+        def copied(leaf: Tensor) -> Tensor:
+            new = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if new.requires_grad:
+                fresh[f"input {len(fresh)}"] = new
+            return new
+
+        args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, self.kwargs))
+        return args, kwargs, fresh
+
+    def _pull(self, outputs: list[Tensor], labels: Iterable[Label]) -> None:
+        """Backward, from the same random gradients of the outputs every time."""
+        if not self.pulls:  # the run alone comes first: it knows the whole shapes
+            self.pulls = [
+                torch.randn(o.shape, generator=self.generator, dtype=torch.float64) for o in outputs
+            ]
+        moving = [
+            (o, self._own(pull.to(o.device, o.dtype), label))
+            for o, pull, label in zip(outputs, self.pulls, labels, strict=True)
+            if o.requires_grad
+        ]
+        torch.autograd.backward([o for o, _ in moving], [pull for _, pull in moving])
+
+    def _own(self, whole: Tensor, label: Label) -> Tensor:
+        return cut(whole, label, self.axis.rank, self.axis.size).clone()
+
+    def _joined(self, part: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split | Tiled):
+            return join(self.axis.gather(part.contiguous()).unbind(0), label)
+        return self._summed(part) if isinstance(label, Partial) else part
+
+    def _summed(self, part: Tensor) -> Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        self.axis.sum(total)
+        return total
+
+
+def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in another format, its parameters still without numbers."""
+    twin = copied_module(bare)
+    for p in twin.parameters():
+        p.data = torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+    for part in twin.modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[key] = buffer.to(dtype)
+    return twin
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,1 +1,0 @@
-"""Tensor parallelism: one layer computed by several processes, each with a part of its weights."""

@@ -1,0 +1,88 @@
+"""Tensor and sequence parallelism: ranks hold parts of every layer and compute it together.
+
+How a layer is split is derived from the layer itself (`spmd/`): its graph is traced as on one
+device, labels for what each rank holds are propagated by rules found by running the operations, and
+the rewritten graph runs in the layer's place. Under sequence parallelism ranks hold parts of the
+sequence between the split layers as well, which takes no more bytes and keeps fewer activations.
+
+Source: Shoeybi et al. 2019 (1909.08053), Korthikanti et al. 2022 (2205.05198); the derivation is
+described in docs/any-module.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shoal.base.errors import BugError
+from shoal.fabric import World
+from shoal.parallel.light_build import light_build
+from shoal.parallel.program import Program
+from shoal.parallel.spmd.check import checked
+from shoal.parallel.spmd.model_split import ModelSplit, plan_split
+from shoal.parallel.spmd.sequence import Deal, SequenceShard, is_shard, show
+from shoal.parallel.tensor_parallel.cut import apply_split
+from shoal.trace.trunk import Run, Trunk
+
+
+def apply(program: Program, split: ModelSplit | None) -> Program:
+    """Cut the module's parameters in place, and let its blocks run as their split graphs."""
+    if split is None:
+        return program
+    with light_build():  # other stages' parts are let go before they take private memory
+        done = apply_split(program.module, split, program.tensor)
+    program.notices.extend(split.notices)
+    return replace(
+        program,
+        places=done.places,
+        holders=done.holders,
+        joined={name: (program.tensor,) for name in done.partial},
+        on_close=(*program.on_close, *done.undo),
+    )
+
+
+def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit | None:
+    """How the module is split, found out and checked at every start (decision 12).
+
+    run      does one forward pass on a sample
+    trunk    the module's, where a pipeline cuts it
+    Gives    None without tensor parallelism
+    Errors   PlanError where nothing can be split, or something cannot and the plan is strict
+    """
+    degree, policy = program.tensor.size, program.plan.tensor
+    if degree == 1:
+        return None
+    if trunk is not None and trunk.leaf:
+        # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
+        trunk = replace(trunk, leaf=False)
+    split = plan_split(
+        program.module,
+        run,
+        degree,
+        trunk=trunk,
+        strict=policy.strict,
+        overrides=policy.overrides,
+        sequence=policy.sequence_parallel != "off",
+    )
+    return checked(program.module, split, program.tensor, strict=policy.strict)
+
+
+class Crossing:
+    """How a pipeline sends what may be a part of a sequence: the part, and where it belongs."""
+
+    def __init__(self, axis: World) -> None:
+        self.axis = axis
+
+    def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The tensor to send, and integers that tell `unpack` what it is."""
+        if not isinstance(value, torch.Tensor):
+            raise BugError(f"pipeline: a {type(value).__name__} cannot cross between stages")
+        if isinstance(value, SequenceShard) and is_shard(value):
+            return value.local, (value.deal.dim, *value.deal.cuts)
+        return value, ()
+
+    def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
+        """The value again, on the same tensor-parallel rank of another stage."""
+        return show(tensor, Deal(self.axis, tag[0], tag[1:])) if tag else tensor

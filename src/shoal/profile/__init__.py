@@ -1,1 +1,0 @@
-"""Measures a machine and a model with torch; gives plain facts."""

@@ -1,0 +1,18 @@
+"""Does a layout compute what one process computes? The battery that tests and `shoal prove` share.
+
+trial      the user's model, data and loss, trained for a few steps          side.py, material.py
+record     losses, norms, whole gradients of every step, final weights       record.py
+twin       the same trial in one process, on the same list of micro-batches  battery.py
+verdict    the two records, compared by the definition of design §6          bounds.py, verdict.py
+cause      which micro-batches the wrong gradient is made of, and what that means
+                                                                             atoms.py, causes.py
+quick      two small steps before a training run on several processes        quick.py
+"""
+
+from __future__ import annotations
+
+from shoal.proof.battery import Battery as Battery
+from shoal.proof.material import Material as Material
+from shoal.proof.quick import prove_before as prove_before
+from shoal.proof.side import Side as Side
+from shoal.proof.side import Trial as Trial

@@ -1,0 +1,391 @@
+"""The battery: a trial on a layout and in one process, compared; tests and users call the same.
+
+    rank 0   trains the twin, alone, on the same micro-batches (once per trajectory, then kept)
+    others   wait at the store, not in a collective
+    all      train the trial on the layout; rank 0 compares
+    all      where something differs and the model casts to a narrow format on its way: both sides
+             once more with its casts lifted, since rounding would differ in right layouts too
+    rank 0   where something still differs: the twin once more, its weights changed in their last
+             bits. What that changes by as much is rounding, blown up by the model: not proven
+    rank 0   finds the cause of a difference that stays; all get the same report
+
+Trajectories: plain SGD with momentum, whose every step must agree, and AdamW, which hides factors
+in gradients from its weights but not from its gradients, and runs the sharded optimizer state.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.base import errors
+from shoal.base.errors import ConfigError, ShoalError
+from shoal.base.phases import phase
+from shoal.fabric import World
+from shoal.fabric.place import Place
+from shoal.parallel.rewritten import RewrittenError
+from shoal.proof.atoms import Atoms, watch_micro_batches
+from shoal.proof.bounds import AS_IS, bounds_for, within
+from shoal.proof.causes import explain
+from shoal.proof.limits import (
+    CannotProve,
+    Clock,
+    NoFloat64,
+    check_memory,
+    collective,
+    of_format,
+    on_all,
+    reason,
+)
+from shoal.proof.record import Record, record
+from shoal.proof.report import SMOOTH, Report, far, in_float32, judged, no_farther, trajectory
+from shoal.proof.side import Side, Trial
+from shoal.proof.verdict import Comparison, compare
+from shoal.trace.alone import alone
+from shoal.trace.casts import CastsLifted, casts_text
+from shoal.trainer.run import Run
+from shoal.trainer.settings import BuildOptimizer
+
+SGD = "sgd"
+
+OPTIMIZERS: dict[str, BuildOptimizer] = {
+    SGD: lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+"""The trajectories of a full proof. Steps are small, so that no model blows rounding errors up."""
+
+ERRORS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, ShoalError)
+}
+
+NOTHING_MOVED = "no step of the one process moved anything: no valid target, or numbers not finite"
+
+
+@dataclass
+class Battery:
+    """Proves one trial on any number of layouts; keeps the twin's records between them.
+
+    trial       makes and trains the runs, the same on both sides
+    optimizers  trajectories by name; "sgd" is judged at every step, others at step 1 and the end
+    steps       of each run and trajectory · clip  largest gradient norm · budget_s  for the twin
+    """
+
+    trial: Trial
+    optimizers: Mapping[str, BuildOptimizer] = field(default_factory=lambda: dict(OPTIMIZERS))
+    steps: int = 5
+    clip: float = 0.5
+    precision: str = "fp64"
+    seed: int = 3
+    budget_s: float | None = None
+    twins: dict[str, Record] = field(default_factory=dict)
+
+    def prove(
+        self,
+        world: World,
+        layout: str | Mapping[str, Any],
+        policies: Mapping[str, Any] | None = None,
+    ) -> Report:
+        """Compare `layout` on `world` with one process; every rank of the world calls it.
+
+        policies   more arguments of `shoal.parallelize` on the layout's side: recompute, …
+        Gives    the report, equal on all ranks
+        Errors   ShoalError where training itself would be refused; never for a difference
+        """
+        began_s = time.perf_counter()
+        trajectories: list[Report] = []
+        text, why, said = layout if isinstance(layout, str) else "auto", "", list[str]()
+        try:
+            for name in self.optimizers:
+                ask = _Ask(world, layout, name, policies or {})
+                told, text = self._judge(ask, said)
+                trajectories.append(told)
+        except CannotProve as failure:
+            why, trajectories = str(failure), []
+            if isinstance(failure, NoFloat64) and self.precision == "fp64":
+                narrow = replace(self, precision="fp32", twins={})
+                why += f"; {in_float32(narrow.prove(world, layout, policies))}"
+        return {
+            **judged(trajectories, why),
+            "said": list(dict.fromkeys(said)),
+            "layout": text,
+            "processes": world.size,
+            "precision": self.precision,
+            "steps": self.steps,
+            "clip": self.clip,
+            "device": world.device.type,
+            "seconds": time.perf_counter() - began_s,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "trajectories": trajectories,
+        }
+
+    def twin(self, name: str, device: torch.device) -> Record:
+        """What one process computes on a trajectory; computed once.
+
+        Errors: CannotProve, CollectiveAlone, or whatever the trial raises.
+        """
+        return self._twin(_Ask(_one(device), "single", name))
+
+    @phase("one process")
+    def _twin(self, ask: _Ask) -> Record:
+        if ask.key not in self.twins:
+            beside = ask.world.local_size  # processes of the layout need memory too
+            alone_ask = replace(ask, world=_one(ask.world.device), layout="single", policies={})
+            side = self._side(alone_ask)
+            clock = Clock(self.budget_s, self.steps)
+            side.on_run = lambda label, run: check_memory(run, self.steps, beside)
+
+            def timed(of: Side) -> Any:
+                steps = iter(self.trial(of))
+                while True:
+                    # A collective in a first step would wait for ever: nobody else computes now.
+                    begins = not of.runs or any(not run.step_count for run in of.runs.values())
+                    with alone() if begins else nullcontext():
+                        told = next(steps, None)
+                    if told is None:
+                        return
+                    yield told
+                    clock.step()
+
+            self.twins[ask.key] = _recorded(side, timed, ask.lifted)
+        return self.twins[ask.key]
+
+    def atoms(self, name: str, device: torch.device, at: tuple[str, int], ranks: int) -> Atoms:
+        """Gradients of every micro-batch of one step, from the twin, run again up to it.
+
+        at   label and number of the step
+        """
+        label, step = at
+        found = Atoms(ranks)
+        side = replace(self._side(_Ask(_one(device), "single", name)), steps=step)
+
+        def watch(of: str, run: Run) -> None:
+            if of == label:
+                watch_micro_batches(run, label, step, found)
+
+        side.on_run = watch
+        try:
+            for told, result in self.trial(side):
+                if (told, result.step) == at:
+                    break
+        finally:
+            side.release()
+        return found
+
+    def _judge(self, ask: _Ask, said: list[str]) -> tuple[Report, str]:
+        """(one trajectory's report, the layout's text); what was done for it goes to `said`.
+
+        Errors: CannotProve on every rank; ShoalError where training itself would be refused
+        """
+        self._ready(ask)
+        lifted = replace(ask, lifted=True)
+        try:
+            got, text, done = self._on_layout(ask)
+        except RewrittenError as failure:
+            if not failure.is_cast or self.precision != "fp64":
+                raise
+            said.append(f"{self._ready(lifted)}, of its weights too, lifted")
+            wide, text, _ = on_all(ask.world, partial(self._on_layout, lifted))
+            return self._explained(lifted, wide, self._compared(lifted, wide)), text
+        said += done
+        told = self._compared(ask, got)
+        if told["equal"] or self.precision != "fp64":
+            return self._explained(ask, got, told), text
+        try:
+            casts = self._ready(lifted)
+            again = on_all(ask.world, partial(self._on_layout, lifted))[0] if casts else None
+        except (CannotProve, ShoalError) as failure:
+            raise CannotProve(
+                f"the model casts to a narrower format on its way, both sides are {far(told)} "
+                f"apart, and without its casts it does not run: {failure}"
+            ) from failure
+        if again is None:
+            return self._explained(ask, got, told), text
+        exact = self._compared(lifted, again)
+        if not exact["equal"]:
+            said.append(f"{casts} lifted")
+            return self._explained(lifted, again, exact), text
+        if not told["within"]:
+            raise CannotProve(
+                f"with {casts} lifted it computes what one process computes "
+                f"({far(exact)}), but with them both sides are {far(told)} apart, more than "
+                f"{AS_IS:.0e}: its casts blow rounding up"
+            )
+        said.append(f"{casts} lifted; as they are: {far(told)} apart, {AS_IS:.0e} is allowed")
+        return {**exact, "as_is": told["largest"]}, text
+
+    def _ready(self, ask: _Ask) -> str:
+        """Make the twin's record on rank 0, others wait at the store, for it may take long.
+
+        Gives    which casts of the model's own were lifted, empty where none was
+        Errors   on every rank alike: CannotProve, or a user's error of the class that it had
+        """
+        why = ask.world.broadcast_json(ask.world.local_first(partial(self._try_twin, ask)))
+        if why["error"]:
+            failure = ERRORS.get(why["error"], ConfigError)(why["reason"])
+            for note in why["notes"]:
+                failure.add_note(note)
+            raise failure
+        if why["reason"]:
+            raise (NoFloat64 if why["format"] else CannotProve)(why["reason"])
+        return str(why["casts"])
+
+    def _on_layout(self, ask: _Ask) -> tuple[Record, str, list[str]]:
+        """(what the layout computes, its text, what was done to the model); every rank calls."""
+        side = self._side(ask)
+        text: list[str] = []
+        side.on_run = lambda label, run: text.append(run.plan.layout.text())
+        got = _recorded(side, self.trial, ask.lifted)
+        return got, text[0], side.said
+
+    def _side(self, ask: _Ask) -> Side:
+        return Side(
+            ask.world,
+            ask.layout,
+            self.optimizers[ask.name],
+            self.steps,
+            precision=self.precision,
+            clip=self.clip,
+            seed=self.seed,
+            policies=ask.policies,
+            jitter=ask.jitter,
+        )
+
+    def _try_twin(self, ask: _Ask) -> dict[str, Any]:
+        """Make the twin's record on rank 0; why it cannot be had, and the class of a user's error.
+
+        Told as a message, since every rank must go on, or fail, in the same way.
+        """
+        world = ask.world
+        answer = {"reason": "", "error": "", "notes": [], "casts": "", "format": False}
+        if world.is_first:
+            try:
+                twin = self._twin(ask)
+                answer["casts"] = casts_text(twin.casts)
+                if not any(row.grad_norm and not row.skipped for row in twin.rows):
+                    answer["reason"] = NOTHING_MOVED
+            except ShoalError as failure:
+                if collective(failure):  # a builder's exception arrives as the user's error
+                    return {**answer, "reason": reason(failure)}
+                notes = list(getattr(failure, "__notes__", ()))
+                answer |= {"reason": str(failure), "error": type(failure).__name__, "notes": notes}
+            except Exception as failure:
+                answer["reason"] = reason(failure)
+                answer["format"] = of_format(failure)
+        return answer
+
+    def _compared(self, ask: _Ask, got: Record) -> Report:
+        """`_compare` on rank 0, told to all."""
+        found = ask.world.local_first(partial(self._compare, ask, got))
+        told: Report = ask.world.broadcast_json(found)
+        return told
+
+    def _compare(self, ask: _Ask, got: Record) -> Report | None:
+        """Whether a trajectory is equal, and how far it is; no cause yet."""
+        if not ask.world.is_first:
+            return None
+        expected = self.twins[ask.key]
+        bounds = bounds_for(self.precision, ask.name)
+        found = compare(expected, got, bounds)
+        told = trajectory(ask.name, expected, got, found, bounds)
+        told["smooth"] = all(d.what in SMOOTH for d in found.differences)
+        told["within"] = compare(expected, got, within(ask.name)).equal
+        return told
+
+    def _explained(self, ask: _Ask, got: Record, told: Report) -> Report:
+        """The same report with the cause of what differs; the twin may be needed once more.
+
+        Errors   CannotProve where rounding alone takes this model as far
+        """
+        if told["equal"]:
+            return told
+        rounding = ask.world.broadcast_json(ask.world.local_first(partial(self._rounding, ask)))
+        if told["smooth"] and rounding and no_farther(told, rounding):
+            raise CannotProve(
+                f"rounding: a change of its weights in their last bits takes this model "
+                f"{far(rounding)} away, and both sides are only {far(told)} apart"
+            )
+        clue = ask.world.local_first(partial(self._cause, ask, got))
+        return {**told, "cause": ask.world.broadcast_json(clue)}
+
+    def _rounding(self, ask: _Ask) -> Report | None:
+        """How far a change of weights in their last bits takes the twin; None if it breaks down."""
+        if not ask.world.is_first or self.precision != "fp64":
+            return None
+        other = replace(ask, jitter=True)
+        bounds = bounds_for(self.precision, ask.name)
+        try:
+            one, two = self._twin(ask), self._twin(other)
+        except Exception:  # a difference that is proven must be told
+            return None
+        return trajectory(ask.name, one, two, compare(one, two, bounds), bounds)
+
+    def _cause(self, ask: _Ask, got: Record) -> dict[str, Any] | None:
+        if not ask.world.is_first:
+            return None
+        expected = self.twins[ask.key]
+        comparison = compare(expected, got, bounds_for(self.precision, ask.name))
+        with CastsLifted() if ask.lifted else nullcontext():
+            try:
+                atoms = self._atoms(ask, got, comparison)
+            except Exception:  # a difference that is proven must be told, with less of a cause
+                atoms = None
+            clue = explain(expected, got, comparison, atoms)
+        return {**asdict(clue), "text": clue.text()}
+
+    def _atoms(self, ask: _Ask, got: Record, comparison: Comparison) -> Atoms | None:
+        kinds = ("gradient", "used", "gradient norm")
+        rows = [d.row for d in comparison.differences if d.what in kinds]
+        if not rows:
+            return None
+        row = self.twins[ask.key].rows[min(rows)]
+        try:
+            return self.atoms(ask.name, ask.world.device, (row.label, row.step), got.degree)
+        except (CannotProve, MemoryError, torch.OutOfMemoryError):
+            return None
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """One trajectory on one layout.
+
+    name     of the trajectory · policies  more arguments of `shoal.parallelize`
+    lifted   whether the model's own casts are · jitter  whether weights change in their last bits
+    """
+
+    world: World
+    layout: str | Mapping[str, Any]
+    name: str
+    policies: Mapping[str, Any] = field(default_factory=dict)
+    lifted: bool = False
+    jitter: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of the twin's record."""
+        return f"{self.name}{', lifted' * self.lifted}{', jittered' * self.jitter}"
+
+
+def _one(device: torch.device) -> World:
+    """One process that knows of no others."""
+    return World(Place(), device, None)
+
+
+def _recorded(side: Side, trial: Trial, lifted: bool) -> Record:
+    """A side's record, with the casts that were lifted; the models are let go."""
+    lift = CastsLifted() if lifted else None
+    try:
+        with lift or nullcontext():
+            found = record(side, trial)
+    finally:
+        side.release()
+    found.casts = tuple(sorted(lift.lifted)) if lift else ()
+    return found

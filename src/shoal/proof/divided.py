@@ -1,0 +1,310 @@
+"""A wrong gradient under tensor, context or pipeline parallelism: where does it go wrong?
+
+What these layouts add to a step, and so what can be missing in it:
+
+    replicas      several ranks hold the same part of a parameter; every one may have only its own
+                  share of the gradient, and the shares must be added up, once
+    backward      an activation's gradient is summed over tensor-parallel ranks where it leaves
+                  split work, and sent from stage to stage; without that all parameters before the
+                  place are wrong, and those behind it right, while the loss is exact
+    micro-batches a stage must run all of them, and add up what they give
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from shoal.proof.atoms import Atoms, Shares
+from shoal.proof.clue import Clue
+from shoal.proof.record import Record
+from shoal.proof.sums import TOLERANCE, Sums, factor_of, fits, near, norm_of, solve
+
+DROPPED = "micro-batch dropped"
+"""Name of a cause."""
+
+AXES = {
+    "tp": "tensor-parallel ranks",
+    "pp": "stages of the pipeline",
+    "cp": "context-parallel ranks",
+}
+
+MOST = 0.8
+"""Share of the parameters before a place that are wrong if a backward pass broke there."""
+
+
+def some(names: Sequence[str]) -> str:
+    """How many parameters, and the first."""
+    return f"{len(names)} parameters (first {names[0]})" if len(names) > 1 else names[0]
+
+
+def where(names: Sequence[str], got: Record) -> str:
+    """What the wrong parameters have in common, if the layout says something of them."""
+    if not names or any(name not in got.held for name in names):
+        return ""
+    words = []
+    stages = {got.held[name].stages for name in names}
+    if got.degrees.get("pp", 1) > 1 and len(stages) == 1:
+        numbers = sorted(*stages)
+        on = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {_list(numbers)}"
+        words.append(f"{'all' if _are_all(names, got) else 'only'} of {on}")
+    if got.degrees.get("tp", 1) > 1 and len({got.held[n].dim is None for n in names}) == 1:
+        how = "whole" if got.held[names[0]].dim is None else "in parts"
+        words.append(f"only what tensor-parallel ranks hold {how}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def replicas(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+    """Ranks that hold the same part have different gradients of it."""
+    apart = [name for name in sums.names if name in sums.apart]
+    if not apart or not sums.loss_right:
+        return None
+    added = [n for n in apart if _are(sums.apart[n].total, sums.right[n])]
+    adds_up = "; their sum is the right one" if added else ""
+    name = (added or apart)[-1]  # the nearest to the loss
+    if all(sums.apart[n].along == "pp" for n in apart):
+        tied = [second for second, first in got.tied.items() if first == name]
+        also = f" (it is {' and '.join(tied)} too)" if tied else ""
+        return Clue(
+            "tie not summed",
+            name,
+            f"stages {_list(got.held[name].stages)} both hold it{also} and have different "
+            f"gradients of it at step {sums.step}{adds_up}",
+            "each stage keeps the share of its own use of the weight: the sum over the stages that "
+            "hold it is missing",
+            "the parameters that are summed over stages (parallel/joined.py, Program.joined)",
+        )
+    if all(sums.apart[n].along == "cp" for n in apart):
+        return Clue(
+            "part gradients not summed",
+            name,
+            f"the {got.degrees['cp']} context-parallel ranks all hold {some(apart)} and have "
+            f"different gradients at step {sums.step}{adds_up}",
+            "each rank sees its own tokens only, and the sum over them once a step is missing",
+            "what is summed over context-parallel ranks (parallel/joined.py, Program.joined)",
+        )
+    degree = got.degrees["tp"]
+    if set(sums.names) == set(added):
+        return Clue(
+            "part gradients not summed",
+            name,
+            f"the {degree} tensor-parallel ranks hold {some(added)} whole and have different "
+            f"gradients of it at step {sums.step}{adds_up}; all other gradients are right",
+            "each rank sees a part of the work only (its query heads of shared key/value heads, "
+            "its part of the sequence of a norm), and the sum over them once a step is missing",
+            "the partial parameters of the split (BlockSplit.partial, parallel/joined.py)",
+        )
+    behind = _behind(sums.names, sums, got)
+    seen = f"each of the {degree} tensor-parallel ranks has another gradient of it at step "
+    return Clue(
+        "missing backward reduction",
+        name,
+        f"{seen}{sums.step}{adds_up}, while the loss is right" + _right_behind(behind),
+        "an activation that all ranks hold went into split layers, and its gradient, a part on "
+        "every rank, is not summed on the way back",
+        "the all-reduce in the backward pass of exchange.enter, behind this parameter",
+    )
+
+
+def border(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+    """All parameters before a place are wrong, those behind it right, the loss too."""
+    if not got.held or not sums.loss_right or fits(solved) is not None:
+        return None
+    stage = _last_stage_wrong(sums, got)
+    if stage is not None:
+        later = next(n for n in got.trainable if n in sums.right and got.held[n].stages[0] > stage)
+        return Clue(
+            "gradient between stages",
+            sums.names[-1],
+            f"at step {sums.step} the loss is right and so are all gradients from {later} on; "
+            f"{some(sums.names)} are wrong: all before stage {stage + 1}",
+            "the gradients that a stage sends back to the one before it are lost, in another "
+            "order, or of another micro-batch",
+            "what a stage gives back for its arrivals (pipe/runtime.py, pipe/messages.py)",
+        )
+    order = [n for n in got.trainable if n in sums.right]
+    last = max(order.index(name) for name in sums.names)
+    behind = _behind(sums.names, sums, got)
+    if not behind or len(sums.names) < MOST * (last + 1):
+        return None
+    return _backward(sums, got, order[last], _right_behind(behind))
+
+
+def dropped(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+    """Whole micro-batches are missing, on some stages or on all."""
+    if got.degrees.get("pp", 1) == 1:
+        return None
+    names = sums.names
+    if fits(solved) is None:  # a tied weight mixes what two stages give
+        names = _of_one_stage(sums, got)
+        solved = solve(replace(sums, names=names), atoms) if names else None
+    values = fits(solved) or ()
+    known = [i for i, value in enumerate(values) if not math.isnan(value)]
+    gone = [i for i in known if near(values[i], 0.0)]
+    rest = [values[i] for i in known if i not in gone]
+    if not gone or not rest or not all(near(value, 1.0) for value in rest):
+        return None
+    one = len(gone) == 1
+    return Clue(
+        DROPPED,
+        names[0],
+        f"at step {sums.step} micro-batch{'' if one else 'es'} {_list(gone)} of {len(values)} "
+        f"{'has' if one else 'have'} no share in the gradient of {some(names)}"
+        f"{where(names, got)}",
+        "the pipeline never ran its backward pass there, or what came of it was not added",
+        "the action list (planner/schedules.py), and what runs it (pipe/runtime.py)",
+    )
+
+
+def factor(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+    """All wrong gradients by the degree of an axis, or by the number of micro-batches."""
+    times = factor_of(sums, sums.names)
+    if times is None or near(times, 1.0) or sums.short is not None:
+        return None
+    seen = (
+        f"the gradient of {some(sums.names)} at step {sums.step} is {times:.6g} × that of one "
+        f"process{where(sums.names, got)}"
+    )
+    everything = len(sums.names) == len(sums.right)
+    for axis, ranks in AXES.items():
+        degree = got.degrees.get(axis, 1)
+        if degree == 1 or (everything and degree == got.degree):
+            continue
+        for value, what in ((float(degree), "done twice"), (1 / degree, "an average, or missing")):
+            if near(times, value):
+                return Clue(
+                    f"factor of {axis}",
+                    sums.names[0],
+                    f"{seen}; there are {degree} {ranks}",
+                    f"a sum over the {ranks} is {what}",
+                    "over which ranks it is summed (parallel/joined.py), and what the loss is "
+                    "multiplied by",
+                )
+    count = len(atoms.gradients) if atoms is not None else 0
+    if count > 1 and near(times, 1 / count) and count != got.degree:
+        return Clue(
+            "average over micro-batches",
+            sums.names[0] if not everything else "",
+            f"{seen}; the step has {count} micro-batches",
+            "their gradients are averaged as they come instead of summed, and then divided by the "
+            "count of targets of the whole step as well",
+            "how gradients add up between micro-batches (pipe/runtime.py, the reducer)",
+        )
+    return None
+
+
+def tie_twice(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+    """What several stages hold has a whole multiple of its gradient."""
+    names = [n for n in sums.names if n in got.held and len(got.held[n].stages) > 1]
+    if len(names) < len(sums.names):
+        return None
+    times = factor_of(sums, names)
+    if times is None or not near(times, round(times)) or round(times) < 2:
+        return None
+    return Clue(
+        "tie counted twice",
+        names[0],
+        f"its gradient at step {sums.step} is {times:.4g} × that of one process; stages "
+        f"{_list(got.held[names[0]].stages)} hold it",
+        "the sum over the stages that share it is done more than once",
+        "what is summed over stages (parallel/joined.py), and after which sum",
+    )
+
+
+def last_words(sums: Sums, got: Record, solved: Shares | None) -> Clue | None:
+    """Nothing else was recognised: forward or backward pass, by the loss."""
+    if not got.held or fits(solved) is not None:
+        return None
+    axes = [axis for axis in ("tp", "cp", "pp") if got.degrees.get(axis, 1) > 1]
+    if sums.loss_right:
+        return _backward(sums, got, sums.names[-1], "")
+    alone = " alone, ".join(axes) + " alone" if len(axes) > 1 else "fewer ranks"
+    what = {"tp": "a split layer", "cp": "a layer on its own tokens", "pp": "a stage"}
+    return Clue(
+        "forward pass",
+        sums.names[0],
+        f"the loss at step {sums.step} differs, and with it the gradients of {some(sums.names)}",
+        f"{' or '.join(what[axis] for axis in axes)} computes something else than the layer of one "
+        f"process: an exchange is missing, stands at the wrong place, or gives a wrong part",
+        f"the check at the start (tensor/check.py, pipe/verify.py); try {alone}",
+    )
+
+
+# ---- inside
+
+
+def _backward(sums: Sums, got: Record, name: str, more: str) -> Clue:
+    if got.degrees.get("cp", 1) > 1:
+        return Clue(
+            "backward pass",
+            name,
+            f"the gradient of {some(sums.names)} is wrong at step {sums.step}, while the loss is "
+            f"right{more}",
+            "what ranks give back for the keys, values and tokens of others is missing, or counted "
+            "more than once",
+            "attention over parts of a sequence (parallel/context), and what gathers tokens",
+        )
+    tensor = got.degrees["tp"] > 1
+    return Clue(
+        "missing backward reduction" if tensor else "backward pass",
+        name,
+        f"the gradient of {some(sums.names)} is wrong at step {sums.step}, while the loss is "
+        f"right{more}",
+        "a sum over tensor-parallel ranks is missing, or done twice, in the backward pass of a "
+        "split layer"
+        if tensor
+        else "stages give back other gradients than those of what they were sent",
+        f"the exchanges behind {name}: exchange.enter, and exchange.gather under sequence parallel"
+        if tensor
+        else f"what arrives and departs around {name} (pipe/runtime.py)",
+    )
+
+
+def _last_stage_wrong(sums: Sums, got: Record) -> int | None:
+    """The stage up to which gradients are wrong, if all later stages have right ones."""
+    at = {n: got.held[n].stages[0] for n in sums.right if len(got.held[n].stages) == 1}
+    wrong = [at[n] for n in sums.names if n in at]
+    last = max(wrong, default=max(at.values(), default=0))
+    before = [n for n, stage in at.items() if stage <= last and norm_of(sums.right[n])]
+    return last if len(before) < len(at) and len(wrong) >= MOST * len(before) else None
+
+
+def _of_one_stage(sums: Sums, got: Record) -> tuple[str, ...]:
+    """The wrong ones that lie on one stage alone, of the last such stage."""
+    alone = [n for n in sums.names if n in got.held and len(got.held[n].stages) == 1]
+    last = max((got.held[n].stages for n in alone), default=())
+    return tuple(n for n in alone if got.held[n].stages == last)
+
+
+def _behind(names: Sequence[str], sums: Sums, got: Record) -> list[str]:
+    """Parameters after the last wrong one, in the module's order, whose gradients are right."""
+    order = [n for n in got.trainable if n in sums.right]
+    last = max(order.index(name) for name in names)
+    return [name for name in order[last + 1 :] if norm_of(sums.right[name])]
+
+
+def _right_behind(behind: Sequence[str]) -> str:
+    return f" and all gradients from {behind[0]} on are too" if behind else ""
+
+
+def _are(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return norm_of(one - other) <= TOLERANCE * norm_of(other)
+
+
+def _are_all(names: Sequence[str], got: Record) -> bool:
+    """Whether these are all parameters of their stage."""
+    stages = got.held[names[0]].stages
+    return set(names) == {n for n, one in got.held.items() if one.stages == stages}
+
+
+def _list(numbers: Sequence[int]) -> str:
+    """Numbers for a person.
+
+    >>> _list([0, 1, 3]), _list([2])
+    ('0, 1 and 3', '2')
+    """
+    *rest, last = [str(n) for n in numbers]
+    return f"{', '.join(rest)} and {last}" if rest else last

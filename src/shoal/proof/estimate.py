@@ -1,0 +1,67 @@
+"""How long one process would take: known in a second, before it begins.
+
+    seconds = FLOP of one sample, forward and backward, in shapes alone · samples
+              ÷ (SHARE · float64 rate of a matrix product, timed here and now)
+
+Training reached 0.33 to 0.46 of that rate here, hence SHARE; building the model comes on top. So
+what is given up before it costs anything would have been given up halfway, at a few times the cost.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ShoalError
+from shoal.base.phases import phase
+from shoal.data.fetch import first_samples
+from shoal.proof.material import Material
+from shoal.trace.flops import backward_flops
+from shoal.trainer.contract import batch_length, call_model, split_batch, sum_and_count
+
+SIDE = {"cpu": 384, "cuda": 2048}
+"""Of the square product that is timed: some ten milliseconds of work."""
+
+ROUNDS = 3
+
+SHARE = 0.5
+"""Of a product's rate, what training reaches; rather more than was measured."""
+
+
+@phase("estimate")
+def expected_seconds(module: nn.Module, material: Material, device: torch.device) -> float:
+    """Seconds of training `material`'s few samples in one process.
+
+    module   as `material.build` gives it; it is not run
+    Gives    0 where the module cannot be traced by shapes, or no sample can be looked at
+    """
+    try:
+        few = first_samples(material.data, material.collate, material.micro_batch)
+    except ShoalError:
+        return 0.0
+
+    def loss_sum(twin: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = split_batch(batch)
+        return sum_and_count(
+            material.loss(call_model(twin, inputs, material.call), targets), targets
+        )[0]
+
+    flops = backward_flops(module, few, loss_sum)
+    if not flops:
+        return 0.0
+    return flops / batch_length(few) * material.samples / (SHARE * _rate(device))
+
+
+def _rate(device: torch.device) -> float:
+    """FLOP/s of the best of a few float64 products."""
+    side = SIDE.get(device.type, 512)
+    left, right = (torch.rand(side, side, dtype=torch.float64, device=device) for _ in range(2))
+    best_s = float("inf")
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        float((left @ right)[0, 0])  # waits for the device
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return float(2 * side**3 / best_s)

@@ -1,0 +1,75 @@
+"""Wrong gradients of experts that ranks have dealt out: summed over whom?
+
+The backward pass of the exchange brings an expert the gradients of all tokens it saw, from every
+rank that exchanges with it; what is left to sum is over ranks that hold the same experts. So:
+
+    over all data-parallel ranks too   a rank's experts get those of other ranks added
+    divided by, or times, ep           the exchange is taken for an average, or summed twice
+    not at all                         only the tokens of one group of exchanging ranks are in it
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.proof.atoms import Atoms, Shares
+from shoal.proof.clue import Clue
+from shoal.proof.record import Record
+from shoal.proof.sums import TOLERANCE, Sums, factor_of, fits, groups, near, norm_of
+
+NAME = "factor of ep"
+
+
+def experts(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+    """Only gradients of experts are wrong."""
+    if got.ep == 1 or not set(sums.names) <= set(got.experts) or not sums.loss_right:
+        return None
+    more = f"{len(sums.names)} parameters" if len(sums.names) > 1 else "it"
+    seen = f"at step {sums.step} the gradient of {more}, experts dealt to {got.ep} ranks, is"
+    where = "whose gradients are summed over which ranks (Program.apart, parallel/apart.py)"
+    times = factor_of(sums, sums.names)
+    for value in (float(got.ep), 1.0 / got.ep):
+        if times is not None and near(times, value):
+            return Clue(
+                NAME,
+                sums.names[0],
+                f"{seen} {times:.6g} × that of one process; all others are right",
+                "the exchange's backward pass has brought the gradients of all ranks' tokens "
+                f"already: they are {'summed' if value > 1 else 'averaged'} over ep ranks again",
+                where,
+            )
+    if all(_mixed(sums.right[name], sums.wrong[name], got.ep) for name in sums.names):
+        return Clue(
+            NAME,
+            sums.names[0],
+            f"{seen} on every rank the sum over the experts of {got.ep} ranks; all others are "
+            f"right",
+            "gradients of experts are summed over all data-parallel ranks, also those that hold "
+            "other experts",
+            where,
+        )
+    values = fits(solved)
+    by_rank = groups(values, lambda i: i % got.degree, got.degree) if values else None
+    own = [str(rank) for rank, value in enumerate(by_rank or ()) if near(value, 1.0)]
+    none = [value for value in by_rank or () if near(value, 0.0)]
+    if by_rank and own and none and len(own) + len(none) == len(by_rank):
+        return Clue(
+            "experts not summed",
+            sums.names[0],
+            f"{seen} that of the tokens of data-parallel ranks {', '.join(own)} only",
+            "several ranks hold the same experts, each for the ranks that exchange with it, and "
+            "the sum over them is missing",
+            where,
+        )
+    return None
+
+
+def _mixed(right: torch.Tensor, wrong: torch.Tensor, ep: int) -> bool:
+    """Whether every rank's experts have the sum of all ranks' experts."""
+    everyone = right.unflatten(0, (ep, -1)).sum(0, keepdim=True).expand(ep, *_rest(right, ep))
+    apart = norm_of(wrong.unflatten(0, (ep, -1)) - everyone)
+    return apart <= TOLERANCE * norm_of(everyone)
+
+
+def _rest(whole: torch.Tensor, ep: int) -> tuple[int, ...]:
+    return len(whole) // ep, *whole.shape[1:]

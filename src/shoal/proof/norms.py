@@ -1,0 +1,108 @@
+"""A wrong gradient norm over right gradients: which parts were counted, and how often?
+
+The true norm counts every element of the model once. Ranks hold different parts under tensor and
+pipeline parallelism, and some the same ones, so a norm can leave parts out (those of other ranks,
+of another mesh) or count them several times (whatever several ranks hold). What each such mistake
+gives is known from the gradients of one process, and is held against the layout's norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from shoal.proof.clue import Clue
+from shoal.proof.held import coordinates
+from shoal.proof.record import Record
+from shoal.proof.sums import coefficient, near, norm_of
+
+
+def wrong_norm(expected: Record, got: Record, number: int) -> Clue | None:
+    """The clue in row `number`, whose gradients before clipping are equal."""
+    return _norm_of_parts(expected, got, number) or _norm_alone(expected, got, number)
+
+
+def norms_along(norms: Sequence[float | None], got: Record) -> str:
+    """Along which axes ranks tell different norms, in words."""
+    degrees = got.degrees
+    if math.prod(degrees.values()) != len(norms):
+        return ""
+    differ = []
+    for axis, word in (("pp", "stages"), ("tp", "tensor-parallel ranks")):
+        seen: dict[tuple[int, ...], set[float | None]] = {}
+        for rank, norm in enumerate(norms):
+            at = coordinates(rank, degrees)
+            seen.setdefault(tuple(n for a, n in at.items() if a != axis), set()).add(norm)
+        if any(len(same_place) > 1 for same_place in seen.values()):
+            differ.append(word)
+    return f" (they differ between {' and between '.join(differ)})" if differ else ""
+
+
+def _norm_of_parts(expected: Record, got: Record, number: int) -> Clue | None:
+    """Gradients agree, the norm does not: which parts were counted, and how often?"""
+    ours, theirs = expected.rows[number], got.rows[number]
+    if not got.held or not ours.grad_norm or not theirs.grad_norm:
+        return None
+    scale = coefficient(ours.grad_norm, expected.clip)
+    squares = {n: (norm_of(g) / scale) ** 2 for n, g in expected.gradients[number].items()}
+    near_ones = []
+    for counts, name, cause in _countings(got):
+        wrong = math.sqrt(math.fsum(counts.get(n, 0) * square for n, square in squares.items()))
+        if near(wrong / theirs.grad_norm, 1.0) and not near(wrong / ours.grad_norm, 1.0):
+            near_ones.append((abs(wrong - theirs.grad_norm), name, cause))
+    if not near_ones:
+        return None
+    _, name, cause = min(near_ones, key=lambda found: found[0])
+    return Clue(
+        name,
+        theirs.label,
+        f"the gradient norm at step {theirs.step} is {theirs.grad_norm:.6g} instead of "
+        f"{ours.grad_norm:.6g}, as if {cause}; the gradients before clipping are equal",
+        "the norm must count every element of the model once: over all meshes, each holder's share "
+        "divided by the number of holders",
+        "the gradient norm in trainer/step.py (_squares) and Program.holders",
+    )
+
+
+def _countings(got: Record) -> Iterator[tuple[dict[str, float], str, str]]:
+    """Wrong ways to count: how often each parameter, the name of the mistake, what is counted."""
+    held = got.held
+    often = {name: float(one.holders) for name, one in held.items()}
+    ties = {name: float(len(one.stages)) for name, one in held.items()}
+    within = {name: often[name] / ties[name] for name in held}
+    twice, part = "norm counts replicas", "norm over one mesh"
+    yield ties, twice, "weights that several stages hold were counted by each"
+    yield within, twice, "what tensor-parallel ranks hold whole was counted by each"
+    yield often, twice, "every holder of a parameter counted it as its own"
+    for stage in sorted({s for one in held.values() for s in one.stages}):
+        own = {n: float(stage in one.stages) for n, one in held.items()}
+        shares = {n: count / ties[n] for n, count in own.items()}
+        for counts in (own, shares):
+            yield counts, part, f"there were the parameters of stage {stage} only"
+    cut = {n: float(one.dim is not None) for n, one in held.items()}
+    yield cut, part, "there were only parameters that tensor-parallel ranks hold in parts"
+    whole = {n: 1 - count for n, count in cut.items()}
+    yield whole, part, "there were only parameters that tensor-parallel ranks hold whole"
+    once = {n: float(one.holders == 1) for n, one in held.items()}
+    yield once, part, "parameters with several holders were not counted at all"
+
+
+def _norm_alone(expected: Record, got: Record, number: int) -> Clue | None:
+    """The sums agree: only the reported norm, and with it clipping, is another."""
+    ours, theirs = expected.rows[number], got.rows[number]
+    if ours.grad_norm is None or theirs.grad_norm is None:
+        return None
+    ratio = theirs.grad_norm / ours.grad_norm if ours.grad_norm else math.inf
+    if near(ratio, 1.0):
+        return None
+    part = ratio < 1
+    return Clue(
+        "norm of a local shard" if part else "gradient norm",
+        theirs.label,
+        f"the gradient norm at step {theirs.step} is {theirs.grad_norm:.6g}, {ours.grad_norm:.6g} "
+        f"in one process, while the gradients before clipping are equal",
+        "the norm is taken over a part of the elements: a local shard, one bucket, one group"
+        if part
+        else "elements are counted more than once in the norm (replicas, ties)",
+        "the gradient norm in trainer/step.py (update)",
+    )

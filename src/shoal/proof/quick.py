@@ -1,0 +1,319 @@
+"""Two small steps on the layout and in one process, before a training run on several processes.
+
+    until it ended      a run's folder says that its proof began and how it ended (proof.json): one
+                        that was killed, or hung until it was, is begun again by the next attempt,
+                        `MOST_BEGUN` times; a run that goes on from a checkpoint had its proof
+    once                per model (its code, names, shapes), loss, layout, processes and versions,
+                        Shoal's own source among them; "equal" is kept in the cache folder
+    in the workers      which have met already; nothing is started
+    refuses             on a proven difference only; what cannot be proven is said and let through
+
+Source: design §5; nobody else ships it, so the cost must stay at seconds: `BUDGET_S` bounds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal import __version__
+from shoal.base.errors import ShoalError, TrainingError
+from shoal.base.files import cache_folder, write_whole
+from shoal.base.phases import phase
+from shoal.base.units import seconds_text
+from shoal.checkpoint.catalog import find
+from shoal.config.sections import Config
+from shoal.data.cache import content_key
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
+from shoal.proof.estimate import expected_seconds
+from shoal.proof.limits import collective
+from shoal.proof.material import Material, material_of
+from shoal.trace.alone import CollectiveAlone, alone
+from shoal.trainer.parallelize import build_module
+
+BUDGET_S = 30.0
+"""For the one process; what needs longer is proven by `shoal prove`, not before each run."""
+
+STEPS = 2
+PLAIN = (bool, int, float, str)
+NAME = "proof.json"
+
+RESTARTS = ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+MOST_BEGUN = 2
+"""Attempts that a proof may cost a run: one that ends none of them is told, and training begins."""
+
+
+@phase("proof")
+def prove_run(
+    config: Config, source: Source, world: World, folder: Path, layout: Mapping[str, Any]
+) -> str:
+    """Prove the layout of a training run before it begins, if `train.prove` asks for that.
+
+    Gives    the line for the user; empty where nothing was done
+    Errors   as `prove_before`
+    """
+    if config.train.prove == "off" or world.size == 1:
+        return ""
+    return prove_before(material_of(config, source, layout), world, folder)
+
+
+def prove_before(
+    material: Material, world: World, folder: Path, environ: Mapping[str, str] = os.environ
+) -> str:
+    """Prove a layout on two small steps, unless that is known; every rank calls it.
+
+    folder   the run's own folder: with a checkpoint in it there is nothing fresh to prove
+    Gives    the line that the user should read; empty where nothing was done
+    Errors   TrainingError with the first difference and its likely cause if they differ
+    """
+    if world.size == 1:
+        return ""
+    attempts = Attempts(folder, content_key(_text(folder / "run.toml"), world.size))
+    restarted = any(environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+    begun = world.broadcast_json(attempts.begun(restarted) if world.is_first else None)
+    if begun is None:
+        return ""
+    if isinstance(material.data, Iterator):
+        return "proof: not proven: the data can be read once only; training goes on"
+    if begun >= MOST_BEGUN:
+        return (
+            f"proof: not proven: begun {begun} times and ended neither time (the run was killed, "
+            f"hung or broke off); training goes on"
+        )
+    known: Any = None
+    key, expected_s = "", 0.0
+    if world.is_first:
+        key, known, expected_s = _look(material, world)
+        attempts.write(begun + 1, known["verdict"] if known else "")
+    known, expected_s = world.broadcast_json([known, expected_s])
+    if known is not None:
+        return ""
+    if expected_s > BUDGET_S:
+        if world.is_first:
+            attempts.write(begun + 1, "not proven")
+        return too_long(expected_s, folder)
+    battery = quick_battery(material, world.size, BUDGET_S)
+    report = battery.prove(world, material.layout, material.policies)
+    if report["verdict"] == "different":
+        raise TrainingError(refusal(report))
+    if world.is_first:
+        attempts.write(begun + 1, report["verdict"])
+    if key and report["verdict"] == "equal":
+        kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
+        _write({**_read(), key: kept})
+    return line(report)
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """A run's attempts at its proof, kept in its folder. Rank 0 alone reads and writes.
+
+    Format   <run>/proof.json: {"of": the configuration and the processes, "begun": attempts,
+             "verdict": of the one that ended, "" before}
+    """
+
+    folder: Path
+    of: str
+
+    def begun(self, restarted: bool) -> int | None:
+        """Attempts that did not end; None where nothing is left to prove.
+
+        restarted   by a launcher, with the same code; else whatever was proven may have changed
+        """
+        if find(self.folder / "checkpoints"):
+            return None
+        if not restarted:
+            return 0
+        try:
+            told = json.loads(_text(self.folder / NAME))
+            if told["of"] != self.of:
+                return 0
+            return None if told["verdict"] else int(told["begun"])
+        except (ValueError, LookupError, TypeError):
+            return 0
+
+    def write(self, begun: int, verdict: str) -> None:
+        """Keep how far the proof is; on a full disk the next attempt proves again."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            told = {"of": self.of, "begun": begun, "verdict": verdict}
+            write_whole(self.folder / NAME, json.dumps(told))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _look(material: Material, world: World) -> tuple[str, Any, float]:
+    """(key of this proof, what is kept under it, seconds that one process would take).
+
+    The key is empty where a model cannot be built by one process alone.
+    """
+    module = _structure(material)
+    if module is None:
+        return "", None, 0.0
+    key = proof_key(material, module, world)
+    known = _read().get(key)
+    if known is not None:
+        return key, known, 0.0
+    small, expected_s = material.small(world.size), 0.0
+    with contextlib.suppress(CollectiveAlone), alone():
+        expected_s = expected_seconds(module, small, world.device)
+    return key, None, expected_s
+
+
+def _structure(material: Material) -> nn.Module | None:
+    """The module, whose numbers do not matter here: ours is built without any.
+
+    None where a model cannot be built by one process alone.
+    """
+    try:
+        with alone(), torch.device("meta") if material.ours else nullcontext():
+            return build_module(material.build, material.seed)
+    except (CollectiveAlone, ShoalError) as failure:
+        if collective(failure) is None:  # a builder's exception arrives as the user's error
+            raise
+        return None
+
+
+def too_long(expected_s: float, folder: Path) -> str:
+    """What is said where one process would take longer than it may: one line."""
+    return (
+        f"proof: not proven: time: {STEPS} steps in one process would take about "
+        f"{seconds_text(expected_s)}, {seconds_text(BUDGET_S)} are allowed; training goes on; "
+        f"alone it is proven by: shoal prove --quick {folder / 'run.toml'}"
+    )
+
+
+def quick_battery(material: Material, degree: int, budget_s: float | None = None) -> Battery:
+    """Two steps of SGD on small micro-batches, the second step a short one.
+
+    budget_s   for the one process; None where the proof is all that was asked for
+    """
+    return Battery(
+        material.small(degree).trial(),
+        optimizers={SGD: OPTIMIZERS[SGD]},
+        steps=STEPS,
+        seed=material.seed,
+        budget_s=budget_s,
+    )
+
+
+def line(report: Report) -> str:
+    """What a proof before a run says: one line."""
+    if report["verdict"] == "not proven":
+        return f"proof: not proven: {report['reason']}; training goes on"
+    (trajectory,) = report["trajectories"]
+    return (
+        f"proof: {report['layout']} computes what one process computes: "
+        f"{len(trajectory['parameters'])} parameters, {report['steps']} steps in float64, largest "
+        f"difference {trajectory['largest']['gradient']:.0e} ({report['seconds']:.1f} s; once per "
+        f"model, layout and versions){said(report)}"
+    )
+
+
+def said(report: Report) -> str:
+    """What was done to the model for the proof's sake, as the end of a line."""
+    return "".join(f"; {text}" for text in report["said"])
+
+
+def refusal(report: Report) -> str:
+    """Why training is refused: layout, first difference, likely cause, what to do."""
+    return (
+        f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
+        f"process computes: {report['cause']['text']}{said(report)}. `shoal prove` shows every "
+        f"parameter; train.prove=off trains all the same"
+    )
+
+
+def proof_key(material: Material, module: nn.Module, world: World) -> str:
+    """A hash of all that a quick proof of `material`, which builds `module`, depends on."""
+    layout = material.layout
+    return content_key(
+        model_parts(module),
+        source_of(material.loss),
+        source_of(material.collate),
+        min(material.micro_batch, 2),
+        own_source(),
+        layout if isinstance(layout, str) else dict(layout),
+        dict(material.policies),
+        world.size,
+        world.device.type,
+        material.call,
+        [torch.__version__, __version__],
+    )
+
+
+def model_parts(module: nn.Module) -> list[Any]:
+    """Names, shapes and settings of a module, and a hash of the code of every class in it."""
+    tensors = [
+        [name, list(p.shape), p.requires_grad]
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    kinds = {type(part) for part in module.modules()}
+    code = sorted(f"{k.__module__}.{k.__qualname__} {source_of(k)}" for k in kinds)
+    settings = [
+        {k: v for k, v in vars(part).items() if k != "training" and isinstance(v, PLAIN)}
+        for part in module.modules()
+    ]
+    return [tensors, repr(module), code, settings]
+
+
+def own_source() -> str:
+    """A hash of Shoal's own source: an edited layout is another layout."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def source_of(thing: Any) -> str:
+    """A hash of the source around a class or function; its name where there is none to be read.
+
+    The whole module counts, since what a class calls usually lies beside it.
+    """
+    module = getattr(thing, "__module__", "") or ""
+    if module.partition(".")[0] == "torch":  # the version says it
+        return module
+    name = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    try:
+        text = name + inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        text = name
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _path() -> Path:
+    return cache_folder() / "proofs.json"
+
+
+def _read() -> dict[str, Any]:
+    try:
+        return dict(json.loads(_path().read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write(known: dict[str, Any]) -> None:
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_path(), json.dumps(known, indent=1))
+    except OSError:
+        return  # the cache only saves time

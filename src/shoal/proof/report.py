@@ -1,0 +1,109 @@
+"""What a proof tells, as JSON: a verdict, and per trajectory how far both sides are apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from shoal.proof.bounds import Bounds
+from shoal.proof.record import Record
+from shoal.proof.verdict import Comparison
+
+Report = dict[str, Any]
+"""JSON: verdict (equal, different, not proven), reason, cause, layout, processes, precision,
+steps, seconds, versions, said (what was done to the model for the proof's sake), and per trajectory
+its bounds, rows and parameters; `as_is` are its largest differences before casts were lifted."""
+
+
+SMOOTH = ("loss", "gradient", "gradient norm", "weights", "buffer")
+"""What rounding can change; counts, decisions and what is used it cannot."""
+
+ROUNDINGS = 16
+"""How much farther than one change of all weights in their last bits rounding may take a layout: it
+adds numbers in another order in every layer and step."""
+
+
+def trajectory(
+    name: str,
+    expected: Record,
+    got: Record,
+    comparison: Comparison,
+    bounds: Bounds,
+) -> Report:
+    """The JSON of one trajectory, no cause in it yet; numbers that are not finite become null."""
+    first = comparison.first
+    return {
+        "optimizer": name,
+        "equal": comparison.equal,
+        "bounds": {k: _finite(v) for k, v in asdict(bounds).items()},
+        "largest": {
+            "loss": _finite(comparison.largest_loss),
+            "gradient_norm": _finite(comparison.largest_norm),
+            "gradient": _finite(max((p.gradient for p in comparison.parameters), default=0.0)),
+            "weights": _finite(max((p.weights for p in comparison.parameters), default=0.0)),
+        },
+        "rows": [
+            {
+                "label": ours.label,
+                "step": ours.step,
+                "targets": ours.targets,
+                "loss": [ours.loss, theirs.loss],
+                "grad_norm": [ours.grad_norm, theirs.grad_norm],
+            }
+            for ours, theirs in zip(expected.rows, got.rows, strict=False)
+        ],
+        "parameters": [
+            {**asdict(p), "gradient": _finite(p.gradient), "weights": _finite(p.weights)}
+            for p in comparison.parameters
+        ],
+        "first": None
+        if first is None
+        else {**asdict(first), "size": _finite(first.size), "bound": _finite(first.bound)},
+        "cause": None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def judged(trajectories: list[Report], why: str) -> Report:
+    """The verdict, with its reason or its cause.
+
+    why   nothing is proven, "" if something is
+    """
+    wrong = [t for t in trajectories if not t["equal"]]
+    return {
+        "verdict": "not proven" if why else "different" if wrong else "equal",
+        "reason": why,
+        "cause": wrong[0]["cause"] if wrong else None,
+    }
+
+
+def far(told: Report) -> str:
+    """The largest difference of a trajectory's losses, norms and gradients."""
+    largest = [told["largest"][what] for what in ("loss", "gradient_norm", "gradient")]
+    return "infinitely far" if None in largest else f"{max(largest):.0e}"
+
+
+def no_farther(told: Report, rounding: Report) -> bool:
+    """Whether a trajectory is nowhere farther from its twin than rounding takes that itself."""
+    pairs = [(told["largest"][what], rounding["largest"][what]) for what in told["largest"]]
+    return all(
+        a is not None and (b is None or a <= max(ROUNDINGS * b, told["bounds"]["first"]))
+        for a, b in pairs
+    )
+
+
+def in_float32(report: Report) -> str:
+    """What a report in float32 tells of a model that has no float64."""
+    if report["verdict"] == "not proven":
+        return f"nor in float32: {report['reason']}"
+    if report["verdict"] == "different":
+        return f"in float32 it differs, as rounding alone may: {report['cause']['text']}"
+    first = report["trajectories"][0]
+    return (
+        f"in float32 instead it is equal within {first['bounds']['first']:.0e} at step 1 "
+        f"(largest difference of a gradient {far(first)})"
+    )

@@ -1,0 +1,1 @@
+"""For learners: step-throughs, puzzles, calculators, their screens; nothing below imports it."""

@@ -1,0 +1,234 @@
+"""The calculators of `shoal simulate`: a word, `key=value` options, one screen or JSON.
+
+    shoal simulate goodput gpus=16384 mtbf_hours=3.1 stall_s=60 restart_s=600
+
+The options of a calculator are the parameters of its screen function; their defaults show the kind:
+a count (16384, 16k, 7b), a number, a word, or several counts (2,4,8). A section of run.toml among
+them takes that section's keys, as section.key=value. Every calculator also takes `svg=FILE`, which
+keeps its plot. An unknown key or a bad value is one line that names the nearest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json as json_text
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shoal.base.errors import PlanError, nearest
+from shoal.config.load import load
+from shoal.teach.drawings.plot_svg import plot_svg
+from shoal.teach.drawings.screen import Screen, screen_lines, screen_record
+from shoal.teach.screens import distant, drawn, links, reliability, speed
+
+WIDTH = 100
+SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+LARGEST = 1e18
+"""Of a number that is given: beyond it nothing that is trained has a meaning."""
+MAY_BE_ZERO = frozenset({
+    "alpha_us", "inside_alpha_us", "interval_s", "latency_ms", "node_share", "outer_s",
+    "overlap", "overlap_steps", "repair_hours", "restart_s", "seed", "serial", "slow_share",
+    "spares", "speedup", "spread", "write_s",
+})  # fmt: skip
+
+SCREENS: dict[str, tuple[str, Callable[..., Screen]]] = {
+    "amdahl": ("speed-up when a share of the step stays serial", speed.amdahl_screen),
+    "scaling": ("step time and speed-up with communication", speed.scaling_screen),
+    "collectives": ("all-reduce by ring, tree, halving-doubling, levels", links.collectives_screen),
+    "bubble": ("idle share of a pipeline, by schedule", links.bubble_screen),
+    "mfu": ("share of the peak that a run uses", speed.mfu_screen),
+    "checkpoints": ("how often to save (Young, Daly, exact)", reliability.checkpoints_screen),
+    "goodput": ("share of a run that is progress", reliability.goodput_screen),
+    "failures": ("a long run drawn: failures, spares, restarts", drawn.failures_screen),
+    "stragglers": ("time lost waiting for the slowest device", drawn.stragglers_screen),
+    "diloco": ("bytes of averaging weights every H steps", distant.diloco_screen),
+    "islands": ("slow links: time, utilisation, the smallest period", distant.islands_screen),
+}
+"""Word → what it answers, and its screen function."""
+
+
+def calculate(
+    word: str,
+    arguments: Sequence[str] = (),
+    *,
+    json: bool = False,
+    options: Mapping[str, object] | None = None,
+) -> None:
+    """Print one calculator's screen, or its figures as JSON.
+
+    word       of SCREENS · arguments  `key=value` texts · options  the same, as a mapping
+    Errors     PlanError: unknown word or key, a value of the wrong kind or out of range
+    """
+    _, function = SCREENS[known_word(word)]
+    texts = {**_split(word, arguments), **{k: str(v) for k, v in (options or {}).items()}}
+    path = texts.pop("svg", "")
+    values = parse(word, function, texts)
+    try:
+        screen = function(**values)
+    except (OverflowError, ZeroDivisionError):
+        raise PlanError(
+            f"{word}: these numbers are too far apart to compute with; nearest: its defaults"
+        ) from None
+    if path:
+        named = dataclasses.replace(screen.chart, title=screen.title)
+        Path(path).write_text(plot_svg(named), encoding="utf-8")
+    if json:
+        plain = {k: dataclasses.asdict(v) if is_section(v) else v for k, v in values.items()}
+        record = {"calculator": word, **screen_record(screen, plain)}
+        typer.echo(json_text.dumps(record, ensure_ascii=False, allow_nan=False))
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in screen_lines(screen, WIDTH, ascii_only=not _speaks(encoding)):
+        typer.echo(line.encode(encoding, "replace").decode(encoding))
+    if path:
+        typer.echo(f"plot: {path}")
+
+
+def known_word(word: str) -> str:
+    """The word, if it is a calculator's. Errors: PlanError with the nearest.
+
+    >>> known_word("goodput")
+    'goodput'
+    """
+    if word in SCREENS:
+        return word
+    close = nearest(word, SCREENS)
+    raise PlanError(
+        f"simulate {word}: no calculator, there are {', '.join(SCREENS)}; "
+        f"nearest: shoal simulate {close or 'goodput'}"
+    )
+
+
+def parse(word: str, function: Callable[..., Screen], texts: Mapping[str, str]) -> dict[str, Any]:
+    """All options of a calculator as values: those given, and the defaults of the others.
+
+    Errors: PlanError for an unknown key or a value of the wrong kind, with the nearest right one.
+
+    >>> parse("bubble", links.bubble_screen, {"ranks": "16"})["ranks"]
+    16
+    """
+    defaults = {k: p.default for k, p in inspect.signature(function).parameters.items()}
+    sections = {k: default for k, default in defaults.items() if is_section(default)}
+    options = [*(k for k in defaults if k not in sections), *(f"{k}.…" for k in sections)]
+    for key in texts:
+        section, dot, _ = key.partition(".")
+        if key not in options and not (dot and section in sections):
+            raise PlanError(
+                f"simulate {word}: {key} is not an option, there are {', '.join(options)}, svg; "
+                f"nearest: {_nearest_option(key, [*options, 'svg'], sections)}"
+            )
+    values = {
+        key: _value(key, texts[key], default) if key in texts else default
+        for key, default in defaults.items()
+    }
+    return values | {key: _section(key, default, texts) for key, default in sections.items()}
+
+
+def _nearest_option(key: str, options: Sequence[str], sections: Mapping[str, Any]) -> str:
+    of_sections = {
+        name: f"{section}.{name}" for section in sections for name in vars(sections[section])
+    }
+    return of_sections.get(key) or nearest(key, options) or options[0]
+
+
+def is_section(value: object) -> bool:
+    """Whether a parameter of a screen function is a section of run.toml."""
+    return dataclasses.is_dataclass(value)
+
+
+def _section(name: str, default: Any, texts: Mapping[str, str]) -> Any:
+    """A section as the user changed it, read as `shoal train` reads it."""
+    plain = type(default)()
+    own = [
+        f"{name}.{key}={value}"
+        for key, value in vars(default).items()
+        if value != getattr(plain, key)
+    ]
+    typed = [f"{key}={text}" for key, text in texts.items() if key.startswith(f"{name}.")]
+    return getattr(load(None, [*own, *typed]).config, name)
+
+
+def _split(word: str, arguments: Sequence[str]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not value:
+            raise PlanError(
+                f"simulate {word}: {argument} has no value; nearest: {key or 'key'}=…, as in "
+                f"shoal simulate {word} {_example(word)}"
+            )
+        if key in texts:
+            raise PlanError(f"simulate {word}: {key} is given twice; nearest: {key}={value}")
+        texts[key] = value
+    return texts
+
+
+def _example(word: str) -> str:
+    first = next(iter(inspect.signature(SCREENS[word][1]).parameters.values()))
+    return f"{first.name}={first.default}"
+
+
+def _value(key: str, text: str, default: object) -> object:
+    """The text as what the default is: several counts, a count, a number or a word."""
+    if isinstance(default, tuple):
+        return tuple(sorted({_count(key, one, default[0]) for one in text.split(",")}))
+    if isinstance(default, int):
+        return _count(key, text, default)
+    if isinstance(default, float):
+        return _number(key, text, default)
+    return text
+
+
+def _number(key: str, text: str, default: object) -> float:
+    found = re.fullmatch(r"([-+]?[0-9._]*(?:[eE][-+]?[0-9]+)?)([kmbtKMBT]?)", text.strip())
+    try:
+        value = float(found[1]) * SUFFIXES[found[2].lower()] if found else math.nan
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise PlanError(f"{key} = {text}: not a number; nearest: {key}={default}")
+    if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
+        least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
+        raise PlanError(f"{key} = {text}: must be {least}; nearest: {key}={default}")
+    if value > LARGEST:
+        raise PlanError(f"{key} = {text}: at most {LARGEST:g}; nearest: {key}={default}")
+    return value
+
+
+def _count(key: str, text: str, default: object) -> int:
+    value = _number(key, text, default)
+    if value != int(value):
+        raise PlanError(f"{key} = {text}: a whole number; nearest: {key}={max(1, round(value))}")
+    return int(value)
+
+
+def _speaks(encoding: str) -> bool:
+    """Whether the terminal can write the signs of a plot."""
+    try:
+        "●○◆◇▲△┊└┤█√τα".encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _command(
+    word: str, arguments: Sequence[str] = (), *, json: bool = False, **options: object
+) -> None:
+    calculate(word, arguments, json=json, options=options)
+
+
+CALCULATORS: dict[str, tuple[str, Callable[..., None]]] = {
+    word: (what, functools.partial(_command, word)) for word, (what, _) in SCREENS.items()
+}
+"""For the table of `shoal simulate`: word → help line, and a function that prints the answer.
+
+It takes a list of `key=value` texts, or the same as keyword arguments, and `json=True`.
+"""

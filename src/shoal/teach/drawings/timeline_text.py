@@ -1,0 +1,218 @@
+"""Draws a timeline with letters: one row per rank, time to the right, at most 100 columns.
+
+A box starts with the letter of its kind and the number of its micro-batch (`F3--`); `.` is idle.
+On a terminal the kinds have colours; elsewhere only plain characters are written. Where boxes are
+narrower than a column, a column holds the letter of what its middle does, and only a box with
+room for all of its label has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.base.timeline import Span, Timeline
+from shoal.teach.drawings.timeline_rows import (
+    CURVE_FILL,
+    INK,
+    Row,
+    fill_of,
+    group_name,
+    held_text,
+    label_of,
+    later_pieces,
+    legend,
+    micro_batch_and_stage,
+    peaks,
+    piece_of,
+    rank_groups,
+    rows,
+    several_pieces,
+    stages_of,
+    tick_text,
+    ticks,
+    time_unit,
+)
+
+WIDTH = 100
+MOST_ROWS, WIDEST_BOX, BAR = 32, 6, 30
+
+
+def print_timelines(timelines: Sequence[Timeline], stream: TextIO) -> None:
+    """Write timelines on one common scale, in colours only on a terminal."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    coloured = console.is_terminal and console.color_system is not None
+    width = min(WIDTH, console.width) if console.is_terminal else WIDTH
+    for line in timeline_lines(timelines, width, coloured=coloured):
+        print_line(console, line, stream)
+
+
+def print_line(console: Console, line: Text, stream: TextIO) -> None:
+    """One line as the stream can say it: `?` for what its encoding lacks."""
+    encoding = stream.encoding or "utf-8"
+    if line.plain.encode(encoding, "replace").decode(encoding) != line.plain:
+        line = Text(line.plain.encode(encoding, "replace").decode(encoding))
+    console.print(line, soft_wrap=True)
+
+
+def timeline_lines(
+    timelines: Sequence[Timeline], width: int = WIDTH, *, coloured: bool = False
+) -> list[Text]:
+    """The drawing as lines of at most `width` columns: title, axis, rows, peaks, facts, legend.
+
+    coloured   boxes have colours, so that their tails need no dashes
+    """
+    names = [row.name for timeline in timelines for row in rows(timeline)]
+    margin = 12 if any(timeline.unit != "s" for timeline in timelines) else 10
+    margin = max([margin, *(len(name) + 2 for name in names)])
+    end_s = max((timeline.end_s for timeline in timelines), default=0.0)
+    per_s = scale(timelines, width - margin - 1)
+    fine = per_s * _shortest_s(timelines) >= 1 - 1e-6
+    most = max((held.held_bytes for timeline in timelines for held in timeline.memory), default=0)
+    lines: list[Text] = []
+    for timeline in timelines:
+        lines.append(Text(timeline.title, style="bold"))
+        lines.append(_axis(end_s, timeline.unit, per_s, margin, width))
+        shown = rows(timeline)
+        for row in shown[:MOST_ROWS]:
+            lines.append(_row(row, timeline.end_s, per_s, margin, coloured, fine))
+        if len(shown) > MOST_ROWS:
+            lines.append(Text(f"… {len(shown) - MOST_ROWS} more rows: draw them with --svg FILE"))
+        lines += _peaks(timeline, most, coloured=coloured)
+        lines += [Text(line) for line in facts_lines(timeline.facts, width)]
+        lines.append(Text(""))
+    return [*lines, *_legend(timelines, width, coloured=coloured)]
+
+
+def scale(timelines: Sequence[Timeline], columns: int) -> float:
+    """Columns per second: whole columns per smallest piece of time where that fits.
+
+    >>> scale([Timeline("t", 1, (Span(0, 0.0, 1.0, "forward"), Span(0, 1.0, 3.0, "backward")))], 9)
+    3.0
+    """
+    spans = [span for timeline in timelines for span in timeline.spans]
+    end_s = max((span.end_s for span in spans), default=0.0)
+    if end_s <= 0:
+        return 1.0
+    piece_s = _common_piece(spans)
+    if piece_s and round(end_s / piece_s) <= columns:
+        return min(columns // round(end_s / piece_s), WIDEST_BOX) / piece_s
+    return columns / end_s
+
+
+def _shortest_s(timelines: Sequence[Timeline]) -> float:
+    lengths = (s.end_s - s.start_s for timeline in timelines for s in timeline.spans)
+    return min((length_s for length_s in lengths if length_s > 0), default=0.0)
+
+
+def _common_piece(spans: Sequence[Span]) -> float:
+    """The longest time of which every start and end is a multiple; 0.0 if there is no good one."""
+    shortest_s = min((s.end_s - s.start_s for s in spans if s.end_s > s.start_s), default=0.0)
+    moments = {moment for span in spans for moment in (span.start_s, span.end_s)}
+    for parts in range(1, 11):
+        piece_s = shortest_s / parts
+        if piece_s and all(abs(m / piece_s - round(m / piece_s)) < 1e-6 for m in moments):
+            return piece_s
+    return 0.0
+
+
+def _axis(end_s: float, unit: str, per_s: float, margin: int, width: int) -> Text:
+    """Figures over the columns where they hold, the unit once, at the left."""
+    name, times = time_unit(end_s, unit)
+    text = f"time, {name}".ljust(margin)
+    for value in ticks(end_s * times, max(2, round(end_s * per_s / 9))):
+        place = margin + round(value / times * per_s)
+        if len(text) <= place and place + len(tick_text(value)) <= width:
+            text = text.ljust(place) + tick_text(value)
+    return Text(text, style="dim")
+
+
+def _row(row: Row, end_s: float, per_s: float, margin: int, coloured: bool, fine: bool) -> Text:
+    """fine: every box is a column wide at least, so that labels can be read in a row."""
+    line = Text(row.name.ljust(margin))
+    columns = math.ceil(end_s * per_s - 1e-6)
+    owner: list[Span | None] = [None] * columns
+    for span in row.spans:
+        first, last = _columns(span, per_s)
+        for column in range(first, min(last, columns)):
+            owner[column] = span
+    edges = [0, *(c for c in range(1, columns) if owner[c] is not owner[c - 1]), columns]
+    stages = stages_of(row)
+    for first, last in pairwise(edges):
+        does, room = owner[first] if first < columns else None, last - first
+        if does is None:
+            line.append(("." if not coloured else "·") * room, style="dim")
+            continue
+        piece = piece_of(does, stages)
+        wide = fine or room > len(micro_batch_and_stage(does)[0])
+        text = label_of(does, room if wide else 1, piece, coloured=coloured and wide)
+        tail = " " if coloured else ("-" if wide else text)
+        line.append(
+            text.ljust(room, tail), style=f"{INK} on {fill_of(does, stages)}" if coloured else ""
+        )
+    return line
+
+
+def _columns(span: Span, per_s: float) -> tuple[int, int]:
+    """First column and the one after the last of those whose middle the span covers."""
+    return round(span.start_s * per_s + 1e-6), round(span.end_s * per_s + 1e-6)
+
+
+def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
+    """One bar per row of ranks: the most it holds at once, of the most that any rank holds."""
+    if not timeline.memory:
+        return []
+    groups, most_of = rank_groups(timeline), peaks(timeline)
+    margin = max(len(group_name(ranks)) for ranks in groups) + 2
+    lines = [Text("most held at once", style="bold")]
+    for ranks in groups[:MOST_ROWS]:
+        peak = most_of[ranks[0]]
+        bar = ("█" if coloured else "#") * (round(BAR * peak / most) if most else 0)
+        line = Text(group_name(ranks).ljust(margin))
+        line.append(bar.ljust(BAR), style=CURVE_FILL if coloured else "")
+        lines.append(line.append(f"  {held_text(timeline, peak)}"))
+    return lines
+
+
+def facts_lines(facts: dict[str, str], width: int) -> list[str]:
+    """Name and figure of every fact, as many on a line as fit.
+
+    >>> facts_lines({"makespan": "33 s", "bubble": "9 s"}, 100)
+    ['makespan 33 s · bubble 9 s']
+    """
+    return packed([f"{name} {figure}" for name, figure in facts.items()], " · ", width)
+
+
+def packed(words: Sequence[str], between: str, width: int) -> list[str]:
+    """Words joined, as many on a line as fit.
+
+    >>> packed(["0 → 1", "1 → 2", "2 → 0"], " · ", 14)
+    ['0 → 1 · 1 → 2', '2 → 0']
+    """
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(between) + len(word) <= width:
+            lines[-1] += between + word
+        else:
+            lines.append(word)
+    return lines
+
+
+def _legend(timelines: Sequence[Timeline], width: int, *, coloured: bool) -> list[Text]:
+    small = f"{'paler' if coloured else 'small letters'}: {later_pieces(timelines)}"
+    more = [small] if several_pieces(timelines) else []
+    if not coloured:
+        words = [f"{kind.letter} {kind.word}" for kind in legend(timelines)]
+        return [Text(line) for line in packed([*words, ". idle", *more], "   ", width)]
+    lines = [Text()]
+    for kind in legend(timelines):
+        if len(lines[-1]) + len(kind.word) + 6 > width:
+            lines.append(Text())
+        lines[-1].append(f" {kind.letter} ", style=f"{INK} on {kind.fill}")
+        lines[-1].append(f" {kind.word}  ")
+    return lines + [Text(line, style="dim") for line in more]

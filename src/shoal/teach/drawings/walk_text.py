@@ -1,0 +1,101 @@
+"""Prints a step-through: what happens, then the table of who holds what, step after step.
+
+`[22]` is complete, `12+` a sum of some ranks, `7` a rank's own number, `.` nothing; `<3` behind a
+number says that it has just come from rank 3. On a terminal the same is said by colours too.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.teach.drawings.timeline_text import WIDTH, facts_lines, packed, print_line
+from shoal.teach.walks.walk import LOOKS, Cell, Step, Walk
+
+MANY_ROWS = 8
+STYLES = {"own": "", "part": "yellow", "whole": "bold green", "none": "dim", "busy": "cyan"}
+MARKS = {"own": "{}", "part": "{}+", "whole": "[{}]", "none": ".", "busy": "{}~"}
+
+
+def print_walk(walk: Walk, stream: TextIO) -> None:
+    """Write the whole step-through, in colours only on a terminal."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    for line in walk_lines(walk):
+        print_line(console, line, stream)
+
+
+def walk_lines(walk: Walk, width: int = WIDTH) -> list[Text]:
+    """The step-through as lines of at most `width` columns."""
+    lines = [Text(walk.title, style="bold")]
+    lines += [Text(line) for text in walk.story for line in textwrap.wrap(text, width)]
+    marks = {name: MARKS[name].format(name[0] if name == "none" else "7") for name in LOOKS}
+    present = {cell.look for step in walk.steps for row in step.cells for cell in row}
+    says = {**LOOKS, **walk.looks}
+    key = "   ".join(f"{marks[n]} {says[n]}" for n in LOOKS if n in present)
+    from_rank = any(c.came_from is not None for s in walk.steps for row in s.cells for c in row)
+    key += "   <3 just came from rank 3" if from_rank else ""
+    lines += [Text(key, style="dim"), Text("")]
+    if walk.start:
+        lines += [Text("start", style="bold"), *_table(walk, walk.start, width), Text("")]
+    for step in shown_steps(walk):
+        if isinstance(step, int):
+            lines += [Text(f"… {step} more rounds of the same kind", style="dim"), Text("")]
+            continue
+        lines.append(Text(step.title, style="bold"))
+        lines += [Text(line) for line in packed(step.happens, " · ", width)]
+        lines += _table(walk, step.cells, width)
+        lines += [Text(line, style="dim") for line in textwrap.wrap(step.note, width)]
+        lines.append(Text(""))
+    lines += [Text(line) for line in textwrap.wrap(f"checked: {walk.checked}", width)]
+    facts = walk.facts if walk.timeline is None else {}
+    return lines + [Text(line) for line in facts_lines(facts, width)]
+
+
+def shown_steps(walk: Walk) -> list[Step | int]:
+    """The steps that are worth their room: of many equal rounds the first two and the last.
+
+    A number stands for so many rounds that are left out.
+    """
+    if len(walk.rows) <= MANY_ROWS:
+        return list(walk.steps)
+    shown: list[Step | int] = []
+    for _, phase in groupby(walk.steps, key=lambda step: step.title.rpartition(", ")[2]):
+        alike = list(phase)
+        if len(alike) <= 4:
+            shown += alike
+        else:
+            shown += [*alike[:2], len(alike) - 3, alike[-1]]
+    return shown
+
+
+def _table(walk: Walk, cells: Sequence[Sequence[Cell]], width: int) -> list[Text]:
+    margin = max(len(name) for name in walk.rows) + 2
+    for gap, origins in ((2, True), (1, True), (1, False)):
+        texts = [[_text(cell, origins) for cell in row] for row in cells]
+        wide = [
+            max(len(name), *(len(row[place]) for row in texts)) + gap
+            for place, name in enumerate(walk.columns)
+        ]
+        if margin + sum(wide) <= width:
+            break
+    head = "".join(name.rjust(w) for name, w in zip(walk.columns, wide, strict=True))
+    lines = [Text(" " * margin + head, style="dim")]
+    for name, row, written in zip(walk.rows, cells, texts, strict=True):
+        line = Text(name.ljust(margin))
+        for cell, text, w in zip(row, written, wide, strict=True):
+            line.append(" " * (w - len(text)))
+            fresh = cell.came_from is not None
+            line.append(text, style=f"{STYLES[cell.look]}{' reverse' if fresh else ''}".strip())
+        lines.append(line)
+    return lines
+
+
+def _text(cell: Cell, origins: bool) -> str:
+    """origins: there is room to say from whom it came."""
+    text = MARKS[cell.look].format(cell.text)
+    return text if cell.came_from is None or not origins else f"{text}<{cell.came_from}"

@@ -1,0 +1,247 @@
+"""A long run on many devices: failures, restarts, checkpoints and spare nodes, drawn and computed.
+
+The drawn run is a queue of two kinds of events, "a device fails" and "a node is repaired"; between
+two of them everything is arithmetic, so a run of 100 000 devices costs what its failures cost.
+
+    failures     every device at rate 1/M₁, so the run at n/M₁; restarts can be hit as well
+    a failure    loses the work since the last checkpoint that is safe on disk, then R to be back
+    checkpoint   after every τ of work: C seconds of standing still, safe D seconds later
+    spare nodes  a share of the failures takes its node away for T of repair; with more than
+                 `spares` nodes away the run stands until one is back
+
+The same in closed form, exact for exponential failures: goodput of calculators/goodput.py, times
+1 − B, where B = Erlang's B for s + 1 servers and T·(nodes lost per second): nodes under repair are
+callers, the run stops taking failures when s + 1 are away. B holds for any distribution of T.
+`shape` below 1 makes failures come in bursts (Weibull; 0.7–0.8 is usual in logs of large machines):
+there only the drawn run is right, which is why it is here.
+Sources: calculators/goodput.py; Erlang 1917; Schroeder and Gibson 2006 (shape of failure logs).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.base.errors import PlanError
+from shoal.base.timeline import Span, Timeline
+from shoal.teach.calculators.goodput import goodput, mtbf_s
+
+MOST_FAILURES = 2_000_000
+
+
+@dataclass(frozen=True)
+class FailureCase:
+    """A run and what befalls it; times in seconds.
+
+    interval_s  τ, work between checkpoints · stall_s  C · write_s  D ≤ τ · restart_s  R
+    spares      nodes that stand by · repair_s  T; 0: a failed node is back when the run is
+    node_share  of the failures, those that take a node away · shape  of the times between failures
+    Errors      PlanError on making one that has no meaning
+    """
+
+    devices: int
+    device_mtbf_s: float
+    interval_s: float
+    stall_s: float
+    restart_s: float
+    write_s: float = 0.0
+    spares: int = 0
+    repair_s: float = 0.0
+    node_share: float = 1.0
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        goodput(self.interval_s, self.stall_s, self.restart_s, self.mean_s, self.write_s)
+        if self.spares < 0 or self.repair_s < 0:
+            raise PlanError(
+                f"spares = {self.spares}, repair_s = {self.repair_s:g}: 0 or more; nearest: "
+                f"spares={max(0, self.spares)} repair_s={max(0.0, self.repair_s):g}"
+            )
+        if not 0 <= self.node_share <= 1:
+            raise PlanError(
+                f"node_share = {self.node_share:g}: a share, 0 to 1; nearest: node_share=1"
+            )
+        if not 0.2 <= self.shape <= 5:
+            raise PlanError(
+                f"shape = {self.shape:g}: of a Weibull distribution, 0.2 to 5; nearest: shape=1"
+            )
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time between failures of the whole run."""
+        return mtbf_s(self.devices, self.device_mtbf_s)
+
+
+@dataclass(frozen=True)
+class FailureOutcome:
+    """Where the time of a run went, in seconds; the parts add up to `duration_s`.
+
+    work_s       progress that was saved · checkpoint_s  stalls of checkpoints that counted
+    repeated_s   work and stalls in vain · restart_s     being down · waiting_s  for want of a node
+    """
+
+    duration_s: float
+    work_s: float
+    checkpoint_s: float
+    repeated_s: float
+    restart_s: float
+    waiting_s: float
+    failures: int
+    checkpoints: int
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that is saved progress."""
+        return self.work_s / self.duration_s
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From one failure to the next: waiting until `up_s`, restarting until `run_s`, then running.
+
+    checkpoints  that became safe in it
+    """
+
+    start_s: float
+    up_s: float
+    run_s: float
+    end_s: float
+    checkpoints: int
+
+
+def erlang_b(servers: int, load: float) -> float:
+    """Share of the time in which all servers are busy, for `load` calls per holding time.
+
+    >>> round(erlang_b(2, 1.0), 4), erlang_b(3, 0.0)
+    (0.2, 0.0)
+    """
+    blocked = 1.0
+    for server in range(1, servers + 1):
+        blocked = load * blocked / (server + load * blocked)
+    return blocked
+
+
+def waiting_share(case: FailureCase) -> float:
+    """Share of the time in which the run stands because too few nodes are left."""
+    if not case.repair_s:
+        return 0.0
+    return erlang_b(case.spares + 1, case.node_share * case.repair_s / case.mean_s)
+
+
+def expected_goodput(case: FailureCase) -> float:
+    """Share of the time that is saved progress, in closed form (shape 1).
+
+    Llama-3 405B: 16 384 GPUs, 3.1 hours between failures; 60 s of stall every 19 minutes, 10
+    minutes to restart, no shortage of nodes.
+
+    >>> case = FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600)
+    >>> round(expected_goodput(case), 3)
+    0.853
+    """
+    good = goodput(case.interval_s, case.stall_s, case.restart_s, case.mean_s, case.write_s)
+    return good * (1 - waiting_share(case))
+
+
+def spares_for(case: FailureCase, share: float = 0.01) -> int:
+    """Fewest spare nodes with which at most `share` of the time is lost for want of a node.
+
+    >>> spares_for(FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600, repair_s=86400.0))
+    14
+    """
+    if not 0 < share < 1:
+        raise PlanError(f"share = {share:g}: between 0 and 1, both out; nearest: share=0.01")
+    load = case.node_share * case.repair_s / case.mean_s
+    blocked, spares = load / (1 + load), 0
+    while blocked > share:
+        spares += 1
+        blocked = load * blocked / (spares + 1 + load * blocked)
+    return spares
+
+
+def simulate_failures(case: FailureCase, duration_s: float, seed: int = 0) -> FailureOutcome:
+    """Draw one run of `duration_s` and add up where its time went.
+
+    Errors: PlanError for no duration, or one with millions of failures.
+
+    >>> case = FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600)
+    >>> run = simulate_failures(case, 54 * 86400.0, seed=1)
+    >>> abs(run.failures - 418) < 3 * math.sqrt(418), round(run.goodput, 2)
+    (True, 0.85)
+    """
+    work = stalls = vain = down = waiting = 0.0
+    failures, checkpoints = -1, 0
+    for stretch in stretches(case, duration_s, seed):
+        failures += 1
+        checkpoints += stretch.checkpoints
+        ran_s = stretch.end_s - stretch.run_s
+        counted_s = stretch.checkpoints * (case.interval_s + case.stall_s)
+        work += stretch.checkpoints * case.interval_s
+        stalls += stretch.checkpoints * case.stall_s
+        vain += ran_s - counted_s
+        down += stretch.run_s - stretch.up_s
+        waiting += stretch.up_s - stretch.start_s
+    return FailureOutcome(duration_s, work, stalls, vain, down, waiting, failures, checkpoints)
+
+
+def stretches(case: FailureCase, duration_s: float, seed: int = 0) -> Iterator[Stretch]:
+    """The run as pieces between failures, in order, cut at `duration_s`."""
+    if not 0 < duration_s <= MOST_FAILURES * case.mean_s:
+        raise PlanError(
+            f"duration_s = {duration_s:g}: more than 0 and at most {MOST_FAILURES:,} mean times "
+            f"between failures; nearest: duration_s={min(86400.0, 1000 * case.mean_s):g}"
+        )
+    draw = random.Random(seed)
+    scale_s = case.mean_s / math.gamma(1 + 1 / case.shape)
+    back: list[float] = []
+    now, first = 0.0, True
+    while now < duration_s:
+        up_s = _enough_nodes(back, now, case.spares)
+        fails_s = up_s + draw.weibullvariate(scale_s, case.shape)
+        end_s = min(fails_s, duration_s)
+        run_s = min(up_s if first else up_s + case.restart_s, end_s)
+        safe = (end_s - run_s - case.write_s) / (case.interval_s + case.stall_s)
+        yield Stretch(now, min(up_s, end_s), max(run_s, min(up_s, end_s)), end_s, max(0, int(safe)))
+        if case.repair_s and draw.random() < case.node_share:
+            heapq.heappush(back, fails_s + case.repair_s)
+        now, first = end_s, False
+
+
+def _enough_nodes(back: list[float], now: float, spares: int) -> float:
+    """When the run has its nodes again; `back` is the queue of repairs that are not over."""
+    while back and back[0] <= now:
+        heapq.heappop(back)
+    while len(back) > spares:
+        now = heapq.heappop(back)
+    return now
+
+
+def failure_timeline(case: FailureCase, duration_s: float, seed: int = 0) -> Timeline:
+    """The first hours of a drawn run as one lane: work, checkpoints, failures, waiting.
+
+    >>> case = FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600)
+    >>> drawn = failure_timeline(case, 6 * 3600.0, seed=1)
+    >>> sorted({span.kind for span in drawn.spans})
+    ['checkpoint', 'compute', 'failure']
+    """
+    spans: list[Span] = []
+    for stretch in stretches(case, duration_s, seed):
+        spans += [
+            Span(0, stretch.start_s, stretch.up_s, "wait", "no node"),
+            Span(0, stretch.up_s, stretch.run_s, "failure", "restart"),
+        ]
+        now, end_s = stretch.run_s, stretch.end_s
+        while now < end_s:
+            saves_s = min(now + case.interval_s, end_s)
+            done_s = min(saves_s + case.stall_s, end_s)
+            spans += [
+                Span(0, now, saves_s, "compute", "work"),
+                Span(0, saves_s, done_s, "checkpoint", "save"),
+            ]
+            now = done_s
+    kept = tuple(span for span in spans if span.end_s > span.start_s)
+    facts = {"goodput": f"{simulate_failures(case, duration_s, seed).goodput:.1%}"}
+    return Timeline(f"{case.devices} devices", 1, kept, facts=facts)

@@ -1,0 +1,128 @@
+"""The eight LLM-Training-Puzzles: set-ups, the author's scores, programs that solve them, scores.
+
+    score = (start of the last event, most memory held where an event starts), over all ranks
+
+which is how the author's notebook prints them: the last update's own 0.5 and the outputs of the
+event that is running are not counted (`score(…, sample="all")` counts the outputs).
+Source: github.com/srush/LLM-Training-Puzzles (MIT), by Sasha Rush; planning reference, section 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shoal.base.errors import PlanError, one_of
+from shoal.base.timeline import Timeline
+from shoal.teach.costs import PuzzleCosts
+from shoal.teach.engine import Costs, run_ops
+from shoal.teach.puzzles import ours as puzzles_ours
+from shoal.teach.puzzles import reference as puzzles_reference
+from shoal.teach.puzzles.model import Model, Program
+from shoal.teach.puzzles.world import play
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One set-up; target is what the notebook asks for, author what its own program scores.
+
+    program, better  the author's program and ours
+    """
+
+    number: int
+    title: str
+    layers: int
+    batches: int
+    ranks: int
+    target: tuple[float, float]
+    author: tuple[float, float]
+    program: Program
+    better: Program
+
+    def play(self, program: Program, mailbox: str = "one") -> list[Model]:
+        """Run a program under the rules; PlanError where it breaks one."""
+        return play(program, self.ranks, self.layers, self.batches, mailbox)
+
+    def reference(self) -> list[Model]:
+        """The author's program, played."""
+        return self.play(self.program)
+
+    def ours(self) -> list[Model]:
+        """Our program, played."""
+        return self.play(self.better)
+
+
+REFERENCE, OURS = puzzles_reference, puzzles_ours
+PUZZLES = (
+    Puzzle(0, "standard training", 2, 4, 1, (17, 2.6e6), (16.5, 2_621_440),
+           REFERENCE.standard, OURS.standard),
+    Puzzle(1, "gradient accumulation", 2, 4, 1, (17, 2.0e6), (16.5, 1_966_080),
+           REFERENCE.accumulate, OURS.accumulate),
+    Puzzle(2, "distributed data parallel", 2, 4, 4, (5, 1.8e6), (5.1, 1_835_008),
+           REFERENCE.ddp, OURS.ddp),
+    Puzzle(3, "weight-sharded data parallel", 6, 4, 4, (20, 2.8e6), (19.9, 2_752_512),
+           REFERENCE.weight_sharded, OURS.weight_sharded),
+    Puzzle(4, "fully sharded data parallel", 6, 4, 4, (20, 2.3e6), (19.9, 2_359_296),
+           REFERENCE.fsdp, OURS.fsdp),
+    Puzzle(5, "pipeline", 8, 4, 4, (66, 3.3e6), (66.9, 3_145_728),
+           REFERENCE.pipeline, OURS.pipeline),
+    Puzzle(6, "GPipe", 8, 4, 4, (33, 4.1e6), (33.3, 4_194_304),
+           REFERENCE.gpipe, OURS.one_f_one_b),
+    Puzzle(7, "pipeline + FSDP", 4, 4, 16, (15, 1.0e6), (15.5, 966_656),
+           REFERENCE.pipeline_fsdp, OURS.pipeline_fsdp),
+)  # fmt: skip
+
+
+def puzzle_of(number: int) -> Puzzle:
+    """The puzzle of that number; PlanError if there is none."""
+    if not 0 <= number < len(PUZZLES):
+        last = len(PUZZLES) - 1
+        raise PlanError(
+            f"puzzle = {number}: puzzles are 0 to {last}; nearest: {min(max(number, 0), last)}"
+        )
+    return PUZZLES[number]
+
+
+PUZZLE_COSTS = PuzzleCosts()
+
+
+def timeline_of(
+    models: Sequence[Model], title: str = "", sample: str = "start", costs: Costs = PUZZLE_COSTS
+) -> Timeline:
+    """A played puzzle as a timeline, in steps, or in the unit of another table of costs."""
+    line = run_ops([model.ops for model in models], costs, title, "steps", sample)
+    line = replace(line, held_unit="numbers")
+    steps, memory = _score(line)
+    line.facts["score"] = f"{steps:g} steps, memory {memory:,.0f}"
+    return line
+
+
+def score(models: Sequence[Model], sample: str = "start") -> tuple[float, float]:
+    """(time, memory) as the notebook counts them; sample "all" includes outputs in the memory.
+
+    >>> score(PUZZLES[0].reference())
+    (16.5, 2621440.0)
+    """
+    return _score(timeline_of(models, sample=sample))
+
+
+def _score(line: Timeline) -> tuple[float, float]:
+    """Rounded to a thousandth of a step: sums of 0.1 and 0.2 are not exact."""
+    steps = max(span.start_s for span in line.spans)
+    return round(steps, 3), max(held.held_bytes for held in line.memory)
+
+
+def puzzle_timeline(number: int, which: str = "ours", sample: str = "start") -> Timeline:
+    """The drawing of one puzzle.
+
+    which   reference (the author's program) or ours
+    Errors  PlanError for a puzzle or a program that does not exist
+
+    >>> puzzle_timeline(2, "reference").facts["score"]
+    '5.1 steps, memory 1,835,008'
+    """
+    if which not in ("reference", "ours"):
+        raise PlanError(one_of("puzzle's program", which, ("reference", "ours")))
+    puzzle = puzzle_of(number)
+    models = puzzle.reference() if which == "reference" else puzzle.ours()
+    return timeline_of(models, f"puzzle {number}, {puzzle.title}: {which}", sample)

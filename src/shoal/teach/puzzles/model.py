@@ -1,0 +1,262 @@
+"""The rules of the LLM-Training-Puzzles: what one rank may do with weights, activations, gradients.
+
+A program is `async def program(m: Model)`, the same for every rank. It owns nothing but five stores
+(weights, states, activations, grads, weight_grads) and names what it works on by key, so that
+nothing can hide from the memory count:
+
+    load, input       before the first event; a batch's input may be fetched once
+    forward, backward need the whole weight; a layer's input and its gradient for the same batches
+    update            needs the gradient of ALL batches, shards that cover the weight's
+    all_reduce, reduce_scatter, all_gather   all ranks meet · send, receive  one to one
+    free              the only way to hold less
+
+Every call becomes operations of the event engine, which times them (PuzzleCosts)
+and samples memory. teach/puzzles/world.py runs the ranks side by side and checks the result.
+
+Sizes are in numbers, hidden 512 and length 256: a weight, its state and its gradient 512 · 512
+(a shard its part), an activation or its gradient 512 · 256 per batch element.
+Source of the rules: github.com/srush/LLM-Training-Puzzles (MIT), by Sasha Rush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable
+from dataclasses import dataclass, replace
+
+from shoal.base.errors import PlanError
+from shoal.teach.engine import Op
+
+HIDDEN, LENGTH = 512, 256
+STORES = ("weights", "states", "activations", "grads", "weight_grads")
+Program = Callable[["Model"], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One entry of a store. Activations have batches, weights have shards, gradients have both.
+
+    layer of an activation is the layer that reads it; of its gradient, the layer that made it.
+    """
+
+    store: str
+    layer: int
+    batches: frozenset[int] = frozenset()
+    shards: frozenset[int] = frozenset([0])
+    total: int = 1
+    step: int = 0
+
+    @property
+    def size(self) -> float:
+        """Numbers held.
+
+        >>> Thing("activations", 0, frozenset([1, 2])).size, Thing("weights", 0, total=4).size
+        (262144, 65536.0)
+        """
+        if self.store in ("activations", "grads"):
+            return len(self.batches) * HIDDEN * LENGTH
+        return len(self.shards) / self.total * HIDDEN * HIDDEN
+
+    @property
+    def whole(self) -> bool:
+        """All shards are here."""
+        return len(self.shards) == self.total
+
+
+@dataclass
+class Ask:
+    """What a program waits for: awaiting it hands control to the world, which answers."""
+
+    what: str
+    rank: int
+    thing: Thing | None = None
+    peer: int = -1
+    answer: Thing | None = None
+
+    def __await__(self) -> Generator[Ask, None, Thing]:
+        yield self
+        if self.answer is None:
+            raise PlanError(f"puzzle: rank {self.rank} was woken without an answer to {self.what}")
+        return self.answer
+
+
+class Model:
+    """One rank of a puzzle; methods are the rules, `ops` what the engine will play."""
+
+    def __init__(self, rank: int, ranks: int, layers: int, batches: int):
+        self.rank, self.ranks, self.layers, self.batches = rank, ranks, layers, batches
+        self.stores: dict[str, dict[Hashable, Thing]] = {name: {} for name in STORES}
+        self.ops: list[Op] = []
+        self._serial: dict[tuple[str, Hashable], int] = {}
+        self._fetched: set[int] = set()
+        self._started = False
+        self._count = 0
+
+    # What is held.
+
+    def free(self, store: str, *keys: Hashable) -> None:
+        """Forget things."""
+        for key in keys:
+            self._get(store, key)
+            del self.stores[store][key]
+            self.ops.append(Op("free", key=(store, key, self._serial[store, key])))
+
+    def _put(self, key: Hashable, thing: Thing) -> None:
+        """Store under a key; what was there is let go once the new one is there."""
+        name = thing.store, key
+        old = self._serial.get(name, -1)
+        held = key in self.stores[thing.store]
+        self._serial[name] = old + 1
+        self.stores[thing.store][key] = thing
+        self.ops.append(Op("allocate", key=(*name, old + 1), amount=thing.size, part=thing.store))
+        if held:
+            self.ops.append(Op("free", key=(*name, old)))
+
+    def _get(self, store: str, key: Hashable) -> Thing:
+        if key not in self.stores[store]:
+            raise PlanError(f"puzzle: rank {self.rank} holds no {store}[{key}]")
+        return self.stores[store][key]
+
+    def _must(self, right: bool, what: str) -> None:
+        if not right:
+            raise PlanError(f"puzzle: rank {self.rank}: {what}")
+
+    def _event(self, kind: str, what: str, label: str, amount: float = 0.0) -> None:
+        self._started = True
+        self.ops.append(Op(kind, what, label, amount=amount))
+
+    def load(self, layer: int, key: Hashable = None, shard: int = 0, total: int = 1) -> None:
+        """Weight and optimizer state of a layer, or one shard of them, before the first event."""
+        self._must(not self._started, f"weights of layer {layer} are loaded after the start")
+        place = layer if key is None else key
+        for store in ("weights", "states"):
+            self._put(place, Thing(store, layer, shards=frozenset([shard]), total=total))
+
+    def input(self, batches: Iterable[int], key: Hashable) -> None:
+        """The input of these batch elements; each once."""
+        wanted = frozenset(batches)
+        self._must(not wanted & self._fetched, f"input {sorted(wanted)} is fetched twice")
+        self._must(max(wanted) < self.batches, f"input {sorted(wanted)}: batches end before")
+        self._fetched |= wanted
+        self._put(key, Thing("activations", 0, wanted))
+
+    def empty(self, layer: int, key: Hashable) -> None:
+        """A gradient of no batch at all, for ranks that join a reduction with nothing."""
+        self._put(key, Thing("weight_grads", layer))
+
+    # Work.
+
+    def forward(self, layer: int, inp: Hashable, out: Hashable, weight: Hashable) -> None:
+        """Activation of layer + 1 from that of layer."""
+        x, w = self._get("activations", inp), self._get("weights", weight)
+        self._event("compute", "forward", f"F{layer}", len(x.batches))
+        self._must(w.whole and w.layer == layer, f"forward of layer {layer} lacks its whole weight")
+        self._must(x.layer == layer, f"forward of layer {layer} got the input of {x.layer}")
+        self._put(out, replace(x, layer=layer + 1))
+
+    def loss(self, inp: Hashable, out: Hashable) -> None:
+        """Gradient of the last activation."""
+        x = self._get("activations", inp)
+        self._event("compute", "loss", "loss")
+        self._must(x.layer == self.layers, f"the loss reads layer {x.layer}, not the last")
+        self._put(out, Thing("grads", self.layers - 1, x.batches))
+
+    def backward(
+        self, layer: int, inp: Hashable, grad: Hashable, out: Hashable, made: Hashable,
+        weight: Hashable,
+    ) -> None:  # fmt: skip
+        """Gradient of the layer's input under `out`, of its weight under `made`."""
+        x, w = self._get("activations", inp), self._get("weights", weight)
+        g = self._get("grads", grad)
+        self._event("compute", "backward", f"B{layer}", len(x.batches))
+        lacks = f"backward of layer {layer}"
+        self._must(w.whole and w.layer == layer, f"{lacks} lacks its whole weight")
+        self._must(x.layer == layer and g.layer == layer, f"{lacks} got {x.layer} and {g.layer}")
+        self._must(x.batches == g.batches, f"{lacks}: input and gradient of different batches")
+        self._put(made, Thing("weight_grads", layer, x.batches))
+        self._put(out, replace(g, layer=layer - 1))
+
+    def add(self, key: Hashable, other: Hashable) -> None:
+        """weight_grads[key] += weight_grads[other], in place; `other` stays until it is freed."""
+        a, b = self._get("weight_grads", key), self._get("weight_grads", other)
+        self._must(
+            (a.layer, a.shards, a.total) == (b.layer, b.shards, b.total),
+            f"gradients {key} and {other} are not of the same shard",
+        )
+        self.stores["weight_grads"][key] = replace(a, batches=a.batches | b.batches)
+
+    def rename(self, store: str, old: Hashable, new: Hashable) -> None:
+        """The same thing under another key; costs nothing."""
+        thing = self._get(store, old)
+        self._must(new not in self.stores[store], f"{store}[{new}] exists")
+        self._put(new, thing)
+        self.free(store, old)
+
+    def update(self, layer: int, grad: Hashable, weight: Hashable, out: Hashable = None) -> None:
+        """One optimizer step, in place or under another key (then the old ones stay too)."""
+        g, w, s = (
+            self._get("weight_grads", grad), self._get("weights", weight),
+            self._get("states", weight),
+        )  # fmt: skip
+        says = f"update of layer {layer}"
+        self._must(g.layer == layer == w.layer, f"{says} got gradient {g.layer}, weight {w.layer}")
+        missing = sorted(set(range(self.batches)) - g.batches)
+        self._must(not missing, f"{says} lacks the gradients of batches {missing}")
+        covers = g.total == 1 or (g.total == w.total and w.shards <= g.shards)
+        self._must(covers and s.shards == w.shards, f"{says}: shards do not match")
+        self._must(w.step == s.step, f"{says}: weight at step {w.step}, state at {s.step}")
+        self._event("compute", "update", f"U{layer}")
+        for thing in (w, s):
+            new = replace(thing, step=thing.step + 1)
+            if out is None:
+                self.stores[new.store][weight] = new
+            else:
+                self._put(out, new)
+
+    # Other ranks.
+
+    async def all_reduce(self, key: Hashable) -> None:
+        """The sum over ranks replaces the gradient."""
+        self._put(key, await self._meet("all-reduce", self._get("weight_grads", key)))
+
+    async def reduce_scatter(self, key: Hashable) -> None:
+        """This rank's shard of the sum over ranks replaces the gradient."""
+        mine = self._get("weight_grads", key)
+        self._must(mine.whole, "reduce-scatter of a shard")
+        total = await self._meet("reduce-scatter", mine)
+        self._put(key, replace(total, shards=frozenset([self.rank]), total=self.ranks))
+
+    async def all_gather(self, key: Hashable, out: Hashable) -> None:
+        """The shards of all ranks, whole, under another key."""
+        self._put(out, await self._meet("all-gather", self._get("weights", key)))
+
+    async def _meet(self, what: str, thing: Thing) -> Thing:
+        self._started = True
+        label = f"{'G' if what == 'all-gather' else 'R'}{thing.layer}"
+        meeting = ("meet", self._count)
+        self._count += 1
+        self.ops.append(
+            Op("collective", what, label, meeting, range(self.ranks), amount=thing.size)
+        )
+        return await Ask(what, self.rank, thing)
+
+    def _number(self, way: str, peer: int) -> int:
+        """How many messages went that way before."""
+        number = self._serial.get((way, peer), 0)
+        self._serial[way, peer] = number + 1
+        return number
+
+    async def send(self, peer: int, store: str, key: Hashable) -> None:
+        """Hand a copy to another rank."""
+        self._started = True
+        thing = self._get(store, key)
+        place = (self.rank, peer, self._number("to", peer))
+        self.ops.append(Op("send", "send", f"to {peer}", place, peer=peer, amount=thing.size))
+        await Ask("send", self.rank, thing, peer)
+
+    async def receive(self, peer: int, key: Hashable) -> None:
+        """Take what that rank sent next; it goes to the store of its kind."""
+        self._started = True
+        thing = await Ask("receive", self.rank, None, peer)
+        place = (peer, self.rank, self._number("from", peer))
+        self.ops.append(Op("receive", "receive", f"from {peer}", place, peer=peer))
+        self._put(key, thing)

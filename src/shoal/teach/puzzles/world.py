@@ -1,0 +1,127 @@
+"""Runs a puzzle's program on all ranks side by side and checks that one training step came out.
+
+Ranks are coroutines: one runs until it asks for something that is not there yet. A collective
+happens once all ranks ask for the same one. A rank has one mailbox with room for one message, as
+in the notebook, so a program must not let two senders race; mailbox "each" gives it a line of any
+length per sender, as real networks do. At the end every layer's weight must be held, whole, at
+step 1, over all ranks. Source of the rules: github.com/srush/LLM-Training-Puzzles (MIT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shoal.base.errors import PlanError
+from shoal.teach.puzzles.model import Ask, Model, Program, Thing
+
+
+def play(
+    program: Program, ranks: int, layers: int, batches: int, mailbox: str = "one"
+) -> list[Model]:
+    """Run a program on all ranks; their recorded operations, checked.
+
+    mailbox  "one" per rank and message (the notebook's), or "each": one per sender
+    Errors   PlanError for a broken rule, for ranks that wait for each other, for a wrong result
+    """
+    models = [Model(rank, ranks, layers, batches) for rank in range(ranks)]
+    world = _World(models, program, mailbox)
+    try:
+        world.run()
+    finally:
+        for coroutine in world.coroutines:
+            coroutine.close()
+    _check(models)
+    return models
+
+
+class _World:
+    """Hands control round: a rank runs until it asks for something that is not there yet."""
+
+    def __init__(self, models: Sequence[Model], program: Program, mailbox: str):
+        self.ranks = len(models)
+        self.coroutines = [program(model).__await__() for model in models]
+        self.asks: dict[int, Ask | None] = dict.fromkeys(range(self.ranks))
+        self.one = mailbox == "one"
+        self.mail: dict[tuple[int, int], list[tuple[int, Thing]]] = {}
+
+    def run(self) -> None:
+        while self.asks:
+            moved = False
+            for rank in list(self.asks):
+                moved |= self.step(rank)
+            moved |= self.meet()
+            if not moved:
+                says = "; ".join(
+                    f"rank {ask.rank} waits in {ask.what}"
+                    + (f" for rank {ask.peer}" if ask.peer >= 0 else "")
+                    for ask in self.asks.values()
+                    if ask
+                )
+                raise PlanError(f"puzzle: deadlock: {says}")
+
+    def step(self, rank: int) -> bool:
+        """Let one rank go on if it can."""
+        ask = self.asks[rank]
+        if ask is not None and not self.answered(ask):
+            return False
+        try:
+            self.asks[rank] = next(self.coroutines[rank])
+        except StopIteration:
+            del self.asks[rank]
+        return True
+
+    def answered(self, ask: Ask) -> bool:
+        """Post a message, or take one that is there; a collective is answered in `meet`."""
+        if ask.what == "send" and ask.thing is not None:
+            box = self.box(ask.rank, ask.peer)
+            if not (self.one and box):
+                box.append((ask.rank, ask.thing))
+                ask.answer = ask.thing
+        elif ask.what == "receive" and (box := self.box(ask.peer, ask.rank)):
+            sender, thing = box.pop(0)
+            if sender != ask.peer:
+                raise PlanError(
+                    f"puzzle: rank {ask.rank} waits for rank {ask.peer}, its mailbox holds a "
+                    f"message of rank {sender}"
+                )
+            ask.answer = thing
+        return ask.answer is not None
+
+    def box(self, sender: int, taker: int) -> list[tuple[int, Thing]]:
+        return self.mail.setdefault((0 if self.one else sender, taker), [])
+
+    def meet(self) -> bool:
+        """A collective of all ranks happens once all of them ask for the same one."""
+        asks = [ask for ask in self.asks.values() if ask is not None and ask.thing is not None]
+        meeting = [ask for ask in asks if ask.what not in ("send", "receive") and not ask.answer]
+        if len(meeting) < self.ranks:
+            return False
+        things = [ask.thing for ask in meeting if ask.thing is not None]
+        pairs = zip(meeting, things, strict=True)
+        names = sorted({f"{ask.what} of layer {thing.layer}" for ask, thing in pairs})
+        if len(names) > 1:
+            raise PlanError(f"puzzle: ranks meet in different collectives: {', '.join(names)}")
+        joined = things[0]
+        for thing in things[1:]:
+            joined = replace(
+                joined, batches=joined.batches | thing.batches, shards=joined.shards | thing.shards
+            )
+        for ask in meeting:
+            ask.answer = joined
+        return True
+
+
+def _check(models: Sequence[Model]) -> None:
+    """Every layer's weight, whole, after one step."""
+    for layer in range(models[0].layers):
+        held = [
+            thing
+            for model in models
+            for thing in model.stores["weights"].values()
+            if thing.layer == layer and thing.step == 1
+        ]
+        totals = {thing.total for thing in held}
+        shards = {shard for thing in held for shard in thing.shards}
+        if len(totals) != 1 or len(shards) != totals.pop():
+            raise PlanError(f"puzzle: layer {layer} ends without its whole weight at step 1")

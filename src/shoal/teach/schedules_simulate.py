@@ -1,0 +1,141 @@
+"""Times a pipeline's action lists: the lists become operations, the engine plays them.
+
+Actions run in the order of the list; between stages on different ranks the output (forward) or its
+gradient (backward) travels as a message that blocks nobody but its receiver. F allocates the
+micro-batch's activations, B or W frees them, as the checker counts. After its last action a rank
+joins the optimizer's barrier (the all-reduced norm, with the decision to skip), then updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.base.actions import Action, Schedule
+from shoal.base.timeline import Span, Timeline
+from shoal.base.units import bytes_text, seconds_text
+from shoal.planner.check_schedule import CLOSES, check, needs
+from shoal.teach.engine import Costs, Op, run_ops
+
+WHAT = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    message_bytes: float = 0.0,
+    activation_bytes: float = 0.0,
+    stage_scale: Sequence[float] = (),
+    barrier: bool = False,
+    blocks: bool = True,
+    norm_bytes: float = 8.0,
+) -> Timeline:
+    """One step of a pipeline.
+
+    message_bytes     of one micro-batch between two stages
+    activation_bytes  that one rank keeps per micro-batch, all its chunks together; 0: not drawn
+    stage_scale       work of each stage over the mean stage's; (): all equal
+    barrier           draw the optimizer's barrier and update too (`costs` must know "update")
+    blocks            run the schedule's pairs as one block, see check_schedule.check
+    Errors            PlanError for a list that is no step, with its place
+
+    facts: makespan (first start to last end), bubble (largest last end − first start − work over
+    ranks), its share, most in flight; with `barrier` the makespan with the barrier too.
+
+    >>> from shoal.teach.costs import AnalyticalCosts
+    >>> from shoal.planner.schedules import make_schedule
+    >>> line = simulate(make_schedule("1f1b", 4, 8), AnalyticalCosts.of_stage(1, 1, 1))
+    >>> line.facts["makespan"], line.facts["bubble"]
+    ('33.0 s', '9.0 s')
+    """
+    counts = check(schedule)
+    share = len(schedule.ranks) / schedule.pieces
+    programs: list[list[Op]] = []
+    for rank, acts in enumerate(schedule.ranks):
+        program: list[Op] = []
+        pairs = set(schedule.pairs[rank]) if blocks and schedule.pairs else set()
+        held: list[list[Op]] = []
+        for position, act in enumerate(acts):
+            scale = share * (stage_scale[act.stage % schedule.pieces] if stage_scale else 1.0)
+            parts = _action(schedule, rank, act, scale, message_bytes, activation_bytes)
+            if position in pairs:
+                held = parts
+                continue
+            for part in range(3):  # of a pair: both receive, both work, both send
+                program += (held[part] if held else []) + parts[part]
+            held = []
+        programs.append(program)
+    if barrier:
+        everyone = range(len(schedule.ranks))
+        for program in programs:
+            program.append(
+                Op("collective", "all-reduce", "norm", "norm", everyone, amount=norm_bytes)
+            )
+            program.append(Op("compute", "update", "update", amount=1.0))
+    line = run_ops(programs, costs, f"{schedule.name}, {len(programs)} ranks")
+    if activation_bytes:
+        line.facts["peak"] = bytes_text(max(held.held_bytes for held in line.memory))
+    work = [span for span in line.spans if span.kind in WHAT.values()]
+    first, last = min(s.start_s for s in work), max(s.end_s for s in work)
+    bubble = bubble_of(line)
+    line.facts["makespan"] = seconds_text(last - first)
+    line.facts["bubble"] = seconds_text(bubble)
+    line.facts["bubble share"] = f"{100 * bubble / (last - first):.1f} %" if last > first else "0 %"
+    line.facts["in flight"] = f"{max(counts.in_flight):g} micro-batches"
+    if barrier:
+        line.facts["makespan with the optimizer's barrier"] = seconds_text(line.end_s - first)
+    return line
+
+
+def _action(
+    schedule: Schedule,
+    rank: int,
+    act: Action,
+    scale: float,
+    message_bytes: float,
+    activation_bytes: float,
+) -> list[list[Op]]:
+    """Receive what it needs; do it, keep or free activations; send what it gives."""
+    receive: list[Op] = []
+    send: list[Op] = []
+    need = needs(schedule, act)
+    if need and schedule.stage_rank[need[1]] != rank:
+        peer = schedule.stage_rank[need[1]]
+        receive.append(Op("receive", "receive", f"for {act.text()}", need, peer=peer))
+    ops = [Op("compute", WHAT[act.kind], act.text(), amount=scale)]
+    kept = (act.stage, act.micro_batch)
+    if activation_bytes and act.kind == "F":
+        size = activation_bytes * scale
+        ops.append(Op("allocate", key=kept, amount=size, part="activations"))
+    elif activation_bytes and act.kind in CLOSES:
+        ops.append(Op("free", key=kept))
+    taker = _taker(schedule, act)
+    if taker is not None and taker != rank:
+        gave = ("F" if act.kind == "F" else "B", act.stage, act.micro_batch)
+        send.append(Op("send", "send", f"of {act.text()}", gave, peer=taker, amount=message_bytes))
+    return [receive, ops, send]
+
+
+def _taker(schedule: Schedule, act: Action) -> int | None:
+    """The rank whose stage needs what this action gives; None for the ends of the chain and W."""
+    place = act.stage % schedule.pieces
+    if act.kind == "F" and place < schedule.pieces - 1:
+        return schedule.stage_rank[act.stage + 1]
+    if act.kind in "BI" and place > 0:
+        return schedule.stage_rank[act.stage - 1]
+    return None
+
+
+def bubble_of(line: Timeline) -> float:
+    """Largest (last end − first start − work) over ranks, of forwards and backwards alone."""
+    by_rank: dict[int, list[Span]] = {}
+    for span in line.spans:
+        if span.kind in WHAT.values():
+            by_rank.setdefault(span.rank, []).append(span)
+    idle = [
+        max(s.end_s for s in spans)
+        - min(s.start_s for s in spans)
+        - sum(s.end_s - s.start_s for s in spans)
+        for spans in by_rank.values()
+    ]
+    return max(0.0, *idle) if idle else 0.0

@@ -1,0 +1,193 @@
+"""Screens about speed: Amdahl's law, a step with communication, model FLOP utilisation.
+
+Every function takes options with units in their names and gives a `Screen`; the formulas are in
+`teach/calculators/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.base.errors import PlanError
+from shoal.base.units import bytes_text, count_text, flops_text
+from shoal.teach.calculators import scaling, utilisation
+from shoal.teach.drawings.plot import Axis, Chart, Series
+from shoal.teach.drawings.screen import Formula, Screen
+from shoal.teach.screens.words import doublings, lasting, number, percent, steps_of, times
+
+
+def amdahl_screen(gpus: int = 64, serial: float = 0.05, speedup: float = 0.0) -> Screen:
+    """Speed-up when a share of the step cannot be split; from a measured speed-up the share."""
+    formulas = []
+    if speedup:
+        serial = scaling.serial_share(speedup, gpus)
+        text = f"q = (N/S − 1)/(N − 1) = ({gpus}/{number(speedup)} − 1)/{gpus - 1}"
+        formulas.append(Formula("serial share", text, percent(serial)))
+        if not 0 <= serial <= 1:
+            raise PlanError(
+                f"speedup = {speedup:g}: {gpus} devices are 1 to {gpus} times as fast under "
+                f"Amdahl's law; nearest: speedup={min(gpus, max(1.0, speedup)):g}"
+            )
+    reached, limit = scaling.amdahl_speedup(serial, gpus), scaling.amdahl_limit(serial)
+    put_in = f"1/({number(serial)} + {number(1 - serial)}/{gpus})"
+    formulas += [
+        Formula(f"speed-up on {number(gpus)}", f"S = 1/(q + (1 − q)/N) = {put_in}", times(reached)),
+        Formula("efficiency", f"S/N = {number(reached)}/{gpus}", percent(reached / gpus)),
+        Formula("on endless devices", f"1/q = 1/{number(serial)}", f"{number(limit)}×"),
+    ]
+    shares = {
+        "ideal": 0.0,
+        f"q = {percent(serial / 2)}": serial / 2,
+        f"q = {percent(serial)}": serial,
+    }
+    counts = doublings(1, max(2, gpus * 4))
+    curves = tuple(
+        Series(label, tuple((n, scaling.amdahl_speedup(q, n)) for n in counts))
+        for label, q in shares.items()
+    )
+    half = (1 - serial) / serial if serial else float("inf")
+    return Screen(
+        title=f"Amdahl's law: a share q = {percent(serial)} of the step stays serial",
+        formulas=tuple(formulas),
+        results={"serial": serial, "speedup": reached, "limit": limit},
+        meaning=f"{number(gpus)} devices do the work of {number(reached)}. From {number(half)} "
+        f"devices on the serial part takes longer than all the rest.",
+        source="Amdahl 1967. Communication grows with N and is no part of this law.",
+        chart=Chart(
+            Axis("devices", log=True, base=2),
+            Axis("speed-up", log=True),
+            curves,
+            ((gpus, "yours"),),
+        ),
+        letters="N devices, q the serial share",
+        following="shoal simulate scaling   (with communication)",
+    )
+
+
+def scaling_screen(
+    single_s: float = 1.0,
+    parameters: float = 1.2e9,
+    grad_bytes: int = 2,
+    alpha_us: float = 20.0,
+    gb_per_s: float = 25.0,
+    overlap: float = 0.0,
+    gpus: Sequence[int] = (2, 4, 8, 16),
+) -> Screen:
+    """Step time and speed-up with communication, beside the table that people pass around."""
+    message, alpha_s, beta = parameters * grad_bytes, alpha_us * 1e-6, 1e-9 / gb_per_s
+    rows = scaling.speedup_table(gpus, single_s, message, alpha_s, beta, overlap=overlap)
+    counts = doublings(1, max(2, *gpus))
+    drawn = scaling.speedup_table(counts, single_s, message, alpha_s, beta, overlap=overlap)
+    curves = (
+        Series("ideal", tuple((r.devices, r.devices) for r in drawn)),
+        Series("T₁/N + α + βM", tuple((r.devices, r.folk) for r in drawn)),
+        Series("ring, ddp", tuple((r.devices, r.ring) for r in drawn)),
+        Series("ring, fsdp", tuple((r.devices, r.sharded) for r in drawn)),
+    )
+    n, last, one = rows[-1].devices, rows[-1], lasting(single_s)
+    sent = f"{bytes_text(message)} / {number(gb_per_s)} GB/s"
+    hidden = f" − {number(overlap)} · T₁/N" if overlap else ""
+    factor = number(2 * (n - 1) / n)
+    return Screen(
+        title=f"Speed-up of a step of {one} on one device, gradients of {bytes_text(message)}",
+        formulas=(
+            Formula(
+                f"as written, N = {n}",
+                f"T₁/N + α + β·M = {one}/{n} + {lasting(alpha_s)} + {sent}",
+                lasting(last.folk_s),
+            ),
+            Formula(
+                "with a ring (ddp)",
+                f"T₁/N + 2(N−1)·α + 2(N−1)/N·β·M{hidden} = {one}/{n} + {2 * (n - 1)} · "
+                f"{lasting(alpha_s)} + {factor} · {sent}{hidden and ' − hidden'}",
+                lasting(last.ring_s),
+            ),
+            Formula("fsdp", "the same with 1.5 times the bytes", lasting(last.sharded_s)),
+        ),
+        results={"rows": [vars(row) for row in rows], "passed_on": scaling.FOLK_SPEEDUPS},
+        meaning="The form as written counts M once; a ring sends nearly 2·M. The figures that are "
+        "passed on come without model or machine, and the serial share q behind them changes "
+        "along each row, so no one machine gave them. Measure yours.",
+        source="Patarasuk and Yuan 2009 (ring); ZeRO 2020 (fsdp sends 1.5 times ddp's bytes)",
+        chart=Chart(Axis("devices", log=True, base=2), Axis("speed-up", log=True), curves),
+        table=_speedup_cells(rows),
+        letters="T₁ one device's step, N devices, M bytes to add up, α s per message, β s per byte",
+        following="shoal compare   (measures this table on this machine)",
+    )
+
+
+def _speedup_cells(rows: Sequence[scaling.SpeedupRow]) -> tuple[tuple[str, ...], ...]:
+    """The computed speed-ups, and those passed on with the serial share that they imply."""
+    shares = scaling.folk_serial_shares()
+    head = ("gpus", "as written", "ddp", "fsdp", "q of ddp")
+    cells = [(*head, *(f"passed on: {name}" for name in shares))]
+    for row in rows:
+        # slower than one device: no serial share gives that
+        serial = "—" if row.ring_serial is None or row.ring < 1 else percent(row.ring_serial)
+        passed = [""] * len(shares)
+        if row.devices in scaling.FOLK_GPUS:
+            place = scaling.FOLK_GPUS.index(row.devices)
+            passed = [
+                f"{times(scaling.FOLK_SPEEDUPS[name][place])} q {percent(shares[name][place])}"
+                for name in shares
+            ]
+        own = (times(row.folk), times(row.ring), times(row.sharded), serial)
+        cells.append((number(row.devices), *own, *passed))
+    return tuple(cells)
+
+
+def mfu_screen(
+    tokens_per_s: float = 46_096.0,
+    parameters: float = 8.03e9,
+    layers: int = 32,
+    hidden: int = 4096,
+    sequence: int = 8192,
+    gpus: int = 8,
+    peak_tflops: float = 989.0,
+    recompute: str = "none",
+) -> Screen:
+    """Share of the devices' peak that a training run uses, with and without recomputed work."""
+    matrices = 6 * parameters
+    needed = utilisation.flops_per_token(parameters, layers, hidden, sequence)
+    used = utilisation.mfu(tokens_per_s, needed, gpus, peak_tflops * 1e12)
+    again = utilisation.recompute_factor(recompute, matrices, needed - matrices)
+    per_gpu = flops_text(tokens_per_s * needed / gpus)
+    lengths = steps_of(512, max(131072, 2 * sequence), 60)
+    curves = (
+        Series("all", tuple((s, (matrices + 12 * layers * hidden * s) / 1e9) for s in lengths)),
+        Series("matrices, 6·N", tuple((s, matrices / 1e9) for s in lengths)),
+    )
+    note = (
+        "More than 100 %: the peak, a count or the clock is wrong."
+        if used * again > 1
+        else "Published large runs: 26–64 %, most 38–52 %; below, look for waits and small kernels."
+    )
+    shape = f"12 · {layers} · {hidden} · {sequence}"
+    share = 1 - matrices / needed
+    return Screen(
+        title=f"Model FLOP utilisation of {number(gpus)} devices of {number(peak_tflops)} TFLOP/s",
+        formulas=(
+            Formula(
+                "FLOP per token",
+                f"6·N + 12·L·h·s = 6 · {count_text(parameters)} + {shape}",
+                f"{needed / 1e9:.1f} GFLOP",
+            ),
+            Formula(
+                "per device",
+                f"tokens/s · FLOP / devices = {number(tokens_per_s)} · {number(needed)} / {gpus}",
+                per_gpu,
+            ),
+            Formula("MFU", f"{per_gpu} / {number(peak_tflops)} TFLOP/s", percent(used)),
+            Formula("HFU", f"MFU · {number(again)}, recompute {recompute}", percent(used * again)),
+        ),
+        results={"flops_per_token": needed, "mfu": used, "hfu": used * again, "attention": share},
+        meaning=f"Attention is {percent(share)} of the arithmetic at this sequence. {note}",
+        source="PaLM 2022, appendix B; torchtitan. The dense peak (H100 SXM bf16: 989, not 1979).",
+        chart=Chart(
+            Axis("sequence, tokens", log=True, base=2),
+            Axis("GFLOP per token, forward and backward", log=True),
+            curves,
+            ((sequence, "yours"),),
+        ),
+        letters="N parameters, L layers, h hidden, s sequence",
+    )

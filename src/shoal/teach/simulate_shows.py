@@ -1,0 +1,226 @@
+"""Makes, writes and prints what `shoal simulate` shows; loaded only when something is shown.
+
+The record that `--json` prints is described in docs/simulate.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.base.errors import ConfigError, PlanError
+from shoal.base.timeline import Timeline
+from shoal.teach.simulate_table import Asked
+from shoal.teach.walks.walk import Walk
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What there is to see: a step-through, timelines on one scale, lines of text, or several."""
+
+    walk: Walk | None = None
+    timelines: tuple[Timeline, ...] = ()
+    lines: tuple[str, ...] = ()
+    data: dict[str, Any] | None = None
+
+
+def collective(asked: Asked) -> Shown:
+    """ring, halving, tree, broadcast, all-gather, reduce-scatter."""
+    from shoal.teach.walks import collectives
+
+    make = getattr(collectives, asked.what.replace("-", "_"))
+    message_bytes = asked.options.get("--bytes", collectives.MESSAGE_BYTES)
+    return Shown(walk=make(asked.number("--ranks", 4), message_bytes))
+
+
+def fsdp(asked: Asked) -> Shown:
+    """FSDP's gather, compute, free."""
+    from shoal.teach.walks import fsdp as made
+
+    walk = made.fsdp(
+        asked.number("--ranks", 4),
+        asked.number("--micro-batches", 1),
+        asked.options.get("--forward", made.FORWARD_S),
+        asked.options.get("--backward", made.BACKWARD_S),
+    )
+    return Shown(walk=walk)
+
+
+def zero(asked: Asked) -> Shown:
+    """ZeRO's stages."""
+    from shoal.teach.walks.zero import zero as made
+
+    return Shown(walk=made(asked.number("--ranks", 4)))
+
+
+def pipeline(asked: Asked) -> Shown:
+    """One schedule."""
+    from shoal.teach.walks.pipelines import pipeline as made
+
+    with _words_of_options():
+        return Shown(timelines=(made(asked.what, _numbers(asked)),))
+
+
+def afab(asked: Asked) -> Shown:
+    """All-forward-all-backward beside 1F1B."""
+    from shoal.teach.walks.pipelines import afab_beside_1f1b
+
+    with _words_of_options():
+        timelines, lines = afab_beside_1f1b(_numbers(asked))
+    return Shown(timelines=timelines, lines=lines)
+
+
+@contextmanager
+def _words_of_options() -> Iterator[None]:
+    """Schedules name the keys of run.toml; here the user typed options."""
+    try:
+        yield
+    except PlanError as failure:
+        text = str(failure).replace("layout.schedule = ", "shoal simulate ")
+        text = text.replace("layout.schedule=", "shoal simulate ")
+        text = text.replace("layout.pp = ", "--ranks ").replace("layout.pp=", "--ranks ")
+        # the number of micro-batches is bare there: run.toml has no key for it
+        text = re.sub(r"(--ranks \d+) and (\d+)", r"\1 and --micro-batches \2", text)
+        text = re.sub(
+            r"(--ranks \d+), got (\d+); nearest: ",
+            r"\1, got --micro-batches \2; nearest: --micro-batches ",
+            text,
+        )
+        raise PlanError(text) from None
+
+
+def _numbers(asked: Asked) -> Any:
+    from shoal.teach.walks.pipelines import Pipeline
+
+    return Pipeline(
+        asked.number("--ranks", 4),
+        asked.number("--micro-batches", 8),
+        asked.number("--chunks", 2),
+        asked.options.get("--forward", 1.0),
+        asked.options.get("--backward", 1.0),
+        asked.options.get("--weight", 1.0),
+    )
+
+
+def puzzle(asked: Asked) -> Shown:
+    """One puzzle: the author's program and ours, on one scale."""
+    from shoal.teach.puzzles import PUZZLES, puzzle_timeline
+
+    last = len(PUZZLES) - 1
+    if len(asked.words) != 1 or not asked.words[0].isdigit():
+        got = " ".join(asked.words) or "nothing"
+        raise ConfigError(
+            f"shoal simulate puzzle: one number from 0 to {last} is wanted, got {got}"
+        )
+    number = int(asked.words[0])
+    names = {"reference": "the author's program", "ours": "ours"}
+    shown = []
+    for which, name in names.items():
+        line = puzzle_timeline(number, which)
+        title = f"puzzle {number}, {PUZZLES[number].title}: {name}"
+        shown.append(dataclasses.replace(line, title=title, held_unit="numbers"))
+    target = PUZZLES[number].target
+    said = f"The target is {target[0]:g} steps and {target[1]:,.0f} numbers in memory. The number "
+    said += "in a box is a layer. Memory is looked at where an event starts; a score's time is the "
+    said += "start of the last event."
+    return Shown(timelines=tuple(shown), lines=(said,))
+
+
+def puzzles(asked: Asked) -> Shown:
+    """The table of all eight."""
+    from shoal.teach.puzzles import PUZZLES, score
+
+    head = f"{'':<3}{'puzzle':<30}{'ranks':>5}  {'target':>16}  {'author':>16}  {'ours':>16}"
+    lines = ["LLM-Training-Puzzles: steps / most numbers held by a rank", "", head]
+    rows = []
+    for one in PUZZLES:
+        author, ours = score(one.reference()), score(one.ours())
+        texts = [f"{steps:g} / {held:,.0f}" for steps, held in (one.target, author, ours)]
+        lines.append(
+            f"{one.number:<3}{one.title:<30}{one.ranks:>5}  "
+            + "  ".join(text.rjust(16) for text in texts)
+        )
+        rows.append(
+            {
+                "number": one.number,
+                "title": one.title,
+                "ranks": one.ranks,
+                "target": one.target,
+                "author": author,
+                "ours": ours,
+            }
+        )
+    lines += ["", "Source: github.com/srush/LLM-Training-Puzzles. One of them as a drawing:",
+              "shoal simulate puzzle 6"]  # fmt: skip
+    return Shown(lines=tuple(lines), data={"puzzles": rows})
+
+
+def all_timelines(shown: Shown) -> list[Timeline]:
+    """The step-through's own timeline, then the others."""
+    own = [shown.walk.timeline] if shown.walk and shown.walk.timeline else []
+    return [*own, *shown.timelines]
+
+
+def write(shown: Shown, what: str, svg: Path | None, trace: Path | None) -> list[tuple[Path, str]]:
+    """Write the files that were asked for; gives each with a word on how to open it.
+
+    Errors: ConfigError where there is nothing to draw; OSError where a file cannot be written
+    """
+    kept: list[tuple[Path, str]] = []
+    timelines = all_timelines(shown)
+    if svg is not None:
+        from shoal.teach.drawings.timeline_svg import timeline_svg
+        from shoal.teach.drawings.walk_svg import walk_svg
+
+        if shown.walk is None and not timelines:
+            raise ConfigError(f"--svg: shoal simulate {what} is a table, not a drawing")
+        text = walk_svg(shown.walk) if shown.walk else timeline_svg(timelines)
+        svg.write_text(text, encoding="utf-8")
+        kept.append((svg, ""))
+    if trace is not None:
+        from shoal.teach.drawings.timeline_trace import trace_text
+
+        if not timelines:
+            raise ConfigError(f"--trace: shoal simulate {what} has no timeline")
+        trace.write_text(trace_text(timelines), encoding="utf-8")
+        kept.append((trace, " (open it at https://ui.perfetto.dev)"))
+    return kept
+
+
+def draw(shown: Shown, stream: TextIO) -> None:
+    """Print everything, in colours only on a terminal."""
+    from shoal.teach.drawings.timeline_text import print_timelines
+    from shoal.teach.drawings.walk_text import print_walk
+
+    if shown.walk is not None:
+        print_walk(shown.walk, stream)
+        stream.write("\n")
+    timelines = all_timelines(shown)
+    if timelines:
+        print_timelines(timelines, stream)
+    for line in shown.lines:
+        whole = len(line) <= WIDTH
+        stream.write((line if whole else "\n".join(textwrap.wrap(line, WIDTH))) + "\n")
+
+
+def record(shown: Shown, what: str) -> dict[str, Any]:
+    """Everything as plain data."""
+    walk = None
+    if shown.walk is not None:
+        walk = dataclasses.asdict(dataclasses.replace(shown.walk, timeline=None))
+        del walk["timeline"]
+    return {
+        "what": what,
+        "walk": walk,
+        "timelines": [dataclasses.asdict(line) for line in all_timelines(shown)],
+        "lines": list(shown.lines),
+        **(shown.data or {}),
+    }

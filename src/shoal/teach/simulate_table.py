@@ -1,0 +1,92 @@
+"""What `shoal simulate` can show: one entry each, with the options that it reads.
+
+To add one: write a function `Asked -> Shown` in `simulate_shows.py` (or a calculator's screen) and
+a line here. Nothing heavy is imported by this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: what, the words behind it, and the options that the user gave."""
+
+    what: str
+    words: tuple[str, ...]
+    options: dict[str, float]
+
+    def number(self, name: str, otherwise: int) -> int:
+        """A whole-number option."""
+        return int(self.options.get(name, otherwise))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing to look at.
+
+    text      one line about it · function  name of what makes it, in `simulate_shows`
+    takes     options that it reads · words  how the list shows further words; "" for none
+    """
+
+    group: str
+    text: str
+    function: str
+    takes: tuple[str, ...] = ()
+    words: str = ""
+
+
+CALCULATOR = "calculator"
+"""Function of the entries that `teach/calculate.py` answers; their one line stands there."""
+
+_MOVE, _CUT = "Step by step: moving data", "Step by step: cutting up what is held"
+_PIPE, _PUZZLE = "Over time: pipelines", "Over time: LLM-Training-Puzzles"
+_SENT = ("--ranks", "--bytes")
+_SECONDS = ("--ranks", "--micro-batches", "--forward", "--backward", "--weight")
+
+WHATS: dict[str, Entry] = {
+    "ring": Entry(_MOVE, "all-reduce in a ring, chunk by chunk", "collective", _SENT),
+    "halving": Entry(_MOVE, "all-reduce by recursive halving, then doubling", "collective", _SENT),
+    "tree": Entry(_MOVE, "all-reduce up and down a tree", "collective", _SENT),
+    "broadcast": Entry(_MOVE, "one rank's data to all, by doubling", "collective", _SENT),
+    "all-gather": Entry(_MOVE, "everybody's chunk to everybody", "collective", _SENT),
+    "reduce-scatter": Entry(_MOVE, "each rank gets the sum of its own chunk", "collective", _SENT),
+    "fsdp": Entry(
+        _CUT,
+        "gather, compute, free; what is held over time",
+        "fsdp",
+        ("--ranks", "--micro-batches", "--forward", "--backward"),
+    ),
+    "zero": Entry(_CUT, "ZeRO stages 0 to 3: who holds what, what it costs", "zero", ("--ranks",)),
+    "gpipe": Entry(_PIPE, "all forwards, then all backwards (afab)", "pipeline", _SECONDS),
+    "1f1b": Entry(_PIPE, "one forward, one backward: less memory", "pipeline", _SECONDS),
+    "interleaved": Entry(
+        _PIPE, "several pieces per rank: less bubble", "pipeline", (*_SECONDS, "--chunks")
+    ),
+    "zero-bubble": Entry(_PIPE, "weights' gradients fill the bubble (ZB-H1)", "pipeline", _SECONDS),
+    "zbv": Entry(_PIPE, "the same with pieces in a V: no bubble", "pipeline", _SECONDS),
+    "dualpipe": Entry(_PIPE, "fed from both ends (DeepSeek-V3)", "pipeline", _SECONDS),
+    "afab-vs-1f1b": Entry(_PIPE, "both on one scale, and what differs", "afab", _SECONDS),
+    "puzzles": Entry(_PUZZLE, "all eight: targets, the author's programs, ours", "puzzles"),
+    "puzzle": Entry(_PUZZLE, "one of them: the author's program and ours", "puzzle", words="N"),
+    **{
+        word: Entry("Calculators, with NAME=VALUE behind", "", CALCULATOR, words="…")
+        for word in (
+            "amdahl", "scaling", "collectives", "bubble", "mfu", "checkpoints", "goodput",
+            "failures", "stragglers", "diloco", "islands",
+        )
+    },
+}  # fmt: skip
+"""By the name that the user types, in the order of the list."""
+
+ALIASES = {
+    "afab": "gpipe",
+    "ring-all-reduce": "ring",
+    "all-reduce": "ring",
+    "halving-doubling": "halving",
+    "zero3": "fsdp",
+    "zb-h1": "zero-bubble",
+    "zb-v": "zbv",
+    "gather": "all-gather",
+}

@@ -1,0 +1,66 @@
+"""Counts the floating-point operations of one sample, forward and backward, without running them.
+
+A twin of the module on torch's meta device (shapes without data) runs two samples while torch's own
+counter listens. Nothing is allocated, no generator is drawn from, and the real module is untouched.
+Matrix products, convolutions and attention count; element-wise work does not, as is usual for MFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.trace._torch import pytree
+from shoal.trace.alone import alone
+from shoal.trace.copies import copied_module
+
+
+def backward_flops(
+    module: nn.Module, batch: Any, loss_sum: Callable[[nn.Module, Any], torch.Tensor]
+) -> int | None:
+    """FLOP of `loss_sum(module, batch).backward()`; None if that needs values, or other ranks.
+
+    batch    a few samples, on any device
+    Limits   operations that torch's counter does not know count as 0; a real copy of the model
+             would also count models that look at values, but cost rank 0 their memory (measured:
+             95 MiB for a 14 MiB model)
+    """
+    try:
+        twin = meta_twin(module)
+        shapes = pytree.tree_map(_to_meta, batch)
+        with alone(), FlopCounterMode(display=False) as counter:
+            loss_sum(twin, shapes).backward()
+        return counter.get_total_flops()
+    except Exception:  # whatever a user's module cannot do here, MFU is worth less than training
+        return None
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
+    """A copy of the module whose tensors have no data, and whose hooks are gone.
+
+    device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
+    """
+    twins: dict[int, Any] = {}
+    loose = [v for part in module.modules() for v in vars(part).values()]
+    plain = [v for v in loose if isinstance(v, torch.Tensor)]  # kept without being registered
+    for tensor in [*module.parameters(), *module.buffers(), *plain]:
+        twin = torch.empty_strided(  # empty_like is made of Python for shapes: ten times slower
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        twins[id(tensor)] = twin
+    copied = copied_module(module, twins)
+    for part in copied.modules():
+        part._forward_pre_hooks.clear()
+        part._forward_hooks.clear()
+        part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
+    return copied

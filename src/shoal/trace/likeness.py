@@ -1,0 +1,60 @@
+"""Tells which layers of a model are equal, so that one of them is solved for all.
+
+Equal are layers of one class with tensors of the same shapes whose other attributes are equal too.
+Where an attribute differs (many layers know their own number) the graphs decide: layers with the
+same text, constants included, compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.trace.alike import attributes_of, shapes_of
+from shoal.trace.calls import Call, bare
+from shoal.trace.graph import Untraceable, trace
+
+
+class Likeness:
+    """Compares layers of one model; traces each at most once per call it is compared on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.graphs: dict[tuple[str, int], str] = {}
+
+    def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
+        """The layers in groups of equal ones, in the order of the names.
+
+        calls   how the sample called each of them
+        """
+        exact: dict[Any, list[str]] = {}
+        for name in names:
+            part = self.module.get_submodule(name)
+            exact.setdefault((shapes_of(part), attributes_of(part)), []).append(name)
+        merged: dict[Any, list[list[str]]] = {}
+        for (shape, _), group in exact.items():
+            alike = merged.setdefault(shape, [])
+            call = calls[group[0]]
+            for other in alike:
+                if self._graph(other[0], call) == self._graph(group[0], call):
+                    other += group
+                    break
+            else:
+                alike.append(group)
+        return [group for alike in merged.values() for group in alike]
+
+    def _graph(self, name: str, call: Call) -> str:
+        """The text of a layer's graph with its constants, or why it has none."""
+        key = (name, id(call))
+        if key not in self.graphs:
+            try:
+                traced = trace(bare(self.module.get_submodule(name)), call.args, call.kwargs)
+            except Untraceable as failure:
+                self.graphs[key] = str(failure)
+            else:
+                held = {k: v for k, v in vars(traced.module).items() if isinstance(v, Tensor)}
+                constants = {**held, **dict(traced.module.named_buffers())}
+                values = [f"{k} = {v.tolist()}" for k, v in sorted(constants.items())]
+                self.graphs[key] = "\n".join([str(traced.graph), *values])
+        return self.graphs[key]

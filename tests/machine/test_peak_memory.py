@@ -1,0 +1,28 @@
+"""The peak of a process, and that it can be measured from a moment on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from shoal.machine.memory import forget_peak, peak_memory_bytes
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident peaks can be reset on Linux only")
+def test_what_is_over_is_forgotten() -> None:
+    before = peak_memory_bytes(CPU)
+    torch.ones(64 * MIB, dtype=torch.uint8).sum()  # touched, then freed
+    high = peak_memory_bytes(CPU)
+    assert high >= before
+    forget_peak(CPU)
+    held = torch.ones(256 * MIB, dtype=torch.uint8)
+    assert int(held[0]) == 1
+    assert peak_memory_bytes(CPU) >= 256 * MIB
+    del held
+    forget_peak(CPU)
+    assert peak_memory_bytes(CPU) < high + 128 * MIB

@@ -1,0 +1,67 @@
+"""What crosses between stages, and what each keeps, is what the model needs and no more."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hf_modules import HF_EXAMPLES
+from torch import nn
+from user_modules import EXAMPLES, Example, made
+
+from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.deal import StageCut
+from shoal.trace.trunk import find_trunk
+
+
+def cut_of(example: Example, stages: int) -> tuple[nn.Module, StageCut]:
+    module = made(example.build)
+
+    def run(inputs: Any, one: nn.Module) -> Any:
+        return example.call(one, inputs)
+
+    look = partial(run, example.inputs(2))
+    return module, cut_stages(module, find_trunk(module, look), look, stages)
+
+
+@pytest.mark.parametrize("name", [*HF_EXAMPLES, "nested", "encoder", "gpt", "mlp"])
+def test_a_chain_sends_one_tensor(name: str) -> None:
+    if name in HF_EXAMPLES:
+        pytest.importorskip("transformers")
+    _, cut = cut_of({**HF_EXAMPLES, **EXAMPLES}[name], 4)
+    if name != "t5":
+        assert [len(crossing) for crossing in cut.crossings] == [0, 1, 1, 1]
+
+
+def test_skips_travel_through() -> None:
+    _, cut = cut_of(EXAMPLES["unet"], 3)
+    names = [[cut.calls[call].name for call, _ in crossing] for crossing in cut.crossings]
+    assert names == [[], ["enter", "down.0", "down.1"], ["enter", "down.0", "up.0"]]
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    pytest.importorskip("transformers")
+    _, cut = cut_of(HF_EXAMPLES["t5"], 3)
+    names = [[cut.calls[call].name for call, _ in crossing] for crossing in cut.crossings]
+    state = ["encoder.final_layer_norm"]
+    # The decoder's block hands on its state and two position biases.
+    assert names == [[], state, state + 3 * ["decoder.block.1"]]
+    assert cut.ties == {"shared.weight": (0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("gpt2", "transformer.wte.weight"), ("bert", "bert.embeddings.word_embeddings.weight")],
+)
+def test_tied_heads_are_ties(name: str, tied: str) -> None:
+    pytest.importorskip("transformers")
+    _, cut = cut_of(HF_EXAMPLES[name], 4)
+    assert cut.ties == {tied: (0, 3)}
+
+
+def test_every_parameter_and_buffer_lives_somewhere() -> None:
+    for example in EXAMPLES.values():
+        module, cut = cut_of(example, 2)
+        state = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+        assert frozenset().union(*cut.keep) == state

@@ -1,0 +1,82 @@
+"""Stages of any module, one after another, are the whole module: loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from chain import Chain, assert_equal_to_whole
+from hf_modules import HF_EXAMPLES
+from user_modules import EXAMPLES, Example, made, numbers, tokens
+
+from shoal.models.catalog import build
+from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.deal import StageCut
+from shoal.trace.shapes import tensors_of
+from shoal.trace.trunk import find_trunk
+
+LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
+OURS = {
+    "our llama": Example(partial(build, "llama", {**LLAMA, "sequence": 8}), tokens, ()),
+    "our untied": Example(
+        partial(build, "llama", {**LLAMA, "sequence": 8, "tied": False}), tokens, ()
+    ),
+    "our mlp": Example(
+        partial(build, "mlp", {"inputs": 6, "hidden": 16, "layers": 3, "classes": 3}),
+        lambda n: numbers(n, 6),
+        (),
+    ),
+    "our resnet": Example(
+        partial(build, "resnet", {"image_channels": 1, "channels": 4, "classes": 3, "blocks": 2}),
+        lambda n: numbers(n, 1, 8, 8),
+        (),
+    ),
+}
+ALL = {**OURS, **EXAMPLES, **{f"hf {name}": one for name, one in HF_EXAMPLES.items()}}
+
+
+def cut_of(example: Example, module: torch.nn.Module, stages: int, batch: int = 2) -> StageCut:
+    inputs = example.inputs(batch)
+    run = partial(call_on, example, inputs)
+    return cut_stages(module, find_trunk(module, run), run, stages)
+
+
+def call_on(example: Example, inputs: object, module: torch.nn.Module) -> object:
+    return example.call(module, inputs)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+UNEVEN = {**OURS, **EXAMPLES, "hf t5": ALL["hf t5"], "hf bloom": ALL["hf bloom"]}
+CASES = [*((name, stages) for name in ALL for stages in (2, 4)), *((name, 3) for name in UNEVEN)]
+
+
+@pytest.mark.parametrize(("name", "stages"), CASES)
+def test_stages_are_the_whole_model(name: str, stages: int) -> None:
+    if name.startswith("hf "):
+        pytest.importorskip("transformers")
+    example = ALL[name]
+    module = made(example.build)
+    before = copy.deepcopy(module.state_dict())
+    cut = cut_of(example, module, stages)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    chain = Chain(module, cut)
+    calls = [partial(call_on, example, example.inputs(batch)) for batch in (2, 3)]
+    whole = assert_equal_to_whole(chain, module, calls)
+    for one in (whole, *chain.modules):
+        one.eval()
+    for batch in (1, 2):
+        call = partial(call_on, example, example.inputs(batch))
+        with torch.no_grad():
+            expected = tensors_of(call(whole))
+        got = tensors_of(chain.forward(call))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
