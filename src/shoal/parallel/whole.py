@@ -6,7 +6,9 @@ read `gather_weights` and `gather_gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -68,40 +70,106 @@ def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str
 def assembled(parts: Mapping[str, Part], world: World) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU of every rank; a rank may hold nothing of some, others nothing else.
 
-    Order: as the lowest rank that has a name lists it.
+    Where parts overlap they are replicas. Order: as the lowest rank that has a name lists it.
     """
-    mine = {name: (list(shard.global_shape), shard.dtype) for name, (_, shard) in parts.items()}
-    known: dict[str, tuple[list[int], str]] = {}
-    for told in world.gather_json(mine):
-        for name, (shape, dtype) in told.items():
-            known.setdefault(name, (shape, dtype))
+    mine = {
+        name: [
+            list(shard.global_shape),
+            shard.dtype,
+            [list(map(list, box)) for box in shard.slices],
+        ]
+        for name, (_, shard) in parts.items()
+    }
+    known: dict[str, _Spread] = {}
+    for rank, told in enumerate(world.gather_json(mine)):
+        for name, (shape, dtype, boxes) in told.items():
+            spread = known.setdefault(name, _Spread(tuple(shape), dtype, [()] * world.size))
+            spread.boxes[rank] = tuple(tuple((first, end) for first, end in box) for box in boxes)
     found: dict[str, torch.Tensor] = {}
-    for name, (shape, dtype) in known.items():
-        part = parts.get(name)
-        if part is None:
-            nothing = torch.zeros(0, dtype=getattr(torch, dtype), device=world.device)
-            part = (nothing, Shard(name, tuple(shape), dtype, ()))
-        found[name] = whole(part, world)
+    travelling: list[str] = []
+    for name, spread in known.items():
+        if spread.everywhere:
+            found[name] = parts[name][0].detach().reshape(spread.shape).to("cpu", copy=True)
+        else:
+            found[name] = torch.zeros(spread.shape, dtype=spread.kind)
+            travelling.append(name)
+    for together in _in_messages(travelling, known):
+        _exchange({name: known[name] for name in together}, parts, found, world)
     return found
 
 
-def whole(part: Part, world: World) -> torch.Tensor:
-    """Put a tensor together from every rank's part; where parts overlap they are replicas."""
-    tensor, shard = part
-    everyone = world.gather_json([[list(map(list, box)) for box in shard.slices], tensor.numel()])
-    boxes = [tuple(tuple(tuple(span) for span in box) for box in told[0]) for told in everyone]
-    complete = tuple((0, n) for n in shard.global_shape)
-    if all(slices == (complete,) for slices in boxes):
-        return tensor.detach().reshape(shard.global_shape).to("cpu", copy=True)
-    longest = max(told[1] for told in everyone)
-    padded = torch.zeros(longest, dtype=getattr(torch, shard.dtype), device=world.device)
-    padded[: tensor.numel()] = tensor.reshape(-1)
-    out = torch.zeros(shard.global_shape, dtype=padded.dtype)
-    for slices, row in zip(boxes, world.gather(padded).cpu(), strict=True):
+def _listed(slices: Iterable[Box]) -> list[list[list[int]]]:
+    return [[list(span) for span in box] for box in slices]
+
+
+MESSAGE_BYTES = 32 * 2**20
+"""Up to this size tensors travel together: a collective costs more than a small one's bytes."""
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Which boxes of one tensor each rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: list[tuple[Box, ...]]
+
+    @property
+    def kind(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def everywhere(self) -> bool:
+        whole = (tuple((0, length) for length in self.shape),)
+        return all(boxes == whole for boxes in self.boxes)
+
+    def sent(self, rank: int) -> tuple[Box, ...]:
+        """What this rank sends: of equal replicas the highest rank's."""
+        return () if self.boxes[rank] in self.boxes[rank + 1 :] else self.boxes[rank]
+
+    def elements(self, rank: int) -> int:
+        return sum(math.prod(end - first for first, end in box) for box in self.sent(rank))
+
+
+def _in_messages(names: Iterable[str], known: Mapping[str, _Spread]) -> Iterator[list[str]]:
+    """Cut the names into runs of one dtype, of `MESSAGE_BYTES` unless one tensor is larger."""
+    by_kind: dict[str, list[str]] = {}
+    for name in names:
+        by_kind.setdefault(known[name].dtype, []).append(name)
+    for run in by_kind.values():
+        message: list[str] = []
+        size_bytes = 0
+        for name in run:
+            one_bytes = math.prod(known[name].shape) * known[name].kind.itemsize
+            if message and size_bytes + one_bytes > MESSAGE_BYTES:
+                yield message
+                message, size_bytes = [], 0
+            message.append(name)
+            size_bytes += one_bytes
+        yield message
+
+
+def _exchange(
+    spreads: Mapping[str, _Spread],
+    parts: Mapping[str, Part],
+    found: Mapping[str, torch.Tensor],
+    world: World,
+) -> None:
+    """All-gather the parts of some tensors of one dtype, and write them where they belong."""
+    kind = next(iter(spreads.values())).kind
+    longest = max(sum(s.elements(rank) for s in spreads.values()) for rank in range(world.size))
+    message = torch.zeros(longest, dtype=kind, device=world.device)
+    place = 0
+    for name, spread in spreads.items():
+        if count := spread.elements(world.rank):
+            message[place : place + count] = parts[name][0].detach().reshape(-1)
+            place += count
+    for rank, row in enumerate(world.gather(message).cpu()):
         place = 0
-        for box in slices:
-            place = _fill(out, box, row, place)
-    return out
+        for name, spread in spreads.items():
+            for box in spread.sent(rank):
+                place = _fill(found[name], box, row, place)
 
 
 def _fill(out: torch.Tensor, box: Box, row: torch.Tensor, place: int) -> int:
