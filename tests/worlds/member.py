@@ -1,8 +1,8 @@
 """One process of a test world: it meets the others once, then runs checks as they are asked for.
 
-The test sends one JSON line per check on standard input, {"call": "module:function", "arguments":
-{…}}; each member answers with one line, {"ok": result} or {"error": traceback}. Importing torch
-costs seconds, so a world lives as long as the test session.
+The member goes to the test's door, a socket, and says its rank. The test sends one JSON line per
+check, {"call": "module:function", "arguments": {…}}; the member answers with one line, {"ok":
+result} or {"error": traceback}. A world lives as long as the test session.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
+import socket
 import traceback
 from collections.abc import Callable
 
@@ -21,12 +21,15 @@ from shoal.fabric import World, start_world
 
 def main(start: Callable[[], World] = start_world) -> None:
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a check prints goes to the log, not between the answers
+    with socket.socket(socket.AF_UNIX) as door:
+        door.connect(os.environ["SHOAL_TEST_DOOR"])
+        channel = door.makefile("rw")
+    channel.write(os.environ["RANK"] + "\n")
+    channel.flush()
     world = start()
-    answers.write(json.dumps({"ok": world.rank}) + "\n")
-    answers.flush()
-    for line in sys.stdin:
+    channel.write(json.dumps({"ok": world.rank}) + "\n")
+    channel.flush()
+    for line in channel:
         request = json.loads(line)
         if request["call"] == "end":
             break
@@ -36,8 +39,8 @@ def main(start: Callable[[], World] = start_world) -> None:
             answer = {"ok": function(world, **request["arguments"])}
         except Exception:
             answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
     world.close()
 
 

@@ -3,64 +3,133 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.launch.processes import ForkServer, can_fork
+
 HERE = Path(__file__).parent
 START_S, CALL_S = 90.0, 120.0
+IMPORTS = ("torch._dynamo", "shoal.proof", "torch.fx.experimental.proxy_tensor")
+"""What nearly every member needs: `Optimizer.step` imports the first, a split layer the last."""
+
+ENVIRON = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
 
 class Failed(AssertionError):
     """A check failed or did not answer on some rank."""
 
 
+@functools.cache
+def server() -> ForkServer:
+    """The process from which this session's members are forked; it dies with the session."""
+    folder = Path(tempfile.mkdtemp(prefix="members-"))
+    (folder / "logs").mkdir()
+    made = ForkServer(IMPORTS, {**os.environ, **ENVIRON}, folder)
+    until_s = time.monotonic() + START_S
+    while not (made.ready or made.cannot) and time.monotonic() < until_s:
+        made.look(1.0)
+    assert made.ready, f"{made.cannot}: {(folder / 'logs' / 'import.log').read_text()}"
+    return made
+
+
+class Channel:
+    """One member's end of the line: bytes out, lines in."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.socket, self.lines = accepted, accepted.makefile("r")
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        """The member reads the end of its lines."""
+        self.lines.close()
+        self.socket.close()
+
+
 class Members:
-    """`size` processes in one process group, each running `member.py`."""
+    """`size` processes in one process group, each running `member.py`.
+
+    They are forked from one process that has imported torch, which takes seconds otherwise; in a
+    network namespace, with another `program` and where nothing forks safely they are programs.
+    """
 
     program = HERE / "member.py"
 
     def __init__(self, size: int, log_folder: Path, inside: Sequence[str] = ()) -> None:
         """inside   words before the command of every process, say into a network namespace"""
         self.size = size
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
+        store = socket.socket()
+        store.bind(("127.0.0.1", 0))
+        store.listen(64)
         self.log_paths = [log_folder / f"world-{size}-rank-{rank}.log" for rank in range(size)]
-        self.processes = []
-        for rank in range(size):
-            env = {
-                **os.environ,
-                "SHOAL_STORE_PORT": str(listener.getsockname()[1]),
-                "SHOAL_STORE_FD": str(listener.fileno()),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(size),
-                "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
-                "OMP_NUM_THREADS": "1",
-                "SHOAL_CACHE": str(log_folder / "cache"),  # nothing of an earlier session counts
-            }
-            self.processes.append(
-                subprocess.Popen(
-                    [*inside, sys.executable, str(self.program)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.log_paths[rank].open("w"),
-                    env=env,
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
-                    text=True,
-                )
-            )
-        listener.close()
+        self.processes: list[Any] = []
+        forks = self.program == Members.program and not inside and can_fork()
+        with (
+            tempfile.TemporaryDirectory(prefix="door-") as folder,
+            socket.socket(socket.AF_UNIX) as door,
+        ):
+            door.bind(f"{folder}/door")
+            door.listen(size)
+            for rank in range(size):
+                env = {
+                    **os.environ,
+                    **ENVIRON,
+                    "SHOAL_STORE_PORT": str(store.getsockname()[1]),
+                    "SHOAL_STORE_FD": str(store.fileno()) if rank == 0 else "",
+                    "SHOAL_TEST_DOOR": f"{folder}/door",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(size),
+                    "SHOAL_CACHE": str(
+                        log_folder / "cache"
+                    ),  # nothing of an earlier session counts
+                }
+                with self.log_paths[rank].open("w") as log:
+                    if forks:
+                        command = [sys.executable, "-m", self.program.stem]
+                        made: Any = server().fork(command, env, log.fileno(), lambda pid: None)
+                    else:
+                        made = subprocess.Popen(
+                            [*inside, sys.executable, str(self.program)],
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=log,
+                            env=env,
+                            pass_fds=[store.fileno()] if rank == 0 else [],
+                        )
+                self.processes.append(made)
+            store.close()
+            self.channels = self._meet(door)
         self.collect(START_S)
+
+    def _meet(self, door: socket.socket) -> list[Channel]:
+        """The channel of every member, by rank."""
+        until_s = time.monotonic() + START_S
+        found: dict[int, Channel] = {}
+        door.settimeout(0.5)
+        while len(found) < self.size:
+            with contextlib.suppress(TimeoutError):
+                channel = Channel(door.accept()[0])
+                found[int(channel.lines.readline())] = channel
+            gone = [r for r, p in enumerate(self.processes) if p.poll() is not None]
+            if gone or time.monotonic() > until_s:
+                told = "".join(self.log_paths[rank].read_text()[-3000:] for rank in gone)
+                raise Failed(f"ranks {sorted(found)} of {self.size} came in {START_S} s; {told}")
+        return [found[rank] for rank in range(self.size)]
 
     def call(self, function: str, *, deadline_s: float = CALL_S, **arguments: Any) -> list[Any]:
         """Run `module:function(world, **arguments)` on every member; answers by rank."""
@@ -70,24 +139,23 @@ class Members:
     def ask(self, function: str, **arguments: Any) -> None:
         """The first half of `call`: `collect` is the second."""
         line = json.dumps({"call": function, "arguments": arguments}) + "\n"
-        for process in self.processes:
-            process.stdin.write(line)
-            process.stdin.flush()
+        for channel in self.channels:
+            channel.socket.sendall(line.encode())
 
     def collect(self, deadline_s: float) -> list[Any]:
         """One answer of every member, or Failed with the traceback of the first that has one."""
         until_s = time.monotonic() + deadline_s
         answers: dict[int, Any] = {}
         while len(answers) < self.size:
-            waiting = {p.stdout: r for r, p in enumerate(self.processes) if r not in answers}
+            waiting = {c: r for r, c in enumerate(self.channels) if r not in answers}
             left_s = until_s - time.monotonic()
             ready = select.select(list(waiting), [], [], max(0.0, left_s))[0]
             if not ready:
                 errors = [a["error"] for a in answers.values() if "error" in a]
                 raise Failed(f"ranks {sorted(waiting.values())} silent for {deadline_s} s {errors}")
-            for stream in ready:
-                text = stream.readline()
-                rank = waiting[stream]
+            for channel in ready:
+                text = channel.lines.readline()
+                rank = waiting[channel]
                 if not text:
                     raise Failed(f"rank {rank} ended: {self.log_paths[rank].read_text()[-3000:]}")
                 answers[rank] = json.loads(text)
@@ -98,10 +166,10 @@ class Members:
 
     def end(self) -> None:
         """Tell every member to leave, through barrier and destroy; do not wait for it."""
-        for process in self.processes:
+        for channel in self.channels:
             with contextlib.suppress(OSError, ValueError):  # it is gone, or was told already
-                process.stdin.write('{"call": "end"}\n')
-                process.stdin.close()
+                channel.socket.sendall(b'{"call": "end"}\n')
+                channel.close()
 
     def close(self) -> None:
         """End every member, and wait for it."""
