@@ -60,9 +60,8 @@ class Worlds:
 
     def drop(self, size: int) -> None:
         """Kill a world of which nobody knows what it still does."""
-        world = self.by_size.pop(size, None)
-        for process in world.processes if world else []:
-            process.kill()
+        if world := self.by_size.pop(size, None):
+            world.kill()
 
 
 def prove(worlds: Worlds, size: int, function: str, **arguments: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """One process of a test world: it meets the others once, then runs checks as they are asked for.
 
-The member goes to the test's door, a socket, and says its rank. The test sends one JSON line per
-check, {"call": "module:function", "arguments": {…}}; the member answers with one line, {"ok":
-result} or {"error": traceback}. A world lives as long as the test session.
+The member goes to the test's door, a socket, and says its rank there once it has met the others. The
+test sends one JSON line per check, {"call": "module:function", "arguments": {…}}; the member answers
+with one line, {"ok": result} or {"error": traceback}. A world lives as long as the test session.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ def main(start: Callable[[], World] = start_world) -> None:
     with socket.socket(socket.AF_UNIX) as door:
         door.connect(os.environ["SHOAL_TEST_DOOR"])
         channel = door.makefile("rw")
-    channel.write(os.environ["RANK"] + "\n")
-    channel.flush()
     world = start()
     channel.write(json.dumps({"ok": world.rank}) + "\n")
     channel.flush()

@@ -52,8 +52,7 @@ def hang(worlds, name: str, layout: str) -> None:
     earlier = [len(path.read_text()) for path in world.log_paths]
     with pytest.raises(Failed, match="ended"):
         world.call("mistakes:attempt", deadline_s=40, name=name, layout=layout)
-    for process in world.processes:  # one that lost its peer may wait for the next check
-        process.kill()
+    world.kill()  # one that lost its peer may wait for the next check
     codes = [process.wait(20) for process in world.processes]
     texts = [p.read_text()[n:] for p, n in zip(world.log_paths, earlier, strict=True)]
     told = [line for text in texts for line in text.splitlines()]

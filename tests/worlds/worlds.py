@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -114,22 +115,24 @@ class Members:
                 self.processes.append(made)
             store.close()
             self.channels = self._meet(door)
-        self.collect(START_S)
 
     def _meet(self, door: socket.socket) -> list[Channel]:
-        """The channel of every member, by rank."""
+        """The channel of every member, by rank: it says that when it has met the others."""
         until_s = time.monotonic() + START_S
-        found: dict[int, Channel] = {}
-        door.settimeout(0.5)
-        while len(found) < self.size:
-            with contextlib.suppress(TimeoutError):
-                channel = Channel(door.accept()[0])
-                found[int(channel.lines.readline())] = channel
+        met: dict[int, Channel] = {}
+        silent: list[Channel] = []
+        while len(met) < self.size:
+            for ready in select.select([door, *silent], [], [], 0.5)[0]:
+                if ready is door:
+                    silent.append(Channel(door.accept()[0]))
+                elif text := ready.lines.readline():
+                    met[json.loads(text)["ok"]] = ready
+                    silent.remove(ready)
             gone = [r for r, p in enumerate(self.processes) if p.poll() is not None]
             if gone or time.monotonic() > until_s:
                 told = "".join(self.log_paths[rank].read_text()[-3000:] for rank in gone)
-                raise Failed(f"ranks {sorted(found)} of {self.size} came in {START_S} s; {told}")
-        return [found[rank] for rank in range(self.size)]
+                raise Failed(f"ranks {sorted(met)} of {self.size} came in {START_S} s; {told}")
+        return [met[rank] for rank in range(self.size)]
 
     def call(self, function: str, *, deadline_s: float = CALL_S, **arguments: Any) -> list[Any]:
         """Run `module:function(world, **arguments)` on every member; answers by rank."""
@@ -171,6 +174,15 @@ class Members:
                 channel.socket.sendall(b'{"call": "end"}\n')
                 channel.close()
 
+    def kill(self) -> None:
+        """End every member at once, whatever it does."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait(20)
+
     def close(self) -> None:
         """End every member, and wait for it."""
         self.end()
@@ -178,8 +190,7 @@ class Members:
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                self.kill()
 
 
 class Islands:
@@ -221,9 +232,7 @@ class Islands:
             for index, world in enumerate(self.worlds)
         ]
         if ends >= 0:
-            for process in self.worlds[ends].processes:
-                process.kill()
-                process.wait()
+            self.worlds[ends].kill()
         return found
 
     def close(self) -> None:

@@ -57,7 +57,6 @@ MOST_BEGUN = 2
 """Attempts that a proof may cost a run: one that ends none of them is told, and training begins."""
 
 
-@phase("proof")
 def prove_run(
     config: Config, source: Source, world: World, folder: Path, layout: Mapping[str, Any]
 ) -> str:
@@ -71,6 +70,7 @@ def prove_run(
     return prove_before(material_of(config, source, layout), world, folder)
 
 
+@phase("proof")
 def prove_before(
     material: Material, world: World, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> str:
