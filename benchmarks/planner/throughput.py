@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
+from fit import fit_steps
 from rows import memory_rows
 
 from shoal.base.cluster import Calibration, Cluster
@@ -32,7 +33,6 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.shape import Transformer
 from shoal.planner.calibrations import GPU, GPU_PRIOR
-from shoal.planner.fit import fit_steps
 from shoal.planner.frameworks import framework
 from shoal.planner.machines import parse_machines
 from shoal.planner.published import published

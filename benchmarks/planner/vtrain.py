@@ -28,12 +28,13 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+from fit import fit_steps
+
 from shoal.base.cluster import Calibration
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
 from shoal.base.shape import Transformer
 from shoal.planner.calibrations import MEGATRON_DEEPSPEED
-from shoal.planner.fit import fit_steps
 from shoal.planner.machines import parse_machines
 from shoal.planner.step_terms import StepTerms, step_terms
 from shoal.planner.step_time import Table, effective

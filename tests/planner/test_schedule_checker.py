@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from critical_path import critical_path_s
 
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import PlanError
 from shoal.planner.check_schedule import check
 from shoal.planner.schedule_names import SCHEDULES
 from shoal.planner.schedules import make_schedule
-from shoal.planner.schedules_bound import critical_path_s
 
 NAMES = {name: (4, 8, 2 if name == "interleaved" else 1) for name in SCHEDULES}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from critical_path import critical_path_s
 
 from shoal.base.cluster import Link
 from shoal.base.errors import PlanError
@@ -12,7 +13,6 @@ from shoal.planner.bubble import bubble_s
 from shoal.planner.check_schedule import check
 from shoal.planner.schedule_names import SCHEDULES
 from shoal.planner.schedules import make_schedule
-from shoal.planner.schedules_bound import critical_path_s
 from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.schedules_simulate import bubble_of, simulate
 

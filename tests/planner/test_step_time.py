@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from fit import fit_steps, nnls_normal
 
 from shoal.base.cluster import Calibration, Cluster, Device, Link
 from shoal.base.errors import PlanError
@@ -13,7 +14,6 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.shape import Transformer
 from shoal.planner.calibrations import CPU, FITTED, GPU, calibration_of
-from shoal.planner.fit import fit_steps, nnls_normal
 from shoal.planner.published import published
 from shoal.planner.stage_cut import cut
 from shoal.planner.states import rank_elements

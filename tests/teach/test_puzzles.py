@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from puzzle_search import found_timeline, search
 
 from shoal.base.errors import PlanError
 from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.puzzles import PUZZLES, puzzle_timeline, score, timeline_of
 from shoal.teach.puzzles.model import Model, Program
 from shoal.teach.puzzles.ours import Stages
-from shoal.teach.puzzles.search import found_timeline, search
 from shoal.teach.puzzles.world import play
 
 AUTHOR = {
