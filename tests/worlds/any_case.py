@@ -238,10 +238,11 @@ def battery(model: str, lifted: bool = True, steps: int = 5) -> Battery:
 
 
 def prove(
-    world: World, model: str, layout: str | dict[str, Any], lifted: bool = True
+    world: World, model: str, layout: str | dict[str, Any], lifted: bool = True, steps: int = 5
 ) -> dict[str, Any]:
     """The report of a model on a layout; `lifted`: transformers' casts to float32 are.
 
+    steps   an epoch has three, the last a short one
     Gives   the battery's report, with what the run told under "notices"; "refused" with the line
             where the layout is not for this model
     """
@@ -255,7 +256,7 @@ def prove(
     with lift, mock.patch.object(Recorder, "notice", hear):
         try:
             asked = LAYOUTS[layout] if isinstance(layout, str) else layout
-            report = battery(model, lifted).prove(world, asked)
+            report = battery(model, lifted, steps).prove(world, asked)
         except PlanError as refusal:
             report = {"verdict": "refused", "reason": str(refusal), "cause": None}
             report["trajectories"] = []

@@ -35,7 +35,7 @@ SAMPLE = [
 def test_a_layout_equals_one_process(worlds, model: str, layout: str) -> None:
     if model.startswith("hf "):
         pytest.importorskip("transformers")
-    asked = {"model": model, "layout": layout}
+    asked = {"model": model, "layout": layout, "steps": 3}
     report = worlds(any_case.processes(layout)).call("any_case:prove", **asked)[0]
     assert report["verdict"] == "equal", report["reason"] or report["cause"]
     assert report["trajectories"][0]["largest"]["gradient"] <= 1e-12
@@ -49,26 +49,26 @@ def test_every_layout_is_in_the_sample() -> None:
 
 
 def test_what_cannot_be_split_is_named(worlds) -> None:
-    report = worlds(2).call("any_case:prove", model="tuples", layout="tp2")[0]
+    report = worlds(2).call("any_case:prove", steps=3, model="tuples", layout="tp2")[0]
     assert report["verdict"] == "equal"
     assert any("chain.0.gate.weight (and in 3 like it) stays whole" in n for n in report["notices"])
 
 
 def test_strict_refuses_what_would_stay_whole(worlds) -> None:
     layout = {"tp": 2, "strict": True}
-    report = worlds(2).call("any_case:prove", model="tuples", layout=layout)[0]
+    report = worlds(2).call("any_case:prove", steps=3, model="tuples", layout=layout)[0]
     assert report["verdict"] == "refused"
     assert report["reason"].startswith("layout.tp = 2 with layout.strict: chain.0.gate.weight")
 
 
 def test_a_pattern_that_matches_nothing_is_an_error(worlds) -> None:
     layout = {"tp": 2, "split": ["blocks.*.nothing=whole"]}
-    report = worlds(2).call("any_case:prove", model="our gpt", layout=layout)[0]
+    report = worlds(2).call("any_case:prove", steps=3, model="our gpt", layout=layout)[0]
     assert report["verdict"] == "refused"
     assert "matches no parameter of GPT; nearest: " in report["reason"]
 
 
 def test_more_stages_than_blocks_is_refused(worlds) -> None:
     layout = {"pp": 4, "schedule": "interleaved", "chunks": 2}
-    report = worlds(4).call("any_case:prove", model="our gpt", layout=layout)[0]
+    report = worlds(4).call("any_case:prove", steps=3, model="our gpt", layout=layout)[0]
     assert report["verdict"] == "refused"

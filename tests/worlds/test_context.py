@@ -9,7 +9,6 @@ import pytest
 
 CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "llama", {"cp": 2}),
-    (2, "llama", {"cp": 2, "context": "ulysses"}),
     (2, "llama", {"cp": 2, "context": "gather"}),
     (2, "dropout", {"cp": 2}),
     (2, "gpt", {"cp": 2, "context": "ring"}),

@@ -38,7 +38,7 @@ ROWS += [pytest.param(*row, marks=pytest.mark.proof) for row in LONG]
 def test_equals_one_process(worlds, size: int, model: str, layout: str) -> None:
     if model.startswith("hf "):
         pytest.importorskip("transformers")
-    reports = worlds(size).call("expert_case:prove", model=model, layout=layout)
+    reports = worlds(size).call("expert_case:prove", steps=3, model=model, layout=layout)
     assert all(r["verdict"] == "equal" for r in reports), proof_text(reports[0])
     for told in reports[0]["trajectories"]:
         assert max(told["largest"].values()) <= EXACT

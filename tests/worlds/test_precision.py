@@ -19,8 +19,14 @@ def reference():
     return {p: precision_case.train(precision_case.alone(), "single", p) for p in ("bf16", "fp16")}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+ROWS = [(layout, precision) for layout in LAYOUTS for precision in ("bf16", "fp16")]
+LONG = [("zero1", "fp16"), ("zero2", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [pytest.param(*row, marks=[pytest.mark.proof] if row in LONG else []) for row in ROWS],
+)
 def test_layouts_agree_with_one_process(worlds, reference, layout: str, precision: str) -> None:
     told = worlds(2).call("precision_case:train", layout=layout, precision=precision)
     expected = reference[precision]

@@ -56,7 +56,8 @@ def one_thread():
 
 
 UNEVEN = {**OURS, **EXAMPLES, "hf t5": ALL["hf t5"], "hf bloom": ALL["hf bloom"]}
-CASES = [*((name, stages) for name in ALL for stages in (2, 4)), *((name, 3) for name in UNEVEN)]
+CASES = [*((name, 4) for name in ALL), *((name, 3) for name in UNEVEN)]
+CASES += [pytest.param(name, 2, marks=pytest.mark.proof) for name in ALL]
 
 
 @pytest.mark.parametrize(("name", "stages"), CASES)

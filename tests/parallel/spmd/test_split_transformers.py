@@ -58,9 +58,15 @@ TABLE = [
     ("mamba", 2, 9, 2, 2, CASTS),
     ("mamba", 4, 9, 2, 2, CASTS),
 ]
+BY_FOUR = {row[0] for row in TABLE if row[1] == 4} - {"llama"}
+"""Of these `make test` runs the row of 4 ranks alone; of llama both, whose splits differ."""
+ROWS = [
+    pytest.param(*row, marks=[pytest.mark.proof] if row[1] == 2 and row[0] in BY_FOUR else [])
+    for row in TABLE
+]
 
 
-@pytest.mark.parametrize(("kind", "degree", "cuts", "forward", "backward", "near"), TABLE)
+@pytest.mark.parametrize(("kind", "degree", "cuts", "forward", "backward", "near"), ROWS)
 def test_table(kind: str, degree: int, cuts: int, forward: int, backward: int, near: float) -> None:
     layer, args, kwargs = captured(kind)
     split = split_block(layer, args, kwargs, degree)
