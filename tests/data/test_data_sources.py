@@ -13,8 +13,9 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data import open_loader, open_source
+from shoal.data.iterable import open_loader
 from shoal.data.samples import EvenPart
+from shoal.data.sources import open_source
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data import open_source
 from shoal.data import text as text_module
+from shoal.data.sources import open_source
 from shoal.data.text import glob_documents, hold_out, open_corpus, stdlib_documents, train_bpe
 
 WORDS = ["the tide comes in, the tide goes out\n", "a shoal of herring turns as one\n", "größe €\n"]

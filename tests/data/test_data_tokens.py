@@ -14,7 +14,8 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data import Loader, open_source
+from shoal.data.loader import Loader
+from shoal.data.sources import open_source
 from shoal.data.tokens import TokenDataset, TokenSpan, count_tokens, cross_entropy, open_folder
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from shoal.base.cluster import Cluster, Device, Link
+from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
 from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut, put_off
 from shoal.planner.states import Elements, state_bytes
-from shoal.planner.traffic import Crossing, TensorExchange
 from shoal.planner.transients import rank_sum
-from shoal.planner.travel import Kept, Travel, busiest, sent_by
+from shoal.planner.travel import busiest, sent_by
 
 LINK = Link("wire", 1e-6, 1e9)
 CPU = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)

@@ -45,3 +45,14 @@ class MachineFacts:
     cores: int
     memory_bytes: int
     gpus: int
+
+
+def default_processes(machine: MachineFacts) -> int:
+    """Processes on one machine when nobody says: one per GPU, else two where there are two cores.
+
+    >>> default_processes(MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
+    2
+    """
+    if machine.gpus:
+        return machine.gpus
+    return 2 if machine.cores >= 2 else 1

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import CheckpointError
+from shoal.base.errors import CheckpointError, ConfigError
 
 DTYPES = {
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
@@ -31,6 +31,21 @@ DTYPES = {
     "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
 }  # fmt: skip
 """torch's dtype name → (safetensors' name, bytes per element): everything a checkpoint can hold."""
+
+
+def check_savable(dtypes: Mapping[str, str], where: str) -> None:
+    """Refuse a tensor that no checkpoint can hold.
+
+    dtypes   torch's name of each tensor's element type, by tensor
+    Errors   ConfigError with its name
+    """
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"{where}: {name} is {dtype}, which checkpoints cannot hold; they hold "
+                f"{', '.join(DTYPES)}"
+            )
+
 
 CHUNK_BYTES = 1 << 20
 """Bytes hashed and moved at a time: small enough that the second touch finds them in cache."""

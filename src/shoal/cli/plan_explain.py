@@ -76,8 +76,8 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
     """
     from shoal.cli.plan_subject import find_subject
     from shoal.cli.start import settle_layout
+    from shoal.config.resolve import processes_of
     from shoal.launch.machine import this_machine
-    from shoal.planner.guide import processes_of
     from shoal.planner.machines import parse_machines
     from shoal.planner.search import search
 
@@ -190,8 +190,7 @@ def _look_at(config: Config) -> tuple[Any, Look]:
     """The model, and how to run one like it on the first samples of its data."""
     import torch
 
-    from shoal.data.fetch import join, kept_draws
-    from shoal.data.loader import is_indexed
+    from shoal.data.fetch import is_indexed, join, kept_draws
     from shoal.data.sources import open_source
     from shoal.trainer.contract import call_model, split_batch
     from shoal.trainer.job import build_model

@@ -105,8 +105,9 @@ def _schedule(config: Config, pp: int) -> tuple[str, int]:
 def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     """The machines that --on names, or this one as it was measured."""
     from shoal.base.files import cache_folder
+    from shoal.config.resolve import processes_of
     from shoal.launch.machine import this_machine
-    from shoal.planner.guide import check_cores, processes_of
+    from shoal.planner.guide import check_cores
 
     machine = this_machine()
     asked = config.launch

@@ -30,6 +30,7 @@ from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
     check_reads,
+    processes_of,
     resolve_batch,
     resolve_folder,
     resolve_islands,
@@ -39,12 +40,7 @@ from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import LayoutSection
 from shoal.launch import supervise
 from shoal.launch.machine import this_machine
-from shoal.planner.guide import (
-    check_cores,
-    check_micro_batches,
-    choose_layout,
-    processes_of,
-)
+from shoal.planner.guide import check_cores, check_micro_batches, choose_layout
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
 from shoal.view.live import LiveView

@@ -14,8 +14,9 @@ from typing import Any
 
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
+from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.islands import check_keep
-from shoal.base.layout import AXES
+from shoal.base.layout import AXES, Layout
 from shoal.config.load import Loaded
 from shoal.config.sections import LayoutSection, ModelSection, TrainSection
 
@@ -175,3 +176,16 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
 def portions(section: TrainSection) -> tuple[int, int]:
     """(batch, micro_batch) of a run whose configuration is settled."""
     return section.batch, section.micro_batch or default_micro_batch(section.batch)
+
+
+def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
+    """Returns how many processes a layout wants where nobody says; of one island.
+
+    >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
+    >>> [processes_of(LayoutSection(**given), machine) for given in ({}, {"tp": 4}, {"threads": 2})]
+    [2, 4, 1]
+    """
+    if degrees := section.degrees():
+        return Layout.of(degrees).processes
+    alone = section.strategy in ("single", "dp") or section.threads
+    return 1 if alone else default_processes(machine)

@@ -347,3 +347,10 @@ def from_workers(
         # stops the workers now: left to the garbage collector (a traceback would hold it), torch's
         # queues are closed first and every worker is waited for in vain, 5 s each
         del results
+
+
+def is_indexed(dataset: object) -> bool:
+    """True for a map-style dataset: any sample by index, and a length."""
+    if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

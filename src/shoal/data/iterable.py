@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from shoal.base.batches import steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Failure, from_workers
-from shoal.data.loader import Loader, check_numbers, is_indexed
+from shoal.data.fetch import Collate, Failure, from_workers, is_indexed
+from shoal.data.loader import Loader, check_numbers
 from shoal.data.reader import ReadStep, StepReader, is_resumable
 from shoal.data.step import StepBatch
 

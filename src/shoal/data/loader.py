@@ -15,8 +15,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from shoal.base.batches import MicroBatch, cut_span, cut_step, owned, steps_per_epoch
 from shoal.base.errors import ConfigError
 from shoal.data.fetch import Collate, Fetcher, FetcherView, digest_of, from_workers
@@ -35,13 +33,6 @@ def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers:
             raise ConfigError(f"{key} = {got}: must be at least {least}; nearest: {key}={least}")
     if not 0 <= rank < degree:
         raise ConfigError(f"rank = {rank}: must be 0 … {degree - 1}, the data-parallel degree")
-
-
-def is_indexed(dataset: object) -> bool:
-    """True for a map-style dataset: any sample by index, and a length."""
-    if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
-        return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 class Loader:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError, PlanError
 from shoal.base.systems import loopback
-from shoal.fabric._torch import all_gather_single, empty_mesh
+from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
 from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
 from shoal.fabric.place import Place, find_place
 from shoal.fabric.rest import await_rest
@@ -396,3 +396,16 @@ def _let_go() -> None:
     for owner, forget in list(_holders.items()):
         forget(owner)
     _holders.clear()
+
+
+def meeting_store() -> dist.Store | None:
+    """The store that processes met at, over a connection of its own; None where there is none.
+
+    A thread that asks must not wait behind the main one, which may stand in the store for hours.
+    """
+    if not dist.is_initialized():
+        return None
+    try:
+        return dist.PrefixStore("meeting", own_connection(default_store()))
+    except (RuntimeError, NotImplementedError, dist.DistError):
+        return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,25 @@ from torch.autograd.function import once_differentiable
 
 from shoal.base.errors import ConfigError
 from shoal.models._torch import pytree
-from shoal.models.sharing import Sharing
 from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_gradient
 
 IGNORED = -100
 """The target that counts for nothing (padding), as everywhere in PyTorch."""
+
+
+class Sharing(Protocol):
+    """The ranks that share the sequences, each of which has some tokens of every one.
+
+    Hidden states or logits of such a rank show the whole's shape, hold this rank's tokens in
+    `local`, and have this as `sharing`. A loss that adds up over tokens looks at its own ones and
+    sums.
+    """
+
+    def own(self, targets: Tensor) -> Tensor:
+        """This rank's tokens of a tensor that all ranks have whole."""
+
+    def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Both over the ranks; the total is differentiable."""
 
 
 @dataclass(frozen=True)

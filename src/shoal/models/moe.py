@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models._torch import FakeTensor, get_proxy_mode, pytree
+from shoal.models._torch import is_fake, is_recorded, pytree
 from shoal.models.llama import INIT_STD, Attention, Projection, TokenEmbedding
 from shoal.models.loss import Unprojected, token_loss
 from shoal.models.norm import RMSNorm
@@ -146,8 +146,8 @@ def _as_sizes(counts: Tensor, rows: int) -> list[int]:
     Not so while a graph is recorded: it would run with these sizes on any data. Asking for the
     numbers then fails, which says that a mixture is no fixed graph.
     """
-    shapes_alone = counts.is_meta or isinstance(counts, FakeTensor)
-    if not shapes_alone or get_proxy_mode() is not None or torch.compiler.is_compiling():
+    shapes_alone = counts.is_meta or is_fake(counts)
+    if not shapes_alone or is_recorded() or torch.compiler.is_compiling():
         sizes: list[int] = counts.tolist()
         return sizes
     experts = len(counts) - 1  # the last count is of what no expert takes

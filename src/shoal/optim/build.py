@@ -12,20 +12,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.policies import OptimizerPolicy
-from shoal.optim.lamb import LAMB
-from shoal.optim.lion import Lion
-from shoal.optim.muon import MuonWithAdamW, hidden_matrices
 
 Parameters = Mapping[str, nn.Parameter]
-OWN: dict[str, type[torch.optim.Optimizer]] = {"lamb": LAMB, "lion": Lion, "muon": MuonWithAdamW}
-"""Classes that torch.optim lacks, or has for some models only, by their name in `[optimizer]`."""
+OWN = {"lamb": "LAMB", "lion": "Lion", "muon": "MuonWithAdamW"}
+"""Classes that torch.optim lacks, or has for some models only: `shoal.optim.NAME:CLASS`, by their
+name in `[optimizer]`."""
 
 
 def build_optimizer(
@@ -47,7 +45,9 @@ def build_optimizer(
         settings["momentum"] = policy.momentum
     if "fused" in accepted and _fused_works(parameters):
         settings["fused"] = True
-    if kind is MuonWithAdamW and module is not None:
+    if policy.name.lower() == "muon" and module is not None:
+        from shoal.optim.muon import hidden_matrices
+
         settings["matrix"] = hidden_matrices(module)
     decays = "weight_decay" in accepted
     matrices = [p for p in parameters if p.ndim >= 2]
@@ -87,12 +87,15 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
     }
     for unfit in ("optimizer", "sparseadam"):  # the base class; and one for sparse gradients only
         classes.pop(unfit, None)
-    classes.update(OWN)
+    if own := OWN.get(name.lower()):
+        found = getattr(importlib.import_module(f"shoal.optim.{name.lower()}"), own)
+        return cast("type[torch.optim.Optimizer]", found)
     if name.lower() not in classes:
-        close = nearest(name.lower(), classes)
+        there = sorted({*classes, *OWN})
+        close = nearest(name.lower(), there)
         raise ConfigError(
             f"optimizer.name = {name}: no such optimizer"
-            + (f"; nearest: {close}" if close else f"; there are {', '.join(sorted(classes))}")
+            + (f"; nearest: {close}" if close else f"; there are {', '.join(there)}")
         )
     return classes[name.lower()]
 
@@ -103,7 +106,7 @@ def name_of(class_name: str) -> str:
     >>> name_of("AdamW"), name_of("MuonWithAdamW")
     ('adamw', 'muon')
     """
-    own = {kind.__name__: name for name, kind in OWN.items()}
+    own = {kind: name for name, kind in OWN.items()}
     return own.get(class_name, class_name.lower())
 
 

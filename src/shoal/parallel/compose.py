@@ -1,6 +1,7 @@
 """The table of contents: in which order techniques turn a module into a program, and why.
 
-Each line is one technique, one file and one verb. None of them knows another.
+Each line is one technique, one file and one verb. None of them knows another. What a plan does not
+ask for is not imported: a start pays for the techniques that it uses.
 """
 
 from __future__ import annotations
@@ -16,18 +17,13 @@ from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel import (
     batch_norm,
-    compiling,
     loose_buffers,
-    offload,
     placement,
     precision,
     randomness,
-    recompute,
     same_weights,
 )
-from shoal.parallel.data_parallel import apart, compress, ddp, dp, joined, single, zero
 from shoal.parallel.program import Program, dtype_of, undivided
-from shoal.trace.flops import meta_twin
 
 
 class Look(Protocol):
@@ -49,10 +45,18 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     Errors    PlanError when ranks hold different models, where this one cannot be divided so, and
               for a policy that cannot hold here: said first, since tracing takes seconds
     """
-    offload.check(plan.offload, plan.layout, world.device)
-    compiling.check(plan.compile, plan.recompute, world.device)
+    if plan.offload != "none":
+        from shoal.parallel import offload
+
+        offload.check(plan.offload, plan.layout, world.device)
+    if plan.compile != "none":
+        from shoal.parallel import compiling
+
+        compiling.check(plan.compile, plan.recompute, world.device)
     program = undivided(module, plan, world)
     if look is not None:
+        from shoal.trace.flops import meta_twin
+
         program = replace(program, twin=meta_twin(module))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = same_weights.apply(program)
@@ -90,17 +94,33 @@ def compose(program: Program, *, seed: int) -> Program:
     # After BatchNorm's rule: what is left over has no rule.
     program = loose_buffers.apply(program)
     # Innermost: nothing that a layout adds to a block becomes part of its compiled code.
-    program = compiling.apply(program, plan.compile)
+    if plan.compile != "none":
+        from shoal.parallel import compiling
+
+        program = compiling.apply(program, plan.compile)
     # Inside of what gathers parameters, which then gathers for the second forward too.
-    program = recompute.apply(program, plan.recompute)
-    program = offload.apply(program, plan.offload)
+    if plan.recompute != "none":
+        from shoal.parallel import recompute
+
+        program = recompute.apply(program, plan.recompute)
+    if plan.offload != "none":
+        from shoal.parallel import offload
+
+        program = offload.apply(program, plan.offload)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
     # replace them after it.
     program = _by_layout(program)
     # After the reducer is there: it goes between the reducer and the wire.
-    program = compress.apply(program)
+    if plan.compress != "none":
+        from shoal.parallel.data_parallel import compress
+
+        program = compress.apply(program)
     # Around the reducer: sums that only the finished sum over data ranks can go into.
-    return joined.apply(program)
+    if program.joined:
+        from shoal.parallel.data_parallel import joined
+
+        program = joined.apply(program)
+    return program
 
 
 def _by_layout(program: Program) -> Program:
@@ -110,16 +130,29 @@ def _by_layout(program: Program) -> Program:
 
         return fsdp.apply(program)
     if layout.threads > 1:
+        from shoal.parallel.data_parallel import dp
+
         return dp.apply(program)
-    return apart.apply(program, _in_buckets) if program.apart else _in_buckets(program)
+    if program.apart:
+        from shoal.parallel.data_parallel import apart
+
+        return apart.apply(program, _in_buckets)
+    return _in_buckets(program)
 
 
 def _in_buckets(program: Program) -> Program:
     layout = program.plan.layout
     if layout.zero:
+        from shoal.parallel.data_parallel import zero
+
         return zero.apply(program)
-    copied = any(bucket.compute for bucket in program.plan.buckets)
-    return ddp.apply(program) if layout.processes > 1 or copied else single.apply(program)
+    if layout.processes > 1 or any(bucket.compute for bucket in program.plan.buckets):
+        from shoal.parallel.data_parallel import ddp
+
+        return ddp.apply(program)
+    from shoal.parallel.data_parallel import single
+
+    return single.apply(program)
 
 
 def facts(program: Program) -> list[ParameterFacts]:

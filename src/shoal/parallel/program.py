@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -20,8 +20,10 @@ from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.axes import along
-from shoal.planner.travel import Travel
 from shoal.trace.blocks import blocks
+
+if TYPE_CHECKING:
+    from shoal.base.comm_volume import Travel
 
 
 class Reducer(Protocol):

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
 from shoal.parallel.pipeline.deal import StageCut
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.splits import ModelSplit
-from shoal.planner.traffic import Crossing, TensorExchange
-from shoal.planner.travel import Kept, Travel
 from shoal.trace.shapes import tensors_of
 
 

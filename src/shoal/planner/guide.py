@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from shoal.base.degrees import check_degrees
 from shoal.base.errors import PlanError
-from shoal.base.facts import MachineFacts
+from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout, expand
 from shoal.base.schedules import canonical, copies, settle_schedule
 from shoal.base.units import bytes_text, count_text
-from shoal.config.sections import LayoutSection
-from shoal.planner.bubble import bubble_s
-from shoal.planner.schedules import legal
 
 DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
 """Parameters: the guide's bounds."""
@@ -26,30 +23,6 @@ AUTO_AXES = ("dp_replicate", "dp_shard")
 WEIGHT_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 16
 """fp32 parameter, gradient and two Adam moments; the same for bf16 with fp32 masters, nearly."""
-
-
-def default_processes(machine: MachineFacts) -> int:
-    """Processes on one machine when nobody says: one per GPU, else two where there are two cores.
-
-    >>> default_processes(MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
-    2
-    """
-    if machine.gpus:
-        return machine.gpus
-    return 2 if machine.cores >= 2 else 1
-
-
-def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
-    """Returns how many processes a layout wants where nobody says; of one island.
-
-    >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
-    >>> [processes_of(LayoutSection(**given), machine) for given in ({}, {"tp": 4}, {"threads": 2})]
-    [2, 4, 1]
-    """
-    if degrees := section.degrees():
-        return Layout.of(degrees).processes
-    alone = section.strategy in ("single", "dp") or section.threads
-    return 1 if alone else default_processes(machine)
 
 
 MOST_PER_CORE = 64
@@ -193,6 +166,8 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
             f"{', or '.join([*nearest, 'layout.schedule=1f1b'])}"
         )
     # A backward is about two forwards, half of it for the weights.
+    from shoal.planner.bubble import bubble_s
+
     idle_s = bubble_s(name, ranks, count, 1.0, 1.0, 1.0, layout.chunks)
     text = (
         f"pipeline: {name} over {layout.stages} stages, {count} micro-batch"
@@ -206,6 +181,8 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
 
 def _runs(layout: Layout, micro_batches: int) -> bool:
     """Whether a schedule can run so many micro-batches."""
+    from shoal.planner.schedules import legal
+
     try:
         legal(layout.schedule, layout.pp, micro_batches, layout.chunks)
     except PlanError:

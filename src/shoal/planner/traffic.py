@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from shoal.base.comm_volume import Crossing, TensorExchange
 from shoal.base.facts import ParameterFacts
 from shoal.base.layout import Layout
 
@@ -74,33 +75,6 @@ class StepTraffic:
     def times(self, count: float) -> StepTraffic:
         """As often as that."""
         return StepTraffic(**{f.name: getattr(self, f.name) * count for f in fields(self)})
-
-
-@dataclass(frozen=True)
-class TensorExchange:
-    """A collective over the tensor-parallel ranks that every micro-batch repeats.
-
-    kind           all_reduce, all_gather, reduce_scatter · when  forward or backward
-    payload_bytes  the tensor that is summed, or that is there after gathering
-    count          times per micro-batch
-    """
-
-    kind: str
-    when: str
-    payload_bytes: int
-    count: int = 1
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """What passes between two neighbouring stages with one micro-batch.
-
-    forward_bytes   values, those that only pass through included
-    backward_bytes  their gradients, of those that have one
-    """
-
-    forward_bytes: int
-    backward_bytes: int
 
 
 def step_traffic(

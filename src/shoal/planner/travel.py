@@ -13,51 +13,14 @@ Source: `traffic`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shoal.base.actions import Schedule
+from shoal.base.comm_volume import Travel
 from shoal.base.estimate import Case
 from shoal.planner.schedules import make_schedule
 from shoal.planner.stage_cut import Stage, cut, root_share
 from shoal.planner.states import WIDTHS, shard_counts
-from shoal.planner.traffic import (
-    Crossing,
-    Payload,
-    StepTraffic,
-    TensorExchange,
-    pipe_traffic,
-    step_traffic,
-    tensor_traffic,
-)
+from shoal.planner.traffic import Payload, StepTraffic, pipe_traffic, step_traffic, tensor_traffic
 from shoal.planner.transients import rank_sum, wide_elements
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Parameters that the same stages keep: which, and bytes of their gradients on one rank."""
-
-    stages: tuple[int, ...]
-    gradient_bytes: int
-
-
-@dataclass(frozen=True)
-class Travel:
-    """What one micro-batch of `samples` samples makes travel in a divided model.
-
-    exchanges      of each stage: collectives over its tensor-parallel ranks
-    partial_bytes  of each stage: gradients of whole parameters, summed over those once a step
-    crossings      between each stage and the next, on one tensor-parallel rank
-    kept           parameters by the stages that keep them; gradients of what several ranks so hold
-                   are summed once a step
-
-    Stages are those of one copy of the model.
-    """
-
-    samples: int
-    exchanges: tuple[tuple[TensorExchange, ...], ...]
-    partial_bytes: tuple[int, ...]
-    crossings: tuple[Crossing, ...] = ()
-    kept: tuple[Kept, ...] = ()
 
 
 def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:

@@ -18,8 +18,7 @@ from torch import nn
 
 from shoal.config.resolve import asked_layout, portions
 from shoal.config.sections import Config
-from shoal.data.fetch import draws_nothing, first_samples, kept_draws
-from shoal.data.loader import is_indexed
+from shoal.data.fetch import draws_nothing, first_samples, is_indexed, kept_draws
 from shoal.data.sources import Source
 from shoal.planner.model_facts import FAMILIES, family_of
 from shoal.proof.side import Side, Trial

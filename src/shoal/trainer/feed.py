@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
-from shoal.data.iterable import IterableLoader, open_loader
-from shoal.data.loader import Loader, is_indexed
+from shoal.data.fetch import is_indexed
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.trainer.brought import whole_data
 
-AnyLoader = Loader | IterableLoader
+if TYPE_CHECKING:  # steps over batches of one's own do without
+    from shoal.data.iterable import IterableLoader
+    from shoal.data.loader import Loader
+
+    AnyLoader = Loader | IterableLoader
 
 
 class Feed:
@@ -64,6 +67,8 @@ class Feed:
         for known, (of, by, joined) in zip(self._loaders, self._settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
+        from shoal.data.iterable import open_loader
+
         loader = open_loader(
             dataset, batch=self.plan.batch, workers=workers, collate=collate, **self._share()
         )
@@ -133,6 +138,9 @@ class Feed:
 
         micro_batch   samples per forward pass; 0: as in training
         """
+        from shoal.data.iterable import open_loader
+        from shoal.data.loader import Loader
+
         micro_batch = micro_batch or self.plan.micro_batch
         loader = open_loader(
             data,

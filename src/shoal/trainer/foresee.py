@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from shoal.base.cluster import Cluster
+from shoal.base.comm_volume import Travel
 from shoal.base.errors import PlanError, ShoalError
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.facts import MachineFacts, usable_cores
@@ -23,8 +24,7 @@ from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.schedules import DEFAULT
 from shoal.config.sections import Config
-from shoal.data.fetch import join, kept_draws
-from shoal.data.loader import is_indexed
+from shoal.data.fetch import is_indexed, join, kept_draws
 from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.planner.case_settings import case_settings
@@ -37,7 +37,7 @@ from shoal.planner.refit import learnt, note_run, share_of
 from shoal.planner.states import WIDTHS
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
-from shoal.planner.travel import Travel, busiest
+from shoal.planner.travel import busiest
 from shoal.planner.validation import validation_micro_batch
 from shoal.trace.facts import trace_facts
 from shoal.trainer.contract import split_batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,11 +17,12 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
-from shoal.optim.localize import localize
-from shoal.optim.probe import Slicing, probe
 from shoal.parallel.compose import facts
 from shoal.parallel.program import Program
 from shoal.planner.buckets import cut_buckets
+
+if TYPE_CHECKING:  # whole parameters ask no optimizer
+    from shoal.optim.probe import Slicing
 
 
 def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, list[str]]:
@@ -32,6 +34,8 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
     stage = plan.layout.zero
     if not stage and not program.places and program.pipe.size == 1:
         return plan, []
+    from shoal.optim.probe import probe
+
     allowed = probe(optimizer)
     name = type(optimizer).__name__
     _check_division(program, allowed)
@@ -102,6 +106,8 @@ def hand_over(
     local = program.local
     if all(name in local and local[name].parameter is p for name, p in originals.items()):
         return
+    from shoal.optim.localize import localize
+
     shards = {id(p): local[name].shard for name, p in originals.items() if name in local}
 
     def cut(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

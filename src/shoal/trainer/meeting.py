@@ -37,8 +37,8 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.base.frames import place_in
 from shoal.fabric import World
-from shoal.fabric.meeting_store import meeting_store
 from shoal.fabric.traffic import Traffic
+from shoal.fabric.world import meeting_store
 from shoal.parallel.program import Program
 
 EVERY_S, PATIENCE_S, SURE_S, TELL_S = 1.0, 2.0, 8.0, 30.0

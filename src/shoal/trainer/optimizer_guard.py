@@ -9,12 +9,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
+from shoal.checkpoint.tensorfile import check_savable
 from shoal.optim.schedule import lr_factor
 from shoal.optim.state import parameters_held, split_state
-from shoal.parallel.program import Program
+from shoal.parallel.program import Program, dtype_of
 from shoal.trainer.movement import MovementCheck
 from shoal.trainer.settings import RunSettings
-from shoal.trainer.state import check_savable
 
 
 class OptimizerGuard:
@@ -107,7 +107,8 @@ class OptimizerGuard:
             names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
             names.update({p: n for n, p in self.program.frozen.items()})
             # Refuses now what the first save could not write.
-            check_savable(split_state(self.optimizer, names)[0], "optimizer")
+            state = split_state(self.optimizer, names)[0]
+            check_savable({name: dtype_of(tensor) for name, tensor in state.items()}, "optimizer")
             self.state_checked = True
 
     def restored(self) -> None:

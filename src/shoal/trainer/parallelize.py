@@ -10,7 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import compose, divide, facts
-from shoal.parallel.light_build import light_build, settle
-from shoal.parallel.offload import stream_state
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
@@ -45,11 +43,9 @@ from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.look import divides, look_at
 from shoal.trainer.module_guard import enter_run, ready, refuse_unlike
-from shoal.trainer.own_folder import own
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
 from shoal.trainer.settings import BuildOptimizer, RunSettings
-from shoal.trainer.state import model_parts
 from shoal.trainer.whole_state import give_masters
 
 
@@ -122,7 +118,7 @@ def parallelize(
     """
     world = _begin(world, unknown, locals())
     compute = formats.resolve(precision, world.device)
-    with light_build() if divides(layout) else nullcontext():
+    with _light_build() if divides(layout) else nullcontext():
         module, said = ready(build_module(model, seed))
         module = formats.convert(module, compute)
     module = module.to(world.device)
@@ -146,7 +142,10 @@ def parallelize(
     )
     hooks = hooked(parameters)
     program = divide(module, plan, world, look_at(sample, plan, world, call))
-    settle(module)
+    if plan.layout.tp * plan.layout.pp > 1:
+        from shoal.parallel.light_build import settle
+
+        settle(module)
     program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
     plan, notices = cut_for(bound, program)
     program = compose(replace(program, plan=plan), seed=seed)
@@ -155,6 +154,8 @@ def parallelize(
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))
     if offload == "optimizer":
+        from shoal.parallel.offload import stream_state
+
         undo = stream_state(bound, world.device)
         program = replace(program, on_close=(*program.on_close, undo))
     recorder = Recorder(Path(folder) if folder is not None else None, world)
@@ -175,10 +176,19 @@ def parallelize(
     )
     run = Run(program, bound, loss or token_loss, settings, recorder)
     if recorder.folder is not None:
+        from shoal.trainer.own_folder import own
+        from shoal.trainer.state import model_parts
+
         run.lease = own(recorder.folder, world)
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
+
+
+def _light_build() -> AbstractContextManager[None]:
+    from shoal.parallel.light_build import light_build
+
+    return light_build()
 
 
 def _begin(world: World | None, unknown: Mapping[str, Any], given: Mapping[str, Any]) -> World:

@@ -10,19 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
-from shoal.checkpoint.lease import RunLease
-from shoal.data.iterable import IterableLoader
-from shoal.data.loader import Loader
 from shoal.fabric import World
 from shoal.machine.memory import peak_memory_bytes
-from shoal.optim.average import WeightAverage
 from shoal.parallel.program import Program
 from shoal.parallel.rewritten import refuse_rewritten
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
@@ -30,24 +26,29 @@ from shoal.trainer.brought import Brought
 from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
-from shoal.trainer.evaluate import Metric, evaluate
 from shoal.trainer.feed import Feed
 from shoal.trainer.gradient_hooks import check_hooks, hooked
-from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.meeting import count_forwards, meeting_of, together
 from shoal.trainer.optimizer_guard import OptimizerGuard
-from shoal.trainer.own_folder import refuse_old_checkpoints
 from shoal.trainer.record import Recorder
 from shoal.trainer.result import StepResult, counted, row_of
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.settings import RunSettings
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips
-from shoal.trainer.state import Beside, restore_run, save_run
 from shoal.trainer.step import Tally, forward_backward, reducer_of, update
 from shoal.trainer.suspicions import FirstStep, evaluation_line
 from shoal.trainer.touched import Touched
 from shoal.trainer.whole_state import full_state
+
+if TYPE_CHECKING:  # what not every run needs is imported where it is
+    from shoal.checkpoint.lease import RunLease
+    from shoal.data.iterable import IterableLoader
+    from shoal.data.loader import Loader
+    from shoal.optim.average import WeightAverage
+    from shoal.trainer.evaluate import Metric
+    from shoal.trainer.loss_scale import LossScale
+    from shoal.trainer.state import Beside
 
 
 class Run:
@@ -88,11 +89,10 @@ class Run:
         self._restored: set[Path] = set()
         self._hooked = hooked(program.parameters)  # of those it was told
         self.lease: RunLease | None = None
-        fp16 = program.plan.precision == "fp16"
-        self.loss_scale = LossScale(settings.loss_scale) if fp16 else None
+        self.loss_scale = _loss_scale(program.plan.precision, settings.loss_scale)
         self.saving = Saving(program.world, recorder.events.emit, recorder.warn)
         stepped = {name: one.parameter for name, one in program.local.items()}
-        self.average = WeightAverage(settings.average, stepped) if settings.average else None
+        self.average = _average(settings.average, stepped)
         self.skips = Skips(settings.skip_limit)
         self.guard = OptimizerGuard(optimizer, program, settings, recorder.notice)
         self.epochs_done = Epochs(self.feed)
@@ -184,6 +184,8 @@ class Run:
             )
         folder = self.recorder.folder
         if folder is not None and folder not in self._restored:
+            from shoal.trainer.own_folder import refuse_old_checkpoints
+
             refuse_old_checkpoints(folder, self.world)
             self._restored.add(folder)
         self._data_wait_s = self.recorder.data_wait_s()
@@ -290,6 +292,8 @@ class Run:
         stops     end early where `request_stop` was called; then `run.stopping` is true
         Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop
         """
+        from shoal.trainer.evaluate import evaluate
+
         batches = self.feed.validation(data, workers, collate)
         stop = (lambda: self._stop_wanted) if stops else None
         with self._averaged():
@@ -312,6 +316,8 @@ class Run:
                  checkpoints are untouched, and training may go on) or was not waited for
         Errors   ConfigError without any folder
         """
+        from shoal.trainer.state import save_run
+
         path = save_run(self, self._folder(folder), wait=wait)
         self.recorder.restart_clock()
         return path
@@ -324,6 +330,8 @@ class Run:
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         Gives    False if there is none
         """
+        from shoal.trainer.state import restore_run
+
         self._tally, self.skips.in_a_row = None, 0
         chosen = self._folder(folder)
         self.saving.settle()  # what is still being written must not be taken for a leftover
@@ -398,3 +406,19 @@ class Run:
         if self.guard.state_checked:
             return None
         return FirstStep(self.loss, self.program, micro_batches)
+
+
+def _average(decay: float, stepped: Mapping[str, nn.Parameter]) -> WeightAverage | None:
+    if not decay:
+        return None
+    from shoal.optim.average import WeightAverage
+
+    return WeightAverage(decay, stepped)
+
+
+def _loss_scale(precision: str, fixed: float) -> LossScale | None:
+    if precision != "fp16":
+        return None
+    from shoal.trainer.loss_scale import LossScale
+
+    return LossScale(fixed)

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import CheckpointError
 from shoal.base.events import Emit
 from shoal.base.phases import phase
-from shoal.checkpoint.background import BackgroundSaver, Outcome
-from shoal.checkpoint.write import Piece, Saved, save
 from shoal.fabric import World
-from shoal.fabric.twin import twin
+
+if TYPE_CHECKING:  # runs that save nothing do without these rooms
+    from shoal.checkpoint.background import BackgroundSaver, Outcome
+    from shoal.checkpoint.write import Piece, Saved
 
 NOTHING, DONE, FAILED = 0, 1, 2
 """What `report` says: still writing or none begun; the newest is complete; it failed."""
@@ -45,6 +46,9 @@ class Saving:
         At the first save it would be too late: a rank that died then would be waited for in vain.
         """
         if self._saver is None:
+            from shoal.checkpoint.background import BackgroundSaver
+            from shoal.fabric.twin import twin
+
             self._saver = BackgroundSaver(twin(self.world), self._emit)
         return self._saver
 
@@ -80,6 +84,8 @@ class Saving:
 
         Errors: ClusterError as in `settle`.
         """
+        from shoal.checkpoint.write import save
+
         self.settle()
         try:
             return save(

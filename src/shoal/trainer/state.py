@@ -17,14 +17,14 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import torch
 
-from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.errors import CheckpointError
 from shoal.base.phases import phase
 from shoal.base.shards import Shard
 from shoal.checkpoint.catalog import step_folder
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
-from shoal.checkpoint.tensorfile import DTYPES
+from shoal.checkpoint.tensorfile import check_savable
 from shoal.checkpoint.write import Piece
 from shoal.optim.average import WeightAverage
 from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
@@ -144,18 +144,8 @@ def model_parts(run: Kept) -> dict[str, Part]:
     Errors: ConfigError for a module whose state holds something that is no tensor.
     """
     parts = held(run.program)
-    check_savable({name: tensor for name, (tensor, _) in parts.items()}, "model")
+    check_savable({name: dtype_of(tensor) for name, (tensor, _) in parts.items()}, "model")
     return parts
-
-
-def check_savable(tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Errors: ConfigError for a dtype that no checkpoint can hold."""
-    for name, tensor in tensors.items():
-        if dtype_of(tensor) not in DTYPES:
-            raise ConfigError(
-                f"{where}: {name} is {dtype_of(tensor)}, which checkpoints cannot hold; they hold "
-                f"{', '.join(DTYPES)}"
-            )
 
 
 @phase("restore")

@@ -52,7 +52,7 @@ POINTWISE = (
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a loss asks of a shard, see `shoal.models.sharing`."""
+    """What a loss asks of a shard, see `models.loss.Sharing`."""
 
     deal: Deal
 
