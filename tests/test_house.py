@@ -120,5 +120,6 @@ def test_what_a_reader_of_the_plain_path_must_load() -> None:
         [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, check=True, timeout=120
     )
     files = [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]
+    files = [path for path in files if path.name != "single.py"]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
     assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000

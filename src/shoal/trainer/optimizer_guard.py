@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
 from shoal.checkpoint.tensorfile import check_savable
-from shoal.optim.schedule import lr_factor
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer.movement import MovementCheck
@@ -68,6 +67,8 @@ class OptimizerGuard:
                     f"schedule = {policy.schedule}: one of two schedules would be without effect; "
                     f"nearest: leave out schedule=…, or the other scheduler"
                 )
+            from shoal.optim.schedule import lr_factor
+
             factor = lr_factor(policy, step, total)
             for group in groups:
                 group["lr"] = group["initial_lr"] * factor

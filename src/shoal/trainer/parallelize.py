@@ -23,6 +23,7 @@ from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError, ShoalError, UserError
 from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.frames import user_place
+from shoal.base.layout import Layout
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import OptimizerPolicy, TensorPolicy, check_compress
@@ -33,7 +34,7 @@ from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import compose, divide, facts
-from shoal.parallel.program import trainable
+from shoal.parallel.program import Program, trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.guide import check_micro_batches, choose_layout
 from shoal.trainer.arguments import DEFAULT_BATCH, ELSEWHERE, check_arguments, refuse_unknown
@@ -142,10 +143,7 @@ def parallelize(
     )
     hooks = hooked(parameters)
     program = divide(module, plan, world, look_at(sample, plan, world, call))
-    if plan.layout.tp * plan.layout.pp > 1:
-        from shoal.parallel.light_build import settle
-
-        settle(module)
+    _settle(module, plan.layout)
     program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
     plan, notices = cut_for(bound, program)
     program = compose(replace(program, plan=plan), seed=seed)
@@ -153,11 +151,7 @@ def parallelize(
     program.notices.extend(said + notices + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))
-    if offload == "optimizer":
-        from shoal.parallel.offload import stream_state
-
-        undo = stream_state(bound, world.device)
-        program = replace(program, on_close=(*program.on_close, undo))
+    program = _streaming(program, bound)
     recorder = Recorder(Path(folder) if folder is not None else None, world)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
@@ -189,6 +183,24 @@ def _light_build() -> AbstractContextManager[None]:
     from shoal.parallel.light_build import light_build
 
     return light_build()
+
+
+def _settle(module: nn.Module, layout: Layout) -> None:
+    """Give what is left of a lightly built module to the process's own memory."""
+    if layout.tp * layout.pp > 1:
+        from shoal.parallel.light_build import settle
+
+        settle(module)
+
+
+def _streaming(program: Program, optimizer: torch.optim.Optimizer) -> Program:
+    """Keep the optimizer's state in the host's memory, if the plan says so."""
+    if program.plan.offload != "optimizer":
+        return program
+    from shoal.parallel.offload import stream_state
+
+    undo = stream_state(optimizer, program.world.device)
+    return replace(program, on_close=(*program.on_close, undo))
 
 
 def _begin(world: World | None, unknown: Mapping[str, Any], given: Mapping[str, Any]) -> World:
