@@ -1,7 +1,8 @@
 """How long each test file took: wall time, CPU time of user code and of the kernel.
 
 Every session of pytest leaves build/test-times/PID.json; `python tests/file_times.py` adds up what
-the sessions of one `make test` left, the costliest first. CPU counts this process, those that ended,
+the sessions of one `make test` left, the costliest first, and with `--keep` writes them to
+docs/proof/test-seconds.json. CPU counts this process, those that ended,
 and those that live on and serve later files (worlds of tests/worlds). Nothing is judged by it.
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 
-FOLDER = Path(__file__).resolve().parents[1] / "build" / "test-times"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "test-times"
+KEPT = ROOT / "docs" / "proof" / "test-seconds.json"
 
 
 class FileTimes:
@@ -69,6 +73,27 @@ def main() -> None:
         print("{:8.1f} {:7.1f} {:7.1f}  {}".format(*times, file))
     total = [sum(times[k] for times in found.values()) for k in range(3)]
     print("{:8.1f} {:7.1f} {:7.1f}  {} files".format(*total, len(found)))
+    if "--keep" in sys.argv[1:]:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        record = {
+            "commit": commit.stdout.strip(),
+            "machine": f"{os.cpu_count()} cores, {_processor()}",
+            "columns": ["wall s", "CPU s of user code", "CPU s of the kernel"],
+            "all": [round(seconds, 1) for seconds in total],
+            "files": dict(sorted(found.items())),
+        }
+        KEPT.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
 
 
 if __name__ == "__main__":
