@@ -56,7 +56,7 @@ BESIDE = (
     ("parallelize, all of it", "shoal.trainer.parallelize", "parallelize"),
     ("build the model", "shoal.trainer.parallelize", "build_module"),
     ("compare weights", "shoal.parallel.same_weights", "apply"),
-    ("cut and install", "shoal.parallel.tensor_parallel.apply", "apply_split"),
+    ("cut and install", "shoal.parallel.tensor_parallel.cut", "apply_split"),
 )
 """The rest of a start, for orientation."""
 

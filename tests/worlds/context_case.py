@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import any_case
+from forward_mistakes import wrong_loss
 from limited_case import limited
 from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import find_logits, token_loss
-from shoal.parallel import compose, context_parallel
+from shoal.parallel import context_parallel
 from shoal.parallel.data_parallel import joined
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import exchange
@@ -42,7 +43,7 @@ def battery(model: str) -> Battery:
     """One battery per model and process: the twin's records serve every layout."""
     with patch.dict(any_case.OURS, MODELS):
         trial = any_case.trial_of(model)
-    made = Battery(trial, steps=STEPS)
+    made = Battery(trial, steps=STEPS, forward=wrong_loss)
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
@@ -98,14 +99,14 @@ def restarted_lookup() -> Iterator[None]:
 def joined_twice() -> Iterator[None]:
     """Gradients are summed over the ranks of a sequence once more."""
     right = joined.apply
-    with patch.object(compose.joined, "apply", lambda program: right(right(program))):
+    with patch.object(joined, "apply", lambda program: right(right(program))):
         yield
 
 
 @contextmanager
 def not_joined() -> Iterator[None]:
     """Every rank keeps the gradient of its own tokens."""
-    with patch.object(compose.joined, "apply", lambda program: program):
+    with patch.object(joined, "apply", lambda program: program):
         yield
 
 

@@ -17,8 +17,9 @@ from unittest.mock import patch
 import torch
 
 import any_case
+from forward_mistakes import wrong_loss
 from shoal.fabric import World
-from shoal.parallel import compose, pipeline, tensor_parallel
+from shoal.parallel import pipeline, tensor_parallel
 from shoal.parallel.data_parallel import joined
 from shoal.parallel.pipeline.runtime import PipeRuntime, _Step
 from shoal.parallel.spmd import exchange
@@ -42,7 +43,7 @@ def battery(model: str) -> Battery:
     """One battery per model and process: the twin's record serves every layout."""
     with patch.dict(any_case.OURS, {model: MODELS[model]}):
         trial = any_case.trial_of(model)
-    made = Battery(trial, steps=1)
+    made = Battery(trial, steps=1, forward=wrong_loss)
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
@@ -152,14 +153,14 @@ def neighbours_heads() -> Iterator[None]:
 def joined_twice() -> Iterator[None]:
     """What is summed beyond the data ranks is summed once more."""
     right = joined.apply
-    with patch.object(compose.joined, "apply", lambda program: right(right(program))):
+    with patch.object(joined, "apply", lambda program: right(right(program))):
         yield
 
 
 @contextmanager
 def tie_not_summed() -> Iterator[None]:
     """The embedding's stage and the head's keep their own share of the tied weight's gradient."""
-    with patch.object(compose.joined, "apply", lambda program: program):
+    with patch.object(joined, "apply", lambda program: program):
         yield
 
 

@@ -34,6 +34,7 @@ from shoal.parallel.rewritten import RewrittenError
 from shoal.proof.atoms import Atoms, watch_micro_batches
 from shoal.proof.bounds import AS_IS, bounds_for, within
 from shoal.proof.causes import explain
+from shoal.proof.gradients import Forward
 from shoal.proof.limits import (
     CannotProve,
     Clock,
@@ -77,6 +78,7 @@ class Battery:
     trial       makes and trains the runs, the same on both sides
     optimizers  trajectories by name; "sgd" is judged at every step, others at step 1 and the end
     steps       of each run and trajectory · clip  largest gradient norm · budget_s  for the twin
+    forward     names mistakes of a divided forward pass; our tests know those that we could make
     """
 
     trial: Trial
@@ -86,6 +88,7 @@ class Battery:
     precision: str = "fp64"
     seed: int = 3
     budget_s: float | None = None
+    forward: Forward | None = None
     twins: dict[str, Record] = field(default_factory=dict)
 
     def prove(
@@ -338,7 +341,7 @@ class Battery:
                 atoms = self._atoms(ask, got, comparison)
             except Exception:  # a difference that is proven must be told, with less of a cause
                 atoms = None
-            clue = explain(expected, got, comparison, atoms)
+            clue = explain(expected, got, comparison, atoms, self.forward)
         return {**asdict(clue), "text": clue.text()}
 
     def _atoms(self, ask: _Ask, got: Record, comparison: Comparison) -> Atoms | None:

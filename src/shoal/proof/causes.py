@@ -16,7 +16,7 @@ import torch
 from shoal.proof.atoms import Atoms
 from shoal.proof.clue import Clue
 from shoal.proof.divided import AXES, DROPPED
-from shoal.proof.gradients import wrong_gradient
+from shoal.proof.gradients import Forward, wrong_gradient
 from shoal.proof.norms import norms_along
 from shoal.proof.record import Record, Row
 from shoal.proof.verdict import Comparison, apart
@@ -33,6 +33,7 @@ class Case:
     got: Record
     comparison: Comparison
     atoms: Atoms | None
+    forward: Forward | None = None
 
 
 def explain(
@@ -40,12 +41,14 @@ def explain(
     got: Record,
     comparison: Comparison,
     atoms: Atoms | None = None,
+    forward: Forward | None = None,
 ) -> Clue:
     """The likely cause of the first difference.
 
-    atoms   of the step of the first wrong gradient; without them the shares stay unknown
+    atoms     of the step of the first wrong gradient; without them the shares stay unknown
+    forward   names further mistakes of a forward pass
     """
-    case = Case(expected, got, comparison, atoms)
+    case = Case(expected, got, comparison, atoms, forward)
     for look in LOOKS:
         clue = look(case)
         if clue is not None:
@@ -176,7 +179,7 @@ def _gradient(case: Case) -> Clue | None:
     numbers = [d.row for d in wrong] + rows
     if first is None or not numbers:
         return None
-    return wrong_gradient(case.expected, case.got, case.atoms, min(numbers))
+    return wrong_gradient(case.expected, case.got, case.atoms, min(numbers), case.forward)
 
 
 def _targets(case: Case) -> Clue | None:

@@ -5,10 +5,11 @@ Each reader below knows one family of mistakes; the first that recognises its ow
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from shoal.proof.atoms import Atoms, Shares
+from shoal.proof.atoms import Again, Atoms, Shares
 from shoal.proof.clue import Clue
 from shoal.proof.divided import (
     border,
@@ -35,21 +36,26 @@ from shoal.proof.sums import (
     solve,
     sums_of,
 )
-from shoal.proof.suspicions import wrong_loss
 from shoal.proof.verdict import whole_norm
 
+Forward = Callable[[Record, Record, Again | None, int], Clue | None]
+"""Names what went wrong in the forward pass of a row of (expected, got), where it knows it."""
 
-def wrong_gradient(expected: Record, got: Record, atoms: Atoms | None, number: int) -> Clue | None:
-    """The clue in row `number`, the first with a wrong gradient or gradient norm."""
+
+def wrong_gradient(
+    expected: Record, got: Record, atoms: Atoms | None, number: int, forward: Forward | None = None
+) -> Clue | None:
+    """The clue in row `number`, the first with a wrong gradient or gradient norm.
+
+    forward   asked first
+    """
     sums = sums_of(expected, got, number)
     if not sums.names:
         return wrong_norm(expected, got, number)
-    try:
-        forward = wrong_loss(expected, got, atoms.again if atoms else None, number)
-    except Exception:  # the user's code, run once more: a difference must be told all the same
-        forward = None
     if forward is not None:
-        return forward
+        with contextlib.suppress(Exception):  # the user's code, run once more
+            if clue := forward(expected, got, atoms.again if atoms else None, number):
+                return clue
     solved = solve(sums, atoms)
     for read in READERS:
         clue = read(sums, got, atoms, solved)
