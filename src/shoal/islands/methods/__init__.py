@@ -1,19 +1,21 @@
-"""The methods of islands, one file each, and the one place where a name finds its class."""
+"""The methods of islands, and the one place where a name finds its class."""
 
 from __future__ import annotations
 
 from shoal.base.errors import ConfigError, one_of
 from shoal.base.islands import IslandsPolicy
 from shoal.islands.method import Method
-from shoal.islands.methods.branch_train_merge import BranchTrainMerge
-from shoal.islands.methods.diloco import DiLoCo
-from shoal.islands.methods.fedavg import FedAvg
+from shoal.islands.methods.averaging import (
+    BranchTrainMerge,
+    DiLoCo,
+    FedAvg,
+    FedProx,
+    LocalSGD,
+    StreamingDiLoCo,
+)
 from shoal.islands.methods.fedopt import FedOpt
-from shoal.islands.methods.fedprox import FedProx
-from shoal.islands.methods.local_sgd import LocalSGD
 from shoal.islands.methods.noloco import NoLoCo
 from shoal.islands.methods.sparse_loco import SparseLoCo
-from shoal.islands.methods.streaming_diloco import StreamingDiLoCo
 
 PLAIN: dict[str, type[Method]] = {
     kind.name: kind

@@ -1,0 +1,123 @@
+"""Methods that average: what islands learnt apart becomes one change, and an outer step of it.
+
+Each is a class on `Method`, whose outer step it configures; formulas and sources stand with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shoal.islands.method import Method
+from shoal.islands.outer import Outer
+
+
+class LocalSGD(Method):
+    """Local SGD: every island trains alone for H steps, then all take the average of their weights.
+
+        w_i ← Σ n_i·w_i / Σ n_i
+
+    which is the outer step W ← W − 1·mean(W − w_i): SGD of learning rate 1 without momentum. With
+    H = 1 and plain SGD inside it is data parallel training.
+
+    Source: Stich 2019, "Local SGD converges fast and communicates little"
+    """
+
+    name = "local-sgd"
+
+
+class FedAvg(Method):
+    """FedAvg: local training, then the average of the weights by how much data each has seen.
+
+        W ← Σ n_i·w_i / Σ n_i
+
+    n_i are the tokens of the round (`islands.weighting = tokens`), so that every token weighs the
+    same wherever it was learnt.
+
+    Source: McMahan et al. 2017, "Communication-efficient learning of deep networks", algorithm 1
+    """
+
+    name = "fedavg"
+
+
+class FedProx(Method):
+    """FedProx: FedAvg whose islands are held near the merged weights while they train alone.
+
+        gradient of an inner step  g ← g + μ·(w_i − W)        of the added loss  μ/2·‖w_i − W‖²
+
+    W is what was merged last, μ is `islands.proximal`. g is the mean gradient of the step, over all
+    its micro-batches and ranks; added there, the pull is the same however the batch is cut, and
+    clipping acts on the sum.
+
+    Limits   with the model on a GPU, W (kept on the CPU) crosses the bus at every inner step
+
+    Source: Li et al. 2020, "Federated optimization in heterogeneous networks", algorithm 2
+    """
+
+    name = "fedprox"
+    pulls = True
+
+    @torch.no_grad()
+    def before_update(self, outer: Outer, local: Mapping[str, nn.Parameter]) -> None:
+        """Add μ·(w − W) to every gradient; parameters without one are left alone."""
+        for name, own in local.items():
+            if own.grad is not None and name in outer.weights:
+                anchor = outer.weights[name].to(own.device, own.dtype)
+                own.grad.add_(
+                    (own.detach() - anchor).to(own.grad.dtype), alpha=self.policy.proximal
+                )
+
+
+class BranchTrainMerge(Method):
+    """Branch-train-merge: copies of the model train apart for long, are averaged, and branch again.
+
+        merge       W ← Σ n_i·w_i / Σ n_i
+        branch      w_i ← W, with an inner optimizer that begins anew
+
+    The inner optimizer's moments belong to weights that the merge has left, so they are dropped;
+    the learning-rate schedule goes on.
+
+    Source: Li et al. 2022, "Branch-train-merge"; weights averaged as in Wortsman et al. 2022 (model
+    soups), where the paper also keeps the branches as an ensemble
+    """
+
+    name = "branch-train-merge"
+    resets_inner = True
+
+
+class DiLoCo(Method):
+    """DiLoCo: islands train alone for H AdamW steps; an outer Nesterov step takes their mean change.
+
+        D = mean of W − w_i        u ← 0.9·u + D        W ← W − 0.7·(D + 0.9·u)        w_i ← W
+
+    For a constant D this goes 1.33·D in round 1, 1.90·D in round 2, 7·D in the limit. The inner
+    optimizer's state stays with its island: it is neither sent nor reset. With one island it is an
+    outer optimizer around an ordinary run, which helps too.
+
+    Source: Douillard et al. 2023, "DiLoCo", algorithm 1; one island: Charles et al. 2025 (scaling
+    laws)
+    """
+
+    name = "diloco"
+
+
+class StreamingDiLoCo(Method):
+    """Streaming DiLoCo: the model travels in fragments, while the islands train on.
+
+        after step ⌊(p+1)·H/P⌋ − τ   send fragment p, coded in 4 bits: W_p − w_p;  s_p ← w_p
+        after step ⌊(p+1)·H/P⌋       W_p, u_p ← outer step;  w_p ← w_p + (1 − α)·(W_p − s_p)  α = 0
+
+    Peak bandwidth falls by P, and what is sent hides behind τ inner steps. The paper takes
+    w_p ← α·w_p + (1 − α)·W_p with α = 0.5, which drops half of what an island learns in those τ
+    steps and leaves islands half apart; added to the merged weights, all of it is kept and travels
+    with the next message. With α = 0, one island alone trains exactly as if it were none
+    (`docs/decisions/0011-what-is-learnt-on-the-way.md` has the measurement).
+
+    DiLoCo by fragments: which and when stands in `fragments.py`, α in `Method.adopt`.
+
+    Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
+    """
+
+    name = "streaming-diloco"
