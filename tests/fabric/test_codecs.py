@@ -13,8 +13,8 @@ from shoal.base.errors import BugError, ConfigError
 from shoal.fabric.codecs import ALIGNED, BLOCK, CODECS, Codec, find_codec
 from shoal.fabric.codecs.e3m0 import E3M0
 from shoal.fabric.codecs.int8 import Int8
-from shoal.fabric.codecs.places import largest, pack_places, unpack_places
 from shoal.fabric.codecs.top2bit import GROUP
+from shoal.fabric.coded_sums import largest, pack_places, unpack_places
 
 FP32, FP64 = torch.float32, torch.float64
 SIZES = [0, 1, 2, 7, 63, 65, 4097, BLOCK - 1, BLOCK, 2 * BLOCK + 3 * 4096 + 5]

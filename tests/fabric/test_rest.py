@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.fabric import rest
-from shoal.fabric.rest import await_rest
+from shoal.fabric import world
+from shoal.fabric.world import await_rest
 
 
 def test_a_thread_in_the_middle_of_something_is_waited_for() -> None:
@@ -38,5 +38,5 @@ def test_a_thread_in_the_middle_of_something_is_waited_for() -> None:
 
 
 def test_without_such_threads_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest, "LOOK_S", 60.0)
+    monkeypatch.setattr(world, "LOOK_S", 60.0)
     await_rest()

@@ -13,9 +13,8 @@ from shoal.base.facts import MachineFacts, usable_cores
 from shoal.fabric import World
 from shoal.fabric.place import Place
 from shoal.machine import measure as machine
-from shoal.machine.disk import write_bytes_per_s
 from shoal.machine.links import fit_line
-from shoal.machine.measure import Sizes, best_of, measure_machine
+from shoal.machine.measure import Sizes, best_of, measure_machine, write_bytes_per_s
 from shoal.planner.machines import parse_machines
 from shoal.planner.measured import (
     BUSY_BYTES,

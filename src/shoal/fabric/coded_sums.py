@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shoal.fabric.codecs.base import Codec
 from shoal.fabric.codecs.exchange import PendingRows, exchange
 from shoal.fabric.codecs.feedback import Residual, encode_rest
 from shoal.fabric.codecs.int8 import Int8
-from shoal.fabric.codecs.places import largest, pack_places, unpack_places
 from shoal.fabric.world import World
 
 BLOCK = 1024
@@ -214,3 +214,24 @@ class _LargestFlight:
             total.index_add_(0, at, values)
         if total is not out:
             out.copy_(total)
+
+
+def largest(numbers: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest magnitudes of [elements], int64; NaN is larger than any."""
+    return numbers.abs().topk(count, sorted=False).indices
+
+
+def pack_places(numbers: Tensor, places: Tensor) -> Tensor:
+    """The numbers at some places, and the places: [count · (itemsize + 4)] uint8 (top-k).
+
+    Source: Aji and Heafield 2017
+    """
+    values = numbers[places].view(torch.uint8)
+    return torch.cat([values, places.to(torch.int32).view(torch.uint8)])
+
+
+def unpack_places(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(values [count] in `dtype`, places [count] int64) of what `pack_places` packed."""
+    count = packed.numel() // (dtype.itemsize + 4)
+    values, places = packed.clone().split([count * dtype.itemsize, count * 4])
+    return values.view(dtype), places.clone().view(torch.int32).long()

@@ -8,7 +8,8 @@ the best of each number counts.
     matrix      forward and backward products of one linear layer, by format and size: 6·n³ FLOP
     stream      sums of two tensors into a new one, by size: three passes (caches show here)
     operation   one tiny operation, forward with its graph, and backward: what is no arithmetic
-    links       see links.py · disk  see disk.py · host  copies between device and host memory
+    links       see links.py · host  copies between device and host memory
+    disk        bytes that must survive: written and synced, by all ranks at once
     process     what a process holds before it trains: interpreter, libraries, a GPU's context
 
 Stored as planner/measured.py says, which reads it without torch.
@@ -20,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,6 @@ from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
 from shoal.base.phases import phase
 from shoal.fabric import World
-from shoal.machine.disk import write_bytes_per_s
 from shoal.machine.links import best_links, measure_links
 from shoal.planner.measured import VERSION, cluster_of, machine_path
 
@@ -284,3 +285,23 @@ def _write(path: Path, document: dict[str, Any]) -> None:
         write_whole(path, json.dumps(document, indent=1))
     except OSError:
         return  # the cache only saves time
+
+
+CHUNK_BYTES = 4 * 2**20
+
+
+def write_bytes_per_s(folder: Path, size_bytes: int) -> float:
+    """Rate of writing and syncing one new file there; it is removed again.
+
+    Errors   OSError where the folder cannot be written
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    chunk = os.urandom(min(CHUNK_BYTES, size_bytes))  # what compresses would flatter
+    with tempfile.TemporaryFile(dir=folder) as file:
+        began_s = time.perf_counter()
+        written = 0
+        while written < size_bytes:
+            written += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return written / (time.perf_counter() - began_s)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.parallel.pipeline import drop_foreign
 from shoal.parallel.pipeline.deal import StageCut
-from shoal.parallel.pipeline.foreign import drop_foreign
 from shoal.parallel.pipeline.stage import Stage, Stages
 from shoal.trace.shapes import tensors_of
 

@@ -88,7 +88,7 @@ class BranchTrainMerge(Method):
 
 
 class DiLoCo(Method):
-    """DiLoCo: islands train alone for H AdamW steps; an outer Nesterov step takes their mean change.
+    """DiLoCo: islands train alone for H AdamW steps; an outer Nesterov step by their mean change.
 
         D = mean of W − w_i        u ← 0.9·u + D        W ← W − 0.7·(D + 0.9·u)        w_i ← W
 

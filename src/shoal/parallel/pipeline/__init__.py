@@ -13,13 +13,16 @@ DeepSeek-V3 technical report 2024 (DualPipe)
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.base.actions import Schedule
+from shoal.base.errors import BugError, nearest
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.schedules import check_recompute, check_stages
@@ -28,7 +31,6 @@ from shoal.fabric.axes import among, members
 from shoal.parallel.pipeline.crossing import Crossing
 from shoal.parallel.pipeline.cut import cut_stages
 from shoal.parallel.pipeline.deal import StageCut
-from shoal.parallel.pipeline.foreign import drop_foreign
 from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages
 from shoal.parallel.program import Program, frozen, trainable
@@ -141,3 +143,37 @@ def _schedules(plan: Plan) -> Callable[[int], Schedule]:
 
 def _schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> Schedule:
     return make_schedule(name, ranks, micro_batches, chunks)
+
+
+def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
+    """Let go of other stages' weights: they keep name, shape and format on the meta device.
+
+    In place. The module keeps its tree and all names, so that checkpoints, rules by name and error
+    lines mean the same on every stage; tied weights stay tied, one meta tensor in every place.
+
+    keep    first names, as `named_parameters` and `named_buffers` give them; a tied tensor is kept
+            under all its names
+    Errors  BugError for a name in `keep` that the module does not have
+    """
+    names = {
+        id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    for unknown in sorted(keep - set(names.values())):
+        close = nearest(unknown, names.values())
+        raise BugError(f"{unknown} is kept, and no tensor of the module; nearest: {close}")
+    hollow: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None or names[id(tensor)] in keep:
+                    continue
+                if id(tensor) not in hollow:
+                    hollow[id(tensor)] = _hollow(tensor)
+                held[name] = hollow[id(tensor)]  # type: ignore[assignment]
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
