@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from shoal.config.save import toml_value
-from shoal.config.sections import Config
+from shoal.config.sections import Config, keys
 from shoal.planner.model_facts import FAMILIES, PUBLISHED
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -22,13 +22,14 @@ from the code (`UPDATE_DOCS=1 make unit`), and a test fails when they differ.
 
 
 def said(section: object) -> dict[str, str]:
-    """The line under each field of a section's dataclass."""
-    tree = ast.parse(inspect.getsource(type(section))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    lines = {}
-    for item, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr):
-            lines[item.target.id] = " ".join(ast.literal_eval(after.value).split())
+    """The line under each key of a section's dataclass, and of the policies that it inherits."""
+    lines: dict[str, str] = {}
+    for kind in type(section).__mro__[-2::-1]:
+        tree = ast.parse(inspect.getsource(kind)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for item, after in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr):
+                lines[item.target.id] = " ".join(ast.literal_eval(after.value).split())
     return lines
 
 
@@ -38,9 +39,7 @@ def render() -> str:
         section = getattr(Config(), field.name)
         parts.append(f"\n## [{field.name}]\n\n| key | default | says |\n|---|---|---|\n")
         texts = said(section)
-        for key in fields(section):
-            if key.name == "arguments":
-                continue
+        for key in keys(section):
             default = toml_value(getattr(section, key.name))
             parts.append(f"| `{key.name}` | `{default}` | {texts.get(key.name, '')} |\n")
         if field.name == "model":

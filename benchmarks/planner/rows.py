@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_tests import CASES, FILLS, STEADY, Fill, small_fill, t5_facts
 
+from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout
@@ -155,7 +156,7 @@ def _titan(row: Row, record: dict[str, str]) -> Row:
     layout = Layout(pp=pp, dp_shard=gpus // (cp * tp * pp), cp=cp, tp=tp, zero=3)
     # a pipeline cuts the local batch (8 in the note) into as many micro-batches as it has stages
     micro_batch = int(record["micro_batch"] or 1)
-    case = Case(
+    case = case_of(
         facts,
         layout,
         _cluster(gpus, record["gpu_type"]),
@@ -163,7 +164,7 @@ def _titan(row: Row, record: dict[str, str]) -> Row:
         micro_batch=micro_batch,
         recompute=record["recompute"],
         loss="full",
-        compiled=not eager,
+        compile="none" if eager else "blocks",
         framework=year,
     )
     filled = ("vocabulary 128256: published shape",)
@@ -198,7 +199,7 @@ def _megatron_case(fill: Fill, gpus: int, device: str) -> Case:
     facts = (
         t5_facts(fill.shape, kernels) if t5 else model_facts(fill.shape, fill.sequence, 2, kernels)
     )
-    return Case(
+    return case_of(
         facts,
         Layout(
             pp=fill.pp,
@@ -215,7 +216,7 @@ def _megatron_case(fill: Fill, gpus: int, device: str) -> Case:
         schedule="interleaved" if fill.chunks > 1 else "1f1b",
         chunks=fill.chunks,
         recompute=fill.recompute,
-        sequence_parallel=fill.sequence_parallel,
+        sequence_parallel="on" if fill.sequence_parallel else "off",
         loss="full",
         framework="megatron",
     )

@@ -28,6 +28,7 @@ from statistics import mean, median
 from fit import fit_steps
 from rows import memory_rows
 
+from cases import case_of
 from shoal.base.cluster import Calibration, Cluster
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout
@@ -136,11 +137,11 @@ def titan(record: Record) -> tuple[Case, str]:
     gpus = int(record["gpus"])
     compiled = not eager
     old = "docs/performance" in record["source"]
-    case = Case(
+    case = case_of(
         facts, Layout(dp_shard=gpus, zero=3), machine(record),
         batch=whole(record, "micro_batch") * gpus, micro_batch=whole(record, "micro_batch"),
-        recompute=record["recompute"].split()[0], loss="full", compiled=compiled,
-        framework="torchtitan",
+        recompute=record["recompute"].split()[0], loss="full", framework="torchtitan",
+        compile="blocks" if compiled else "none",
     )  # fmt: skip
     return case, "compiled: not stated" if old else ""
 
@@ -154,13 +155,12 @@ def foundry(record: Record) -> tuple[Case, str]:
     )  # fmt: skip
     facts = model_facts(shape, int(record["seq"]), 2)
     gpus = int(record["gpus"])
-    case = Case(
+    case = case_of(
         facts, Layout(dp_shard=gpus, zero=3),
         machine(record, "ib=8x200Gb" if "A100" in record["source"] else ""),
         batch=int(record["global_batch"]), micro_batch=int(record["micro_batch"]),
         recompute=record["recompute"], loss="full", framework="llm-foundry",
-        reduce_bytes=2 if "PURE" in record["precision"] else 4,
-        average=False,
+        reduce="bf16" if "PURE" in record["precision"] else "auto",
     )  # fmt: skip
     return case, ""
 
@@ -183,10 +183,10 @@ def megatron_2021(record: Record) -> tuple[Case, str]:
         chunks = 1
     facts = model_facts(shape, 2048, 2, Kernels(flash=False))
     layout = Layout(pp=pp, dp_replicate=gpus // (tp * pp), tp=tp)
-    case = Case(
+    case = case_of(
         facts, layout, machine(record, "ib=8x200Gb"), batch=int(record["global_batch"]),
         micro_batch=1, schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks,
-        compute="fp16", recompute="full", sequence_parallel=False, loss="parallel",
+        compute="fp16", recompute="full", sequence_parallel="off", loss="parallel",
         framework="megatron",
     )  # fmt: skip
     return case, "micro-batch 1, two chunks"
@@ -197,10 +197,10 @@ def megatron_2024(record: Record) -> tuple[Case, str]:
     tp, pp = int(record["tp"]), int(record["pp"])
     shape = gpt(record, positions=4096, flash=True, vocabulary=131072)
     layout = Layout(pp=pp, dp_shard=gpus // (tp * pp), tp=tp, zero=1)
-    case = Case(
+    case = case_of(
         model_facts(shape, 4096, 2, framework("megatron").kernels), layout, machine(record),
         batch=int(record["global_batch"]), micro_batch=1, loss="parallel", framework="megatron",
-        schedule="1f1b", compiled=True,
+        schedule="1f1b", compile="blocks",
     )  # fmt: skip
     return case, "micro-batch 1, 1f1b"
 
@@ -210,12 +210,12 @@ def korthikanti(record: Record) -> tuple[Case, str]:
     full = record["recompute"] == "full"
     shape = gpt(record, positions=2048, flash=False, vocabulary=51200)
     layout = Layout(pp=int(record["pp"]), tp=8)
-    case = Case(
+    case = case_of(
         model_facts(shape, 2048, 2, Kernels(flash=False)), layout, machine(record),
         batch=int(record["global_batch"]), micro_batch=1, chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b", compute="fp16",
-        recompute="full" if full else "selective", sequence_parallel=not full, loss="parallel",
-        framework="megatron",
+        recompute="full" if full else "selective", loss="parallel", framework="megatron",
+        sequence_parallel="off" if full else "on",
     )  # fmt: skip
     return case, ""
 
@@ -228,10 +228,10 @@ def llama_405b(record: Record) -> tuple[Case, str]:
     cp = int(record["cp"])
     sequence = 131072 if cp > 1 else 8192
     layout = Layout(pp=16, dp_shard=16384 // (16 * 8 * cp), cp=cp, tp=8, zero=2)
-    case = Case(
+    case = case_of(
         model_facts(published("llama-3.1-405b"), sequence, 2), layout, machine(record),
         batch=2**24 // sequence, micro_batch=1, schedule="interleaved", chunks=8,
-        loss="parallel", framework="megatron", compiled=True, defer_sync=True,
+        loss="parallel", framework="megatron", compile="blocks", defer_sync=True,
     )  # fmt: skip
     return case, "eight chunks"
 
@@ -241,7 +241,7 @@ def automodel(record: Record) -> tuple[Case, str]:
     if "Llama" not in record["model"] or record["metric"] != "tokens_per_s_per_gpu":
         raise KeyError(record["model"])
     facts = model_facts(published("llama-3-70b"), int(record["seq"]), 2)
-    case = Case(
+    case = case_of(
         facts, Layout(dp_shard=32, cp=2, zero=3), machine(record), batch=128, micro_batch=1,
         recompute="full", loss="full", framework="automodel",
     )  # fmt: skip

@@ -30,6 +30,7 @@ from statistics import mean
 
 from fit import fit_steps
 
+from cases import case_of
 from shoal.base.cluster import Calibration
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
@@ -91,9 +92,9 @@ def measured(kind: str) -> list[Run]:
                 pp=number["pipeline parallelism"], dp_replicate=number["data parallelism"],
                 tp=number["tensor parallelism"],
             )  # fmt: skip
-            case = Case(
+            case = case_of(
                 model, layout, cluster, number["global batch"], number["micro batch"],
-                schedule="1f1b", compute="fp16", recompute="full", sequence_parallel=False,
+                schedule="1f1b", compute="fp16", recompute="full", sequence_parallel="off",
                 loss="parallel", framework="megatron-deepspeed",
             )  # fmt: skip
             group = (

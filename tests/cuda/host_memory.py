@@ -29,7 +29,7 @@ def program_of(dropout: float = 0.1) -> Program:
     model = build("llama", arguments, vocabulary=VOCABULARY, sequence=SEQUENCE).to(DEVICE)
     world = start_world({})
     world.device = DEVICE
-    plan = Plan(Layout(), "", BATCH, BATCH, 1, "bf16", 0)
+    plan = Plan(Layout(), BATCH, BATCH, 1, compute="bf16")
     return randomness.apply(undivided(model, plan, world), 3)
 
 

@@ -56,7 +56,7 @@ def kernels(sheet: Sheet) -> None:
     """Which kernels run, and that attention in parts is attention."""
     with sheet.row("bf16 on fused attention, fused AdamW") as told:
         run = run_of("bf16")
-        assert run.plan.precision == "bf16"
+        assert run.plan.compute == "bf16"
         assert all(group["fused"] for group in run.optimizer.param_groups)
         stepped = [one.parameter.dtype for one in run.program.local.values()]
         assert all(dtype == torch.float32 for dtype in stepped), "weights are not kept in fp32"

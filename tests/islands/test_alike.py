@@ -43,10 +43,10 @@ class Others:
 
 def run_of(**settings: Any) -> Any:
     plan = SimpleNamespace(
-        layout=SimpleNamespace(text=lambda: "single"), batch=8, micro_batch=2, precision="fp32",
+        layout=SimpleNamespace(text=lambda: "single"), batch=8, micro_batch=2, compute="fp32", seed=1, keep=2,
         parameters=10,
     )  # fmt: skip
-    return SimpleNamespace(plan=plan, settings=SimpleNamespace(seed=1, **settings))
+    return SimpleNamespace(plan=SimpleNamespace(**{**vars(plan), **settings}))
 
 
 def test_every_key_of_islands_must_be_alike() -> None:

@@ -15,7 +15,7 @@ import shoal
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Bucket, Plan
-from shoal.base.policies import CompressPolicy, check_compress
+from shoal.base.policies import Compression, check_compress
 from shoal.config.load import load
 from shoal.fabric import World
 from shoal.fabric.codecs.feedback import Residual
@@ -174,7 +174,7 @@ def test_low_rank_of_zeros_recovers() -> None:
 )  # fmt: skip
 def test_a_text_that_is_none(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        CompressPolicy.parse(text)
+        Compression.parse(text)
     assert said in str(caught.value)
 
 
@@ -242,7 +242,7 @@ class Buckets:
 def program_of(compress: str, reducer: object) -> Program:
     """A program of two processes, of which this one never sends."""
     buckets = (Bucket(("w",), 3, "float32", 4),)
-    plan = Plan(Layout(dp_replicate=2), "", 4, 2, 1, "fp32", 3, buckets, compress=compress)
+    plan = Plan(Layout(dp_replicate=2), 4, 2, 1, compute="fp32", buckets=buckets, compress=compress)
     world = World(Place(rank=0, size=2), torch.device("cpu"), None)
     module = nn.Module()
     module.w = nn.Parameter(torch.zeros(3))

@@ -37,7 +37,7 @@ def one_thread():
 def program_of(model: nn.Module, device: str = "cpu", layout: Layout | None = None) -> Program:
     layout = layout or Layout()
     world = World(Place(size=layout.processes), torch.device(device), None)
-    plan = Plan(layout, "", 8, 2, 4, "fp64", 0)
+    plan = Plan(layout, 8, 2, 4, compute="fp64")
     return undivided(model, plan, world)
 
 

@@ -167,7 +167,7 @@ def test_threads_of_one_process_notice_draws_of_the_gpus_generator(monkeypatch) 
 
     gpu = torch.Generator().manual_seed(5)  # stands in for the device's own
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    plan = Plan(Layout(threads=2), "", 4, 2, 2, "fp32", 0)
+    plan = Plan(Layout(threads=2), 4, 2, 2, compute="fp32")
     program = undivided(nn.Linear(2, 2), plan, World(Place(), torch.device("cuda", 0), None))
     replicas = dp.Replicas(program)
     torch.manual_seed(0)  # building drew

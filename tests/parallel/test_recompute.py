@@ -34,7 +34,7 @@ def one_thread():
 
 
 def program_of(model: nn.Module, policy: str) -> Program:
-    plan = Plan(Layout(), "", 8, 2, 4, "fp64", 0)
+    plan = Plan(Layout(), 8, 2, 4, compute="fp64")
     program = undivided(model, plan, start_world({}))
     program = randomness.apply(program, 3)
     program = batch_norm.apply(program)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from cases import run_of
 from shoal.planner.advice import advice
 from shoal.planner.machines import parse_machines
 from shoal.planner.published import published
-from shoal.planner.search import Asked, least_memory_bytes, search
+from shoal.planner.search import least_memory_bytes, search
+from shoal.planner.search_space import SearchSpace
 from shoal.planner.transformer import model_facts
 
 MODEL = model_facts(published("gpt-3-1.3b"), 2048, 2)
@@ -13,8 +15,8 @@ MODEL = model_facts(published("gpt-3-1.3b"), 2048, 2)
 
 def test_a_mixed_cluster_waits_for_its_slowest_part() -> None:
     mixed = parse_machines("8xV100-32GB + 8xA100-40GB")
-    best = search(MODEL, mixed, Asked(batch=64, compute="fp16"))[0]
-    even = search(MODEL, parse_machines("2x8xA100-40GB"), Asked(batch=64, compute="fp16"))[0]
+    best = search(run_of(MODEL, mixed, compute="fp16"), SearchSpace())[0]
+    even = search(run_of(MODEL, parse_machines("2x8xA100-40GB"), compute="fp16"), SearchSpace())[0]
     assert best.time.step_s > 1.5 * even.time.step_s
     assert 0 < best.mfu < 1
     assert least_memory_bytes(mixed) == mixed.device.memory_bytes
@@ -26,15 +28,15 @@ def test_a_mixed_cluster_waits_for_its_slowest_part() -> None:
 
 def test_islands_are_told_how_often_to_average() -> None:
     slow = parse_machines("4x(8xH100-80GB)@200Mbit")
-    ((label, text),) = advice(search(MODEL, slow, Asked(batch=64))[0])
+    ((label, text),) = advice(search(run_of(MODEL, slow), SearchSpace())[0])
     assert label == "islands"
     assert "averaging weights every" in text
     assert "200 Mbit/s" in text
     fast = parse_machines("4x(8xH100-80GB)@10Gbit")
-    ((_, quick),) = advice(search(MODEL, fast, Asked(batch=64))[0])
+    ((_, quick),) = advice(search(run_of(MODEL, fast), SearchSpace())[0])
     slower, faster = (int(t.split("weights every ")[1].split()[0]) for t in (text, quick))
     assert slower > 10 * faster
 
 
 def test_an_even_cluster_needs_none() -> None:
-    assert advice(search(MODEL, parse_machines("8xH100-80GB"), Asked(batch=64))[0]) == []
+    assert advice(search(run_of(MODEL, parse_machines("8xH100-80GB")), SearchSpace())[0]) == []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
@@ -35,7 +35,7 @@ MODEL = ModelFacts(
 
 def case(layout: Layout, **rest: Any) -> Case:
     given: dict[str, Any] = {"batch": 8, "micro_batch": 1, "compute": "fp32", **rest}
-    return Case(MODEL, layout, CPU, **given)
+    return case_of(MODEL, layout, CPU, **given)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_two_copies_sum_all_gradients_and_share_the_micro_batches() -> None:
 
 def test_split_optimizers_sum_their_part_of_what_is_shared() -> None:
     plain = case(Layout(pp=2, dp_replicate=2, schedule="1f1b"))
-    split = replace(plain, layout=Layout(pp=2, dp_shard=2, zero=1, schedule="1f1b"))
+    split = plain.but(layout=Layout(pp=2, dp_shard=2, zero=1, schedule="1f1b"))
     elements = cut(plain, 0).units[0][0].parameters + 100 * cut(plain, 0).units[1][1]
     assert sent_by(plain, TRAVEL, 0).all_reduce_bytes == 4 * elements + 400
     assert sent_by(split, TRAVEL, 0).all_reduce_bytes == 200

@@ -253,22 +253,21 @@ def test_what_a_user_says_of_parameters() -> None:
         (("a=row", "a=whole"), "layout.split: a is both row and whole"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
-            TensorPolicy(split=texts).check()
+            TensorPolicy(split=texts).check_split()
         assert said in str(caught.value)
     with pytest.raises(ConfigError, match="nearest: layout.tp=2, or leave layout.split out"):
-        policy.check(tp=1)
+        policy.check_split(tp=1)
     with pytest.raises(ConfigError, match="splits the sequence over layout.tp, which is 1"):
-        TensorPolicy(sequence_parallel="on").check(tp=1)
-    TensorPolicy().check(tp=1)
+        TensorPolicy(sequence_parallel="on").check_split(tp=1)
+    TensorPolicy().check_split(tp=1)
 
 
 def test_a_plan_keeps_it_all() -> None:
     layout = expand("interleaved", 2)
-    policy = TensorPolicy(strict=True, sequence_parallel="off", split=("*.q=column",))
-    plan = Plan(layout, "", 4, 1, 4, "fp32", 3, tensor=policy)
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = Plan(layout, 4, 1, 4, strict=True, sequence_parallel="off", split=("*.q=column",))
+    assert Plan.from_json(plan.to_json({"steps": 3})) == plan
     # A plan of a run from before these fields.
-    plain = Plan(Layout(), "", 4, 4, 1, "fp32", 3)
+    plain = Plan(Layout(), 4, 4, 1)
     record = json.loads(plain.to_json())
-    del record["tensor"], record["layout"]["schedule"], record["layout"]["chunks"]
+    del record["split"], record["layout"]["schedule"], record["layout"]["chunks"]
     assert Plan.from_json(json.dumps(record)) == plain

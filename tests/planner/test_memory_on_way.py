@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
@@ -35,7 +36,7 @@ def case(layout: str, units: tuple[UnitFacts, ...] = (EMBEDDING, BLOCK), **rest:
     elements = sum(unit.count * unit.parameters for unit in units)
     model = ModelFacts("m", units, 0, 4, elements)
     given: dict[str, Any] = {"compute": "fp32", "loss": "full", "batch": 2, "micro_batch": 1}
-    return Case(model, LAYOUTS[layout], **{"cluster": CPUS, **given, **rest})
+    return case_of(model, LAYOUTS[layout], **{"cluster": CPUS, **given, **rest})
 
 
 def in_mib(found: tuple[float, ...]) -> list[float]:
@@ -52,7 +53,7 @@ def test_ddp_sums_in_place(mib: int) -> None:
 
 
 def test_narrow_sums_travel_as_copies_until_the_end() -> None:
-    found = on_way(case("ddp", reduce_bytes=2), Elements(40 * MIB / 4, 0.0))
+    found = on_way(case("ddp", reduce="bf16"), Elements(40 * MIB / 4, 0.0))
     assert in_mib(found) == [0.0, 0.0, 25 / 2, 40 / 2, 0.0]
 
 
@@ -81,7 +82,7 @@ def test_zero2_with_late_sums_is_as_zero1() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    alone = replace(case("ddp"), layout=Layout())
+    alone = case("ddp").but(layout=Layout())
     assert not any(on_way(alone, Elements(1e6, 0.0)))
 
 
@@ -109,8 +110,8 @@ def test_a_layers_gradient_comes_beside_the_kept_one() -> None:
     assert arriving_bytes(kept, cut(kept, 0)) == 4 * MIB  # of its matrix
     blocks = case("ddp")
     assert arriving_bytes(blocks, cut(blocks, 0)) == 0.0
-    fresh = replace(kept, layout=Layout(), batch=1)
-    again = replace(fresh, batch=2)
+    fresh = kept.but(layout=Layout(), batch=1)
+    again = fresh.but(batch=2)
     more = predict_memory(again).peak_bytes - predict_memory(fresh).peak_bytes
     assert more >= 4 * MIB
 
@@ -125,6 +126,6 @@ def test_a_traced_loss_says_itself_what_it_holds() -> None:
     )
     of = case("ddp", units, loss="chunked", batch=2)
     traced = replace(of, model=replace(of.model, source="traced, CPU kernels, batch 2"))
-    four = replace(traced, micro_batch=4, batch=8)
+    four = traced.but(micro_batch=4, batch=8)
     one, more = (predict_memory(found).parts["loss"] for found in (traced, four))
     assert (one, more) == (2.5 * MIB + MIB, 4 * 2.5 * MIB + MIB)

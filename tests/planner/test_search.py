@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases import case_of, run_of
 from shoal.base.degrees import planned_degrees
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
@@ -14,7 +15,8 @@ from shoal.planner.fixes import fixes
 from shoal.planner.machines import parse_machines
 from shoal.planner.published import published
 from shoal.planner.record import plan_record
-from shoal.planner.search import Asked, Candidate, search
+from shoal.planner.search import Candidate, search
+from shoal.planner.search_space import SearchSpace
 from shoal.planner.transformer import model_facts
 
 NODE = parse_machines("8xH100-80GB")
@@ -24,7 +26,7 @@ LLAMA = model_facts(published("llama-3-8b"), 8192, 2)
 
 @pytest.fixture(scope="module")
 def found() -> list[Candidate]:
-    return search(LLAMA, NODE, Asked(batch=64))
+    return search(run_of(LLAMA, NODE), SearchSpace())
 
 
 def test_only_legal_layouts_are_proposed(found: list[Candidate]) -> None:
@@ -47,26 +49,26 @@ def test_what_fits_comes_first_by_time(found: list[Candidate]) -> None:
 
 
 def test_layouts_of_this_version_alone() -> None:
-    found = search(LLAMA, NODE, Asked(batch=64, built=True))
+    found = search(run_of(LLAMA, NODE), SearchSpace(built=True))
     assert {c.case.layout.tp * c.case.layout.pp * c.case.layout.cp for c in found} == {1}
     assert {"ddp", "zero1", "zero2", "fsdp"} <= {c.case.layout.strategy for c in found}
 
 
 def test_degrees_of_two_kinds_are_proposed_as_given() -> None:
-    asked = Asked(batch=64, degrees=(("dp_replicate", 4), ("dp_shard", 2)))
-    found = search(LLAMA, NODE, asked)
+    space = SearchSpace(degrees=(("dp_replicate", 4), ("dp_shard", 2)))
+    found = search(run_of(LLAMA, NODE), space)
     assert {c.case.layout for c in found} == {Layout(dp_replicate=4, dp_shard=2, zero=3)}
 
 
 def test_accumulation_fixes_the_micro_batch_of_each_layout() -> None:
-    found = search(LLAMA, NODE, Asked(batch=64, accumulate=4))
+    found = search(run_of(LLAMA, NODE), SearchSpace(accumulate=4))
     assert {c.case.accumulate for c in found} == {4}
     assert len({c.case.micro_batch for c in found}) > 2
 
 
 def test_a_fixed_layout_is_the_only_one() -> None:
     layout = planned_degrees({"tp": 4}, 8)
-    found = search(LLAMA, NODE, Asked(batch=64, layout=layout, micro_batch=2))
+    found = search(run_of(LLAMA, NODE), SearchSpace(layout=layout, micro_batch=2))
     assert {c.case.layout for c in found} == {Layout(dp_replicate=2, tp=4)}
     assert {c.case.micro_batch for c in found} == {2}
 
@@ -75,29 +77,33 @@ def test_a_batch_that_nothing_divides_is_told() -> None:
     with pytest.raises(
         PlanError, match=r"train\.batch = 13: nothing divides it .* train\.batch=16"
     ):
-        search(LLAMA, NODE, Asked(batch=13, built=True))
+        search(run_of(LLAMA, NODE, batch=13), SearchSpace(built=True))
 
 
 def test_a_schedule_that_cannot_run_is_told() -> None:
     """Where it was asked for; the search itself recomputes nothing in halves of a backward."""
-    asked = Asked(batch=64, degrees=(("pp", 8),), schedule="dualpipe", micro_batch=2)
-    found = search(LLAMA, NODE, asked)
-    assert {(c.case.schedule, c.case.chunks, c.case.recompute) for c in found} == {
+    space = SearchSpace(degrees=(("pp", 8),), schedule="dualpipe", micro_batch=2)
+    found = search(run_of(LLAMA, NODE), space)
+    assert {(c.case.schedule, c.case.chunks, c.case.plan.recompute) for c in found} == {
         ("dualpipe", 1, "none")
     }
     for change, said in (
-        ({"recompute": "full"}, r"schedule = dualpipe runs a backward in two halves"),
+        ({"recompute": False}, r"schedule = dualpipe runs a backward in two halves"),
         ({"micro_batch": 8}, r"at least 16 \(twice layout\.pp\), got 8 .* train\.micro_batch=4"),
     ):
         with pytest.raises(PlanError, match=said):
-            search(LLAMA, NODE, replace(asked, **change))
-    halved = [c for c in search(LLAMA, NODE, Asked(batch=64)) if c.case.schedule == "zero-bubble"]
-    assert {c.case.recompute for c in halved} <= {"none"}
+            search(run_of(LLAMA, NODE, recompute="full"), replace(space, **change))
+    halved = [
+        c for c in search(run_of(LLAMA, NODE), SearchSpace()) if c.case.schedule == "zero-bubble"
+    ]
+    assert {c.case.plan.recompute for c in halved} <= {"none"}
 
 
 def test_two_copies_are_twice_the_states_and_one_more_sum() -> None:
     one, both = (
-        search(LLAMA, NODE, Asked(batch=64, layout=Layout(pp=8), schedule=name, micro_batch=1))[0]
+        search(run_of(LLAMA, NODE), SearchSpace(layout=Layout(pp=8), schedule=name, micro_batch=1))[
+            0
+        ]
         for name in ("zbv", "dualpipe")
     )
     for kind in ("weights", "gradients", "optimizer"):
@@ -112,8 +118,8 @@ def test_degrees_that_do_not_divide_are_told() -> None:
 
 
 def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
-    asked = Asked(batch=64, layout=Layout(dp_replicate=8), micro_batch=4, recompute="none")
-    best = search(LLAMA, NODE, asked)[0]
+    space = SearchSpace(layout=Layout(dp_replicate=8), micro_batch=4, recompute=False)
+    best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
     made = fixes(best.case)
     words = [candidate.verdict.word for _, candidate in made]
@@ -127,8 +133,8 @@ def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
 def test_a_fix_is_what_a_user_can_type() -> None:
     """Beside other axes a stage is degrees: a strategy is a whole layout."""
     layout = Layout(dp_replicate=4, tp=2)
-    asked = Asked(batch=64, layout=layout, micro_batch=8, recompute="none")
-    best = search(LLAMA, NODE, asked)[0]
+    space = SearchSpace(layout=layout, micro_batch=8, recompute=False)
+    best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
     texts = [text for text, _ in fixes(best.case)]
     assert any("layout.dp_shard=4 layout.zero=" in text for text in texts)
@@ -147,7 +153,7 @@ def test_a_reason_names_what_differs(found: list[Candidate]) -> None:
 
 
 def test_the_guide_is_predicted_too(found: list[Candidate]) -> None:
-    text, other = ask_guide(found[0], Asked(batch=64))
+    text, other = ask_guide(found[0], SearchSpace())
     assert "1–10B: fsdp" in text
     assert other is not None
     assert other.case.layout.strategy == "fsdp"
@@ -156,7 +162,7 @@ def test_the_guide_is_predicted_too(found: list[Candidate]) -> None:
 
 
 def test_the_document_holds_every_layout_once(found: list[Candidate]) -> None:
-    record = plan_record(found, Asked(batch=64), top=4, notes=["said"])
+    record = plan_record(found, SearchSpace(), top=4, notes=["said"])
     assert [row["rank"] for row in record["layouts"]] == [1, 2, 3, 4]
     shapes = [(tuple(row["degrees"].items()), row["zero"]) for row in record["layouts"]]
     assert len(set(shapes)) == 4
@@ -168,49 +174,48 @@ def test_the_document_holds_every_layout_once(found: list[Candidate]) -> None:
 
 
 def test_given_degrees_leave_the_rest_open() -> None:
-    found = search(LLAMA, NODE, Asked(batch=64, degrees=(("tp", 2),)))
+    found = search(run_of(LLAMA, NODE), SearchSpace(degrees=(("tp", 2),)))
     assert {c.case.layout.tp for c in found} == {2}
     assert {0, 1, 2, 3} <= {c.case.layout.zero for c in found}
-    found = search(LLAMA, NODE, Asked(batch=64, zero=1))
+    found = search(run_of(LLAMA, NODE), SearchSpace(zero=1))
     assert {c.case.layout.zero for c in found} == {1}
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("space", "said"),
     [
-        (Asked(batch=64, layout=Layout(tp=8)), r"layout\.tp = 8: does not divide the 12 heads"),
-        (Asked(batch=64, degrees=(("pp", 16),)), r"layout\.pp = 16: .* has 12 blocks"),
-        (Asked(batch=64, layout=Layout(dp_replicate=8), micro_batch=5), r"micro-batches of 5"),
+        (SearchSpace(layout=Layout(tp=8)), r"layout\.tp = 8: does not divide the 12 heads"),
+        (SearchSpace(degrees=(("pp", 16),)), r"layout\.pp = 16: .* has 12 blocks"),
+        (SearchSpace(layout=Layout(dp_replicate=8), micro_batch=5), r"micro-batches of 5"),
     ],
 )
-def test_what_cannot_be_cut_is_told(asked: Asked, said: str) -> None:
+def test_what_cannot_be_cut_is_told(space: SearchSpace, said: str) -> None:
     gpt = model_facts(published("gpt-2"), 1024, 2)
-    cluster = parse_machines("2x8xH100-80GB") if asked.degrees else NODE
+    cluster = parse_machines("2x8xH100-80GB") if space.degrees else NODE
     with pytest.raises(PlanError, match=said):
-        search(gpt, cluster, asked)
+        search(run_of(gpt, cluster), space)
 
 
 def test_every_stage_of_a_mixed_model_is_looked_at() -> None:
-    from shoal.base.estimate import Case
     from shoal.planner.memory import predict_memory
 
     cluster = parse_machines("16x8xH100-80GB")
     facts = model_facts(published("deepseek-v3"), 4096, 2)
-    case = Case(facts, Layout(pp=16, dp_replicate=8), cluster, 128, 1, recompute="full")
+    case = case_of(facts, Layout(pp=16, dp_replicate=8), cluster, 128, 1, recompute="full")
     each = [predict_memory(case, stage).peak_bytes for stage in range(16)]
     assert predict_memory(case).peak_bytes == pytest.approx(max(each), rel=0.02)
 
 
 def test_compiled_blocks_are_not_planned_with_selective_recompute() -> None:
-    found = search(LLAMA, NODE, Asked(batch=64, compiled=True))
-    assert "selective" not in {c.case.recompute for c in found}
+    found = search(run_of(LLAMA, NODE, compile="blocks"), SearchSpace())
+    assert "selective" not in {c.case.plan.recompute for c in found}
 
 
 def test_micro_batches_grow_until_memory_is_full() -> None:
     vit = model_facts(published("vit-b"), 197, 2)
-    found = search(vit, NODE, Asked(batch=16384, built=True))
+    found = search(run_of(vit, NODE, batch=16384), SearchSpace(built=True))
     assert max(c.case.micro_batch for c in found) >= 256
     best = found[0]
-    text, other = ask_guide(best, Asked(batch=16384, built=True))
+    text, other = ask_guide(best, SearchSpace(built=True))
     assert other is not None
     assert best.time.step_s <= 1.02 * other.time.step_s, text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,13 @@ import torch
 
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.config.load import load
+from shoal.config.resolve import plan_of
+from shoal.config.sections import Config
 from shoal.data.sources import open_source
 from shoal.planner.measured import this_cluster
+from shoal.planner.settle import keep_choice
 from shoal.trainer import choose as room
 from shoal.trainer.foresee import case_of, facts_of, prediction
 
@@ -44,40 +48,59 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def chosen(config: Config, source: Any, folder: Path, ranks: int = 2) -> tuple[Plan, Any]:
+    """What `choose` makes of the plan that a start without torch left in the folder."""
+    if not (folder / "plan.json").exists():
+        (folder / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
+    return room.choose(config, source, TwoRanks(size=ranks), folder)
+
+
 def test_the_planner_chooses_and_says_what_else(digits, tmp_path: Path) -> None:
     config, source = digits
-    layout, why = room.choose(config, source, TwoRanks(), tmp_path)
-    assert layout in ({"dp_replicate": 2}, {"dp_shard": 2, "zero": 1})
-    assert why.startswith("auto: ")
-    assert "per step foreseen; also possible: " in why
+    plan, said = chosen(config, source, tmp_path)
+    assert plan.layout in (Layout(dp_replicate=2), Layout(dp_shard=2, zero=1))
+    assert (said, plan.accumulate) == (None, 4)
+    assert plan.why.startswith("auto: ")
+    assert "per step foreseen; also possible: " in plan.why
 
 
 def test_a_restart_keeps_its_layout(digits, tmp_path: Path) -> None:
     config, source = digits
-    kept = {"layout": asdict(Layout(dp_shard=2, zero=2)), "why": "as before", "chosen": True}
-    (tmp_path / "plan.json").write_text(json.dumps(kept))
-    assert room.choose(config, source, TwoRanks(), tmp_path) == (
-        {"dp_shard": 2, "zero": 2},
-        "as before",
-    )
-    kept["layout"] = asdict(Layout(dp_shard=4, zero=2))
-    (tmp_path / "plan.json").write_text(json.dumps(kept))
-    assert room.choose(config, source, TwoRanks(), tmp_path)[1] != "as before"
+    kept = replace(plan_of(config, Layout(dp_shard=2, zero=2)), accumulate=4, why="as before")
+    (tmp_path / "plan.json").write_text(kept.to_json({"chosen": True}))
+    assert chosen(config, source, tmp_path) == (kept, None)
+    other = replace(kept, layout=Layout(dp_shard=4, zero=2))
+    (tmp_path / "plan.json").write_text(other.to_json({"chosen": True}))
+    assert chosen(config, source, tmp_path)[0].why != "as before"
+
+
+def test_a_resumed_run_keeps_its_layout_and_takes_a_new_batch(digits, tmp_path: Path) -> None:
+    config, _ = digits
+    kept = replace(plan_of(config, Layout(dp_shard=2, zero=2)), accumulate=4, why="as before")
+    (tmp_path / "plan.json").write_text(kept.to_json({"chosen": True}))
+    now = replace(plan_of(config, Layout(dp_replicate=2)), batch=32)
+    plan, known = keep_choice(now, {"strategy": "auto"}, tmp_path)
+    assert (plan.layout, plan.why, plan.batch, plan.accumulate, known) == (
+        kept.layout, "as before", 32, 8, True,
+    )  # fmt: skip
+    assert keep_choice(now, {"strategy": "ddp"}, tmp_path) == (now, False)
+    (tmp_path / "plan.json").write_text("{half")
+    assert keep_choice(now, {"strategy": "auto"}, tmp_path) == (now, False)
 
 
 def test_what_was_asked_for_is_taken(digits, tmp_path: Path) -> None:
     config, source = digits
     given = load(None, ["layout.strategy=zero2"]).config
-    assert room.choose(given, source, TwoRanks(), tmp_path) == ({"strategy": "zero2"}, "")
-    alone = TwoRanks(size=1)
-    assert room.choose(config, source, alone, tmp_path) == ({"strategy": "auto"}, "")
+    plan, said = chosen(given, source, tmp_path)
+    assert (plan, said) == (plan_of(given), None)
+    assert chosen(config, source, tmp_path, ranks=1) == (plan, {"strategy": "auto"})
 
 
 def test_compression_rules_out_what_cannot_carry_it(tmp_path: Path) -> None:
     words = ["model.name=mlp", "data.source=digits", "train.batch=16", "train.micro_batch=2"]
     config = load(None, [*words, "layout.compress=powersgd"]).config
     source = open_source(config.data, 0)
-    assert room.choose(config, source, TwoRanks(), tmp_path)[0] == {"dp_replicate": 2}
+    assert chosen(config, source, tmp_path)[0].layout == Layout(dp_replicate=2)
 
 
 def test_an_unknown_machine_leaves_it_to_the_guide(
@@ -85,16 +108,14 @@ def test_an_unknown_machine_leaves_it_to_the_guide(
 ) -> None:
     config, source = digits
     monkeypatch.setattr(room, "read_measured", lambda cache, ranks, **more: None)
-    assert room.choose(config, source, TwoRanks(), tmp_path) == ({"strategy": "auto"}, "")
+    assert chosen(config, source, tmp_path) == (plan_of(config), {"strategy": "auto"})
 
 
 def test_a_prediction_adds_up(digits) -> None:
     config, source = digits
     facts = facts_of(config, source, kernels="cpu", element_bytes=4)
     cluster = this_cluster(MachineFacts(2, 2**34, 0), 2)
-    from shoal.base.plan import Plan
-
-    plan = Plan(Layout(dp_replicate=2), "", 16, 2, 4, "fp32", facts.trainable)
+    plan = Plan(Layout(dp_replicate=2), 16, 2, 4, compute="fp32")
     said = prediction(case_of(config, plan, facts, cluster))
     assert sum(said["time"].values()) == pytest.approx(said["step_s"])
     # 2(n−1)/n times 4 bytes per parameter

@@ -20,18 +20,20 @@ import torch
 from torch import nn
 
 import shoal.cli.start as start
-from shoal.base.cluster import Cluster
-from shoal.base.estimate import ModelFacts
+from shoal.base.estimate import Case
 from shoal.base.facts import MachineFacts
+from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.cli.plan_subject import find_subject
 from shoal.config.load import load
-from shoal.config.resolve import asked_layout, resolve_batch
+from shoal.config.resolve import asked_layout, plan_of, resolve_batch
 from shoal.config.save import to_toml, toml_value
-from shoal.config.sections import Config
+from shoal.config.sections import Config, keys
 from shoal.planner.measured import this_cluster
 from shoal.planner.own_family import own_family
-from shoal.planner.search import SETTINGS, Asked, Candidate, search
+from shoal.planner.search import Candidate, search
+from shoal.planner.search_space import SearchSpace
+from shoal.planner.settle import is_open, settle_layout, words_of
 from shoal.planner.transformer import model_facts
 from shoal.trainer import choose as auto
 from shoal.trainer import job
@@ -44,6 +46,17 @@ KEYS = [
     for key in fields(getattr(Config(), section.name))
 ]
 
+PLAN_KEYS = {key.name for key in fields(Plan)}
+MADE = {"layout", "why", "parameters", "buckets", "accumulate"}
+"""Fields of a plan that no key says."""
+
+UNHELD: dict[str, Any] = {
+    "offload": "none",  # a CPU has nothing to offload from
+    **{"split": (), "sequence_parallel": "auto", "context": "auto"},  # one process splits nothing
+}
+"""What a run of one process on a CPU is started without."""
+
+LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 LLAMA = "model.name=llama model.dim=64 model.heads=4 model.layers=4"
 TP = "layout.tp=2"
 CP = "layout.cp=2"
@@ -150,45 +163,32 @@ NOT_RESUMED = {
 Seen = dict[str, Any]
 
 ARRIVES: dict[str, Callable[[Seen], Any]] = {
+    **{
+        f"{section.name}.{key.name}": lambda seen, key=key.name: getattr(seen["plan"], key)
+        for section in fields(Config)
+        for key in keys(getattr(Config(), section.name))
+        if key.name in PLAN_KEYS and key.name != "accumulate"
+    },
+    **{
+        f"layout.{key}": lambda seen, key=key: getattr(seen["layout"], key)
+        for key in (
+            *("strategy", "dp_replicate", "dp_shard", "zero", "threads", "pp", "cp", "tp", "ep"),
+            *("schedule", "chunks"),
+        )
+    },
     "model.name": lambda seen: seen["model"].name,
     "model.build": lambda seen: seen["model"].build,
     "model.loss": lambda seen: seen["loss"].loss,
-    "model.call": lambda seen: seen["settings"].call,
     "model.arguments": lambda seen: seen["model"].arguments,
     "data.sequence": lambda seen: seen["sequence"],
     **{
         f"optimizer.{key}": lambda seen, key=key: getattr(seen["optimizer"], key)
         for key in ("name", "lr", "betas", "momentum", "weight_decay")
     },
-    "optimizer.schedule": lambda seen: seen["settings"].schedule.schedule,
-    "optimizer.warmup_steps": lambda seen: seen["settings"].schedule.warmup_steps,
-    "optimizer.clip": lambda seen: seen["settings"].clip,
-    "optimizer.average": lambda seen: seen["settings"].average,
-    "train.batch": lambda seen: seen["plan"].batch,
-    "train.micro_batch": lambda seen: seen["plan"].micro_batch,
-    "train.seed": lambda seen: seen["settings"].seed,
-    "train.defer_sync": lambda seen: seen["plan"].defer_sync,
-    "train.compile": lambda seen: seen["plan"].compile,
-    "train.skip_limit": lambda seen: seen["settings"].skip_limit,
-    "layout.strategy": lambda seen: seen["layout"].strategy,
-    **{
-        f"layout.{key}": lambda seen, key=key: getattr(seen["layout"], key)
-        for key in ("dp_replicate", "dp_shard", "zero", "threads", "pp", "cp", "tp", "ep")
-    },
-    "layout.schedule": lambda seen: seen["layout"].schedule,
-    "layout.chunks": lambda seen: seen["layout"].chunks,
-    "layout.compress": lambda seen: seen["plan"].compress,
-    **{
-        f"layout.{key}": lambda seen, key=key: getattr(seen["tensor"], key)
-        for key in ("strict", "sequence_parallel", "split", "context")
-    },
-    "precision.compute": lambda seen: seen["plan"].precision,
-    "precision.reduce": lambda seen: seen["plan"].reduce,
-    "precision.loss_scale": lambda seen: seen["settings"].loss_scale,
-    "memory.recompute": lambda seen: seen["plan"].recompute,
-    "memory.offload": lambda seen: seen["told"]["offload"],
+    "optimizer.schedule": lambda seen: seen["length"].schedule.schedule,
+    "optimizer.warmup_steps": lambda seen: seen["length"].schedule.warmup_steps,
 }
-"""Where a key stands after `parallelize`: in its plan, its settings, or what builds the model."""
+"""Where a key stands in a run: in its plan by its own name, or in what builds the model."""
 
 NOT_BY_PARALLELIZE = {
     "data.": "an own loop brings its own data; `shoal train` opens them before the run is made",
@@ -201,7 +201,7 @@ NOT_BY_PARALLELIZE = {
     "train.prove": "the main job's; `shoal prove` for the others",
     "train.on": "listeners of the main job's recorder",
     "islands.": "joined by the main job after the run is made",
-    "checkpoint.": "`keep` is an argument, `every` the loop's own: `run.save` is called",
+    "checkpoint.every": "the loop's own: `run.save` is called",
     "run.": "`folder` is an argument of the own loop",
     "launch.": "whoever starts the processes",
 }
@@ -253,7 +253,7 @@ def reason(table: dict[str, str], key: str) -> str:
     return table.get(key) or table.get(f"{key.partition('.')[0]}.", "")
 
 
-def words_of(key: str, base: str = ON_CPU) -> list[str]:
+def words_of_key(key: str, base: str = ON_CPU) -> list[str]:
     """The base, then what the key needs, then the key itself: later ones win."""
     own, *needs = VALUES[key].split()
     replaced = {word.partition("=")[0] for word in (own, *needs)}
@@ -270,7 +270,7 @@ def value_of(config: Config, key: str) -> Any:
 
 def said_value(key: str) -> Any:
     """The value under test, and that it is none that would be there anyway."""
-    value = value_of(load(None, words_of(key)).config, key)
+    value = value_of(load(None, words_of_key(key)).config, key)
     assert value != value_of(load(None, ON_CPU.split()).config, key), key
     return value
 
@@ -286,9 +286,9 @@ def test_every_key_is_here() -> None:
 
 def test_a_file_says_what_the_command_line_says(tmp_path: Path) -> None:
     for key in KEYS:
-        by_words = load(None, words_of(key))
+        by_words = load(None, words_of_key(key))
         path = tmp_path / "run.toml"
-        path.write_text(as_file(words_of(key)))
+        path.write_text(as_file(words_of_key(key)))
         assert load(path).config == by_words.config, key
         assert said_value(key) == value_of(by_words.config, key)
         path.write_text(to_toml(by_words))  # as workers and --resume read it
@@ -313,7 +313,7 @@ def as_file(words: list[str]) -> str:
 
 def settled(key: str, folder: Path) -> start.Prepared:
     """The run that `shoal train` would start."""
-    words = [*words_of(key)]
+    words = [*words_of_key(key)]
     if key not in ("run.folder", "run.name"):
         words += [f"run.folder={folder}", "run.name=one"]
     processes = None if key != "launch.nodes" else 2  # several machines: torchrun starts them
@@ -376,30 +376,38 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
             seen["loss"] = section
             return lambda outputs, targets: (outputs.sum(), 1)
 
-        def parallelize(model: Any, optimizer: Any, loss: Any, layout: Any, **told: Any) -> Any:
-            seen["told"] = dict(told)
-            compute = "fp32" if told["precision"] == "auto" else told["precision"]
-            ranks = Ranks(size=config.launch.processes)
-            module = nn.Linear(4, 4)
-            plan = room._plan(module, layout, ranks, told["batch"], told["micro_batch"], compute)
-            seen.update(layout=plan.layout, tensor=plan.tensor)
-            told |= {"offload": "none"}  # the CPU has nothing to offload from; the word is seen
-            layout = "ddp" if told["compress"] != "none" else "single"
-            return room.parallelize(model, optimizer, loss, layout, **told)
+        def start_run(
+            model: Any, optimizer: Any, loss: Any, plan: Plan, said: Any, **more: Any
+        ) -> Any:
+            seen.update(plan=plan, length=more["length"])
+            words = words_of(plan.layout) if said is None else said
+            layout = settle_layout(plan, words, config.launch.processes, None, LAPTOP).layout
+            seen.update(layout=layout)
+            held = replace(plan, **UNHELD)
+            other = "ddp" if plan.compress != "none" else "single"
+            return room.start_run(model, optimizer, loss, held, other, **more)
 
         monkeypatch.setattr(job, "build_model", build_model)
         monkeypatch.setattr(job, "build_optimizer", build_optimizer)
         monkeypatch.setattr(job, "import_loss", take_loss)
-        monkeypatch.setattr(job, "parallelize", parallelize)
+        monkeypatch.setattr(job, "start_run", start_run)
         source = SimpleNamespace(train=[torch.zeros(4)], collate=None)
         layout = asked_layout(config.layout)
-        run = job.open_run(config, source, room.start_world(), layout)
-        seen.update(plan=run.plan, settings=run.settings)
+        run = job.open_run(config, source, room.start_world(), plan_of(config), layout)
+        for key in PLAN_KEYS - {*UNHELD, *MADE, "compute"}:
+            assert getattr(run.plan, key) == getattr(seen["plan"], key), key
         for undo in run.program.on_close:
             undo()
         return seen
 
     return look
+
+
+def test_a_plans_key_stands_in_one_section() -> None:
+    """So that a plan can have every key by its own name."""
+    for name in PLAN_KEYS - MADE:
+        assert [key for key in KEYS if key.partition(".")[2] == name] != [], name
+        assert sum(key.partition(".")[2] == name for key in KEYS) == 1, name
 
 
 def test_every_key_arrives_in_parallelize(seen_by: Callable[[str], Seen]) -> None:
@@ -428,7 +436,7 @@ def machines_of(words: list[str]) -> str:
 def planned(words: list[str], machines: str) -> Candidate:
     """The best of what `shoal plan` ranks."""
     subject = find_subject(load(None, words), machines)
-    return search(subject.model, subject.cluster, subject.asked)[0]
+    return search(subject.case, subject.space)[0]
 
 
 def figures(candidate: Candidate) -> Any:
@@ -444,11 +452,11 @@ def pair(key: str) -> tuple[list[str], list[str]]:
         base = PLANNED
     if key == "launch.processes":
         base = f"{PLANNED} layout.strategy=ddp"
-    own, *needs = words_of(key, base)[::-1]
+    own, *needs = words_of_key(key, base)[::-1]
     plain = [word for word in base.split() if word.partition("=")[0] == own.partition("=")[0]]
     if key == "layout.dp_replicate":  # the same devices, all of them in one copy
         plain, needs = ["layout.dp_shard=4"], [word for word in needs if "dp_shard" not in word]
-        return [*words_of(key, base)], [*needs[::-1], *plain]
+        return [*words_of_key(key, base)], [*needs[::-1], *plain]
     return [*needs[::-1], own], [*needs[::-1], *plain]
 
 
@@ -467,37 +475,43 @@ def test_a_run_foresees_what_its_plan_foresaw() -> None:
         machines = machines_of(given)
         best = planned(given, machines)
         case, config = best.case, load(None, given).config
-        plan = Plan(case.layout, "", case.batch, case.micro_batch, 1, case.compute, 1)
-        seen = case_of(config, plan, case.model, case.cluster)
-        schedule = {"schedule": case.schedule, "chunks": case.chunks}  # what a search is free in
-        assert replace(seen, **schedule) == case, key
+        settled = {"compute": case.plan.compute, "batch": case.batch}
+        free = {"layout": case.layout, "micro_batch": case.micro_batch}  # for a search
+        plan = replace(plan_of(config), **settled, **free)
+        assert case_of(config, plan, case.model, case.cluster) == case, key
 
 
 def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[Asked] = []
+    told: list[tuple[Case, SearchSpace]] = []
     model = model_facts(own_family("llama"), 128, 4)
     machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 
-    def look(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
-        told.append(asked)
-        return search(model, cluster, asked)
+    def look(case: Case, space: SearchSpace) -> list[Candidate]:
+        told.append((case, space))
+        return search(case, space)
 
     monkeypatch.setattr(auto, "search", look)
     monkeypatch.setattr(auto, "facts_of", lambda *given, **more: model)
     monkeypatch.setattr(auto, "read_measured", lambda *given, **more: this_cluster(machine, 2))
     for key in KEYS:
-        loaded = load(None, words_of(key, f"{ON_CPU} memory.recompute=none"))
+        loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
         resolve_batch(loaded, 2)
         config = loaded.config
-        if not auto.is_open(asked_layout(config.layout)) or config.memory.offload != "none":
+        if not is_open(asked_layout(config.layout)) or config.memory.offload != "none":
             continue
         if key in ("launch.nodes", "launch.processes", "model.build", "precision.loss_scale"):
             continue  # how many ranks, which facts, and a format that no CPU has
-        chosen, why = auto.choose(config, SimpleNamespace(), Ranks(size=2), tmp_path)
-        loaded = load(None, words_of(key, f"{ON_CPU} memory.recompute=none"))
-        wanted = find_subject(loaded, "").asked
-        for field in (*SETTINGS, "recompute", "zero", "batch", "micro_batch", "built"):
-            assert getattr(told[-1], field) == getattr(wanted, field), (key, field)
-        for beside in ("strict", "sequence_parallel"):
-            if key == f"layout.{beside}":
-                assert chosen[beside] == said_value(key)
+        (tmp_path / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
+        chosen, _ = auto.choose(config, SimpleNamespace(), Ranks(size=2), tmp_path)
+        loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
+        wanted = find_subject(loaded, "")
+        case, space = told[-1]
+        settled = {"compute": wanted.case.plan.compute, "batch": wanted.case.batch}
+        assert replace(case.plan, **settled, why="") == wanted.case.plan, key
+        assert (case.loss, case.optimizer_bytes) == (
+            wanted.case.loss, wanted.case.optimizer_bytes,
+        ), key  # fmt: skip
+        assert space == wanted.space, key
+        assert replace(chosen, layout=Layout(), why="", accumulate=0) == replace(
+            plan_of(config), accumulate=0
+        ), key

@@ -142,7 +142,7 @@ def test_bf16_keeps_fp32_weights() -> None:
         last = run.step(pair()).loss
     assert set(seen) == {torch.bfloat16}
     assert last < first
-    assert run.plan.precision == "bf16"
+    assert run.plan.compute == "bf16"
     for piece in run.program.local.values():
         assert piece.parameter.dtype == torch.float32
         assert piece.parameter.grad.dtype == torch.float32

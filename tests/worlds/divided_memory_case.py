@@ -118,17 +118,8 @@ def _foreseen(run: Run, tied: bool) -> dict[str, Any]:
     """The same as the planner has it."""
     plan, rank = run.plan, run.program.pipe.rank
     device = Device("cpu", 1e12, {}, 1e10, kind="cpu")
-    case = Case(
-        facts(2 if plan.precision == "bf16" else 4, tied),
-        plan.layout,
-        Cluster(device, 1, plan.layout.processes, LINK, LINK),
-        plan.batch,
-        plan.micro_batch,
-        compute=plan.precision,
-        schedule=plan.layout.schedule or "1f1b",
-        chunks=plan.layout.chunks,
-        sequence_parallel=plan.tensor.sequence_parallel != "off",
-    )
+    cluster = Cluster(device, 1, plan.layout.processes, LINK, LINK)
+    case = Case(facts(2 if plan.compute == "bf16" else 4, tied), cluster, plan)
     stage = cut(case, rank)
     elements = rank_sum(case, stage.units, stage.tied)
     peak = predict_memory(case, rank)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
@@ -162,7 +163,7 @@ def case_of(
 ) -> Case:
     """The run as the planner sees it."""
     machine = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, ranks, LINK, LINK)
-    return Case(known, layout, machine, batch, rows, compute="fp32", loss=loss)
+    return Case(known, machine, Plan(layout, batch, rows, compute="fp32"), loss=loss)
 
 
 def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) -> dict[str, Any]:

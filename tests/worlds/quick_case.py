@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +14,12 @@ import torch
 import cases
 from planted import BUGS
 from shoal.base.errors import ShoalError
+from shoal.base.layout import Layout
 from shoal.base.phases import Phase, listen
+from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
-from shoal.proof import Battery, Material, prove_before, quick
+from shoal.proof import Battery, ProofCase, prove_before, quick
 
 
 def ask(
@@ -38,18 +41,19 @@ def ask(
     if other.pop("without_twin", False):
         Battery.twin = None
     os.environ["SHOAL_CACHE"] = str(Path(folder) / "cache")
-    material = Material(
+    layout = other.pop("layout", "ddp")
+    made = ProofCase(
         lambda: cases.build(case),
         cases.loss(case) or token_loss,
         cases.dataset(case),
         None,
-        other.pop("layout", "ddp"),
-        **{"batch": 24, "micro_batch": 2, **other},
+        layout,
+        replace(Plan(Layout(), 24, 2), **other),
     )
     listen(hear)
     try:
         with BUGS[bug](world):
-            told = prove_before(material, world, Path(folder) / "run", environ or {})
+            told = prove_before(made, world, Path(folder) / "run", environ or {})
         return {"line": told, "phases": heard}
     except ShoalError as failure:
         return {"error": str(failure), "code": failure.exit_code}

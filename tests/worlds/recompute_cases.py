@@ -71,7 +71,7 @@ def fsdp(world: World) -> dict[str, dict[str, Any]]:
 
 def _fsdp(world: World, policy: str) -> dict[str, Any]:
     model = cases.build("llama").double()
-    plan = Plan(Layout(dp_shard=world.size), "", 8, 2, 2, "fp64", 0)
+    plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
     program = undivided(model, plan, world)
     program = recompute.apply(randomness.apply(program, 3), policy)
     for block in model.blocks:
@@ -101,7 +101,7 @@ def _micro_batch(program: Program, index: int, generator: torch.Generator) -> No
 def fsdp_undo(world: World) -> bool:
     """What recompute replaced can be taken away after FSDP2 changed the blocks' classes."""
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
-    plan = Plan(Layout(dp_shard=world.size), "", 8, 2, 2, "fp64", 0)
+    plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
     program = undivided(model, plan, world)
     program = recompute.apply(program, "full")
     fully_shard(model[0])

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.models.catalog import build as catalog
 from shoal.models.loss import token_loss
 from shoal.proof import estimate
-from shoal.proof.material import Material, head
+from shoal.proof.proof_case import ProofCase, head
 from shoal.proof.quick import _structure, model_parts, source_of
 
 
@@ -101,9 +103,11 @@ def test_the_estimate_is_the_work_at_the_rate_of_here(monkeypatch) -> None:
         return outputs.sum(), len(targets)
 
     data = [(torch.zeros(10), torch.zeros(())) for _ in range(40)]
-    material = Material(lambda: module, loss, data, None, "ddp", 64, 16).small(4)
-    assert estimate.expected_seconds(module, material, torch.device("cpu")) == 200 * 18 / 500
-    stream = Material(lambda: module, loss, iter(data), None, "ddp", 64, 16).small(4)
+    case = ProofCase(lambda: module, loss, data, None, "ddp", Plan(Layout(), 64, 16)).small(4)
+    assert estimate.expected_seconds(module, case, torch.device("cpu")) == 200 * 18 / 500
+    stream = ProofCase(lambda: module, loss, iter(data), None, "ddp", Plan(Layout(), 64, 16)).small(
+        4
+    )
     assert estimate.expected_seconds(module, stream, torch.device("cpu")) == 0.0
 
 
@@ -111,15 +115,15 @@ def test_the_key_of_our_models_needs_no_numbers() -> None:
     def build() -> nn.Module:
         return catalog("llama", {"dim": 32, "layers": 2}, vocabulary=64, sequence=16)
 
-    material = Material(build, token_loss, range(9), None, "ddp", 8, 2, ours=True)
-    light, full = _structure(material), _structure(replace(material, ours=False))
+    case = ProofCase(build, token_loss, range(9), None, "ddp", Plan(Layout(), 8, 2), ours=True)
+    light, full = _structure(case), _structure(replace(case, ours=False))
     assert all(p.is_meta for p in light.parameters())
     assert model_parts(light) == model_parts(full)
 
 
 def test_small_steps_hold_a_short_one() -> None:
-    small = Material(nn.Identity, None, range(100), None, "ddp", 64, 16).small(4)
-    assert (small.batch, small.micro_batch, small.full_steps) == (16, 2, 1)
+    small = ProofCase(nn.Identity, None, range(100), None, "ddp", Plan(Layout(), 64, 16)).small(4)
+    assert (small.plan.batch, small.plan.micro_batch, small.full_steps) == (16, 2, 1)
     assert len(head(range(100), 16, 2, 1)) == 18
     assert len(head(range(100), 32, 8, 2)) == 64 + 8 + 4
     assert len(head(range(5), 32, 8, 2)) == 5

@@ -5,10 +5,13 @@ Everything is per sample or per unit of the model, so that layouts only divide a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shoal.base.cluster import Cluster
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
+from shoal.base.schedules import DEFAULT, copies, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -95,43 +98,73 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that could be run: everything that memory and time depend on.
+    """One thing that could be run: a model, a cluster and a plan.
 
-    batch         samples per step, all ranks · micro_batch  samples per forward pass
-    ep            ranks over which experts are split (borrowed from the data-parallel axes)
-    expert_tp     ranks over which one expert is split; 0: as tp
-    schedule      of the pipeline · chunks  stages per rank (interleaved, zbv, dualpipe: v)
-    compute       fp64 fp32 bf16 fp16 · reduce_bytes  of a gradient element sent; 0: as kept
-    sequence_parallel  with tp · loss  full, chunked, parallel · optimizer_bytes  state per element
+    loss          full, chunked, parallel: how the loss meets the vocabulary
+    optimizer_bytes  state per fp32 element
+    expert_tp     ranks over which one expert is split; 0: 1 where Shoal deals experts, else as tp
     framework     whose step is predicted: "shoal", or a peer whose published run is compared
-    compiled      fused element-wise work (torch.compile)
     """
 
     model: ModelFacts
-    layout: Layout
     cluster: Cluster
-    batch: int
-    micro_batch: int
-    ep: int = 1
-    expert_tp: int = 0
-    schedule: str = "1f1b"
-    chunks: int = 1
-    compute: str = "bf16"
-    reduce_bytes: int = 0
-    recompute: str = "none"
-    offload: str = "none"
-    sequence_parallel: bool = True
+    plan: Plan
     loss: str = "chunked"
-    defer_sync: bool = False
-    average: bool = False
     optimizer_bytes: int = 8
-    compiled: bool = False
+    expert_tp: int = 0
     framework: str = "shoal"
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with some of its plan's fields changed."""
+        return replace(self, plan=replace(self.plan, **changes))
+
+    @property
+    def layout(self) -> Layout:
+        """Degrees of every axis."""
+        return self.plan.layout
+
+    @property
+    def batch(self) -> int:
+        """Samples per step, all ranks."""
+        return self.plan.batch
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per forward pass."""
+        return self.plan.micro_batch
 
     @property
     def accumulate(self) -> int:
         """Micro-batches per data rank and step, at least 1."""
         return max(1, -(-self.batch // (self.micro_batch * self.layout.data_degree)))
+
+    @property
+    def schedule(self) -> str:
+        """The order of a pipeline's passes, where the layout leaves it open, too."""
+        return self.layout.schedule or DEFAULT
+
+    @property
+    def chunks(self) -> int:
+        """Stages per rank of the model that a pipeline's rank holds; dualpipe holds two models."""
+        if self.layout.pp == 1:
+            return 1
+        return stages_per_rank(self.schedule, self.layout.chunks) // copies(self.schedule)
+
+    @property
+    def expert_degree(self) -> int:
+        """Ranks over which the weights of a mixture's experts are split."""
+        return self.layout.ep * self.one_expert
+
+    @property
+    def one_expert(self) -> int:
+        """Ranks over which one expert is split."""
+        whole = self.framework == "shoal" and self.layout.ep > 1
+        return self.expert_tp or (1 if whole else self.layout.tp)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient element that is sent; 0: as it is kept."""
+        return 2 if self.plan.sums == "bf16" else 0
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,15 @@ class Layout:
         return self.pp * stages_per_rank(self.schedule, self.chunks) // copies(self.schedule)
 
     @property
+    def unordered(self) -> Layout:
+        """The same division of the work, whatever the order of a pipeline's passes.
+
+        >>> Layout(pp=2, schedule="interleaved", chunks=4).unordered == Layout(pp=2)
+        True
+        """
+        return replace(self, schedule="", chunks=1)
+
+    @property
     def strategy(self) -> str:
         """The name of this layout in the vocabulary.
 

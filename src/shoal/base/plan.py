@@ -1,18 +1,20 @@
 """The plan is the program: what a run will do, as data that can be saved, compared and executed.
 
-The planner writes it, the trainer executes it, the report draws it. It holds the layout, the
-micro-batch arithmetic and the gradient buckets; two runs with equal plans send the same bytes in
-the same order, which is what makes a resume on the same layout exact to the bit.
+run.toml, the command line and `shoal.parallelize` make it, the planner ranks it, the proof and the
+trainer execute it, and plan.json is it. It holds the layout, the portions of a batch, every policy
+and the gradient buckets; two runs with equal plans send the same bytes in the same order, which is
+what makes a resume on the same layout exact to the bit.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shoal.base.layout import Layout
-from shoal.base.policies import TensorPolicy
+from shoal.base.policies import Policies
 
 
 @dataclass(frozen=True)
@@ -38,43 +40,30 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One run's program.
+class Plan(Policies):
+    """One run's program; every policy's key is a field, by its name in run.toml.
 
     layout        degrees of every axis
-    why           one line: which rule chose it and what else was possible
-    batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass
-    accumulate    micro-batches per data rank in a full step
-    precision     format of matrix products · reduce  format in which gradients are summed
-    recompute     activations that are computed twice: none, selective, full
-    offload       what waits in the host's memory: none, optimizer, parameters, activations
-    compile       what becomes fused kernels: none, blocks
-    defer_sync    zero2, zero3: gradients are summed once a step, at the cost of one full copy
-    compress      what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
-    tensor        how layers are split over tp
-    parameters    trainable elements · buckets  gradient buffers, in sending order
+    batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass; 0
+                  in a plan that is not settled yet: the defaults of `shoal.parallelize`
+    accumulate    micro-batches per data rank in a full step; 0: derived
+    why           one line: which rule chose the layout and what else was possible
+    parameters    trainable elements · buckets  gradient buffers, in sending order; made at the
+                  start of a run
     """
 
     layout: Layout
-    why: str
-    batch: int
-    micro_batch: int
-    accumulate: int
-    precision: str
-    parameters: int
-    buckets: tuple[Bucket, ...] = field(default=())
-    reduce: str = ""
-    recompute: str = "none"
-    offload: str = "none"
-    compile: str = "none"
-    defer_sync: bool = False
-    compress: str = "none"
-    tensor: TensorPolicy = TensorPolicy()
+    batch: int = 0
+    micro_batch: int = 0
+    accumulate: int = 0
+    why: str = ""
+    parameters: int = 0
+    buckets: tuple[Bucket, ...] = ()
 
     def arithmetic(self) -> str:
         """The batch equation with this run's numbers.
 
-        >>> Plan(Layout(dp_replicate=2), "", 16, 4, 2, "fp32", 10).arithmetic()
+        >>> Plan(Layout(dp_replicate=2), 16, 4, 2).arithmetic()
         '2 ranks × 2 micro-batches × 4 samples = 16 samples per step'
         """
         ranks = self.layout.data_degree
@@ -84,27 +73,30 @@ class Plan:
             f"{self.batch} samples per step"
         )
 
-    def to_json(self) -> str:
-        """The plan as indented JSON; `from_json` gives it back equal."""
-        record = asdict(self)
-        record["strategy"] = self.layout.strategy
-        return json.dumps(record, indent=1)
+    def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
+        """Write the plan as indented JSON; `from_json` gives it back equal.
+
+        beside   what the file also tells its readers of the run
+        """
+        record = {**asdict(self), "strategy": self.layout.strategy}
+        return json.dumps({**record, **(beside or {})}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote; what stands beside the plan is passed over.
 
-        >>> plan = Plan(Layout(), "", 4, 4, 1, "fp32", 3, (Bucket(("w",), 3, "float32", 4),))
-        >>> Plan.from_json(plan.to_json()) == plan
+        Errors: ValueError, KeyError, TypeError for a text that is no plan
+
+        >>> plan = Plan(Layout(), 4, 4, 1, split=("*=row",), buckets=(Bucket(("w",), 3, "f", 4),))
+        >>> Plan.from_json(plan.to_json({"steps": 3})) == plan
         True
         """
         record: dict[str, Any] = json.loads(text)
-        record.pop("strategy", None)
-        record["layout"] = Layout(**record["layout"])
-        tensor = record.get("tensor", {})
-        record["tensor"] = TensorPolicy(**{**tensor, "split": tuple(tensor.get("split", ()))})
-        record["buckets"] = tuple(
+        found = {key.name: record[key.name] for key in fields(Plan) if key.name in record}
+        found["layout"] = Layout(**found["layout"])
+        found["split"] = tuple(found.get("split", ()))
+        found["buckets"] = tuple(
             Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
-            for b in record["buckets"]
+            for b in found.get("buckets", ())
         )
-        return Plan(**record)
+        return Plan(**found)

@@ -1,10 +1,34 @@
-"""One frozen dataclass per technique: its settings, which are its section of run.toml."""
+"""One frozen dataclass per technique: its keys, their legal values and what they refuse.
+
+A key is said once, here. The section of run.toml that inherits a policy has its keys
+(config/sections.py), a `Plan` has all of them, and `shoal.parallelize` takes each by its name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field
+from typing import Any
 
 from shoal.base.errors import ConfigError, PlanError, one_of
+
+
+def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
+    """Declare a key that is one of a few words, of which the first is the default.
+
+    others   what users write instead, and the legal word that they mean
+    """
+    return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
+
+
+def number(default: float, *, least: float, usual: float | None = None) -> Any:
+    """Declare a key that is a number of at least `least`.
+
+    usual   proposed in the place of a number that means nothing; default: `least`
+    """
+    return field(default=default, metadata={"least": least, "usual": usual})
+
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
 OTHER_FORMATS = {
@@ -13,6 +37,7 @@ OTHER_FORMATS = {
     **{"float64": "fp64", "double": "fp64", "64": "fp64"},
 }
 """What others call the formats, and the nearest one where there is none (fp8)."""
+OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
 
 PROOFS = ("quick", "off")
 COMPILE = ("none", "blocks")
@@ -24,39 +49,52 @@ CONTEXT = ("auto", "ring", "ulysses", "gather")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
     """Number formats. Parameters and optimizer state stay fp32 below; fp64 is for proofs."""
 
-    compute: str = "auto"
+    compute: str = word(PRECISIONS, OTHER_FORMATS)
     """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
-    reduce: str = "auto"
+    reduce: str = word(REDUCTIONS, OTHER_FORMATS)
     """auto, fp32, bf16: the format in which gradients travel; auto: as they are kept"""
-    loss_scale: float = 0.0
+    loss_scale: float = number(0.0, least=0)
     """for fp16: what the loss is multiplied by; 0: found and followed by itself"""
+
+    @property
+    def sums(self) -> str:
+        """The format in which gradients are summed; "" as they are kept, which fp64 always is."""
+        return "" if self.reduce == "auto" or self.compute == "fp64" else self.reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePolicy:
+    """What happens to the mean gradient and to the weights around the optimizer's step."""
+
+    clip: float = number(0.0, least=0, usual=1.0)
+    """largest global gradient norm; 0 leaves gradients as they are"""
+    average: float = number(0.0, least=0, usual=0.999)
+    """decay of an average of the weights, with which runs then validate, e.g. 0.999; 0: none"""
 
 
 @dataclass(frozen=True)
-class OptimizerPolicy:
+class OptimizerPolicy(UpdatePolicy):
     """The update rule, its learning-rate schedule and gradient clipping."""
 
     name: str = "adamw"
     """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
-    lr: float = 1e-3
+    lr: float = number(1e-3, least=0, usual=1e-3)
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
     """for optimizers that have betas"""
     momentum: float = 0.9
     """for sgd"""
-    weight_decay: float = 0.1
+    weight_decay: float = number(0.1, least=0, usual=0.1)
     """on matrices; never on vectors and scalars (norms, biases)"""
-    clip: float = 1.0
+    clip: float = number(1.0, least=0, usual=1.0)
     """largest global gradient norm; 0 leaves gradients as they are"""
-    average: float = 0.0
-    """decay of an average of the weights, with which runs then validate, e.g. 0.999; 0: none"""
-    schedule: str = "cosine"
+    schedule: str = word(SCHEDULES)
     """cosine, wsd, one-cycle, linear, constant"""
-    warmup_steps: int = -1
+    warmup_steps: int = number(-1, least=-1)
     """steps from 0 to lr; −1: a tenth of the run"""
 
 
@@ -64,29 +102,88 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "parameters", "activations")
 
 
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """Memory saved at the cost of time."""
+@dataclass(frozen=True, kw_only=True)
+class RecomputePolicy:
+    """Activations of blocks that the backward pass computes again instead of keeping them."""
 
-    recompute: str = "none"
+    recompute: str = word(RECOMPUTE, {"true": "full", "false": "none"})
     """none, selective (all but matrix products), full: activations of blocks computed twice"""
-    offload: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPolicy:
+    """What waits in the host's memory while the device does not need it."""
+
+    offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
     """none, optimizer, parameters (fsdp), activations: kept in the host's memory (GPUs only)"""
 
 
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """When the run's state is written, and how many copies stay."""
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy(OffloadPolicy, RecomputePolicy):
+    """Memory saved at the cost of time."""
 
-    every: int = 0
-    """steps between checkpoints; 0: five over the run, and the last step always"""
-    keep: int = 2
+
+@dataclass(frozen=True, kw_only=True)
+class DeferSyncPolicy:
+    """When gradients are summed over ranks that hold shards of them."""
+
+    defer_sync: bool = False
+    """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilePolicy:
+    """What torch.compile turns into fused kernels."""
+
+    compile: str = word(COMPILE, {"true": "blocks", "false": "none"})
+    """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPolicy:
+    """What the loop of steps draws from, and when it gives up."""
+
+    seed: int = number(0, least=0)
+    """initial weights, sample order, dropout"""
+    skip_limit: int = number(5, least=1, usual=5)
+    """non-finite steps in a row before the run stops"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPolicy:
+    """How the model is called on a micro-batch's inputs."""
+
+    call: str = word(("single", "kwargs"), {"args": "single", "dict": "kwargs"})
+    """single: model(inputs) · kwargs: model(**inputs)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPolicy:
+    """How many checkpoints stay."""
+
+    keep: int = number(2, least=1, usual=2)
     """newest complete checkpoints that stay on disk"""
 
 
 @dataclass(frozen=True)
+class CheckpointPolicy(KeepPolicy):
+    """When the run's state is written, and how many copies stay."""
+
+    every: int = number(0, least=0)
+    """steps between checkpoints; 0: five over the run, and the last step always"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompressPolicy:
     """What gradients are made of while they travel between data-parallel ranks."""
+
+    compress: str = "none"
+    """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The method that `layout.compress` names, and its number."""
 
     method: str = "none"
     """none, int8, powersgd, topk"""
@@ -96,45 +193,45 @@ class CompressPolicy:
     """topk: share of the elements that a rank sends"""
 
     @staticmethod
-    def parse(text: str) -> CompressPolicy:
-        """The policy that `layout.compress` names.
+    def parse(text: str) -> Compression:
+        """Parse the text of `layout.compress`.
 
         Errors: ConfigError with the nearest right spelling.
 
-        >>> CompressPolicy.parse("powersgd:2").rank, CompressPolicy.parse("topk").share
+        >>> Compression.parse("powersgd:2").rank, Compression.parse("topk").share
         (2, 0.01)
         """
         method, colon, number = text.partition(":")
         if method not in COMPRESS:
             raise ConfigError(one_of("layout.compress", text, COMPRESS))
         if not colon:
-            return CompressPolicy(method)
+            return Compression(method)
         if method == "powersgd":
             if number.isdecimal() and int(number) >= 1:
-                return CompressPolicy(method, rank=int(number))
+                return Compression(method, rank=int(number))
             wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
         elif method == "topk":
             share = _number(number)
             if 0 < share <= 1:
-                return CompressPolicy(method, share=share)
+                return Compression(method, share=share)
             wanted = "a share above 0 and up to 1 is wanted; nearest: layout.compress=topk:0.01"
         else:
             wanted = f"{method} takes no number; nearest: layout.compress={method}"
         raise ConfigError(f"layout.compress = {text}: {wanted}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorPolicy:
     """How layers are split over the ranks of tp and cp; its keys stand in [layout]."""
 
     strict: bool = False
-    """refuse a model of which a part would stay whole, instead of naming that part"""
-    sequence_parallel: str = "auto"
-    """auto, on, off: between split layers every rank holds a part of the sequence only"""
+    """refuse a model of which tp would leave a part whole, instead of naming that part"""
+    sequence_parallel: str = word(SEQUENCE_PARALLEL)
+    """auto, on, off: under tp, ranks hold a part of the sequence between split layers"""
     split: tuple[str, ...] = ()
-    """PATTERN=whole, =column or =row: parameter names, and how they are split"""
-    context: str = "auto"
-    """auto, ring, ulysses, gather: how ranks that share a sequence (cp) compute attention"""
+    """for tp, PATTERN=whole, =column or =row: parameter names, and how their weights are cut"""
+    context: str = word(CONTEXT)
+    """auto, ring, ulysses, gather: how attention is computed under cp"""
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -162,7 +259,7 @@ class TensorPolicy:
                 )
         return found
 
-    def check(self, tp: int | None = None, cp: int | None = None) -> None:
+    def check_split(self, tp: int | None = None, cp: int | None = None) -> None:
         """Errors: ConfigError for a word outside the vocabulary, or with nothing to split.
 
         tp, cp   degrees, where they are known
@@ -188,6 +285,64 @@ class TensorPolicy:
                 "layout.sequence_parallel = on: splits the sequence over layout.tp, which is 1; "
                 "nearest: layout.tp=2, or layout.sequence_parallel=auto"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies(
+    PrecisionPolicy,
+    UpdatePolicy,
+    MemoryPolicy,
+    DeferSyncPolicy,
+    CompilePolicy,
+    CompressPolicy,
+    TensorPolicy,
+    LoopPolicy,
+    CallPolicy,
+    KeepPolicy,
+):
+    """Every technique's keys, by their names in run.toml, which are unlike across sections."""
+
+
+MOST = 2**30
+"""No count of samples, tokens, steps or processes in a run is larger."""
+
+MOST_SEED = 2**63 - 1
+"""What torch's generators take."""
+
+
+def check_value(name: str, key: Field[Any], value: Any) -> None:
+    """Refuse a value that a key's declaration (`word`, `number`) does not allow.
+
+    name     of the key as the user wrote it
+    Errors   ConfigError with the nearest legal value
+
+    >>> declared = Policies.__dataclass_fields__
+    >>> check_value("memory.recompute", declared["recompute"], "ful")
+    Traceback (most recent call last):
+    shoal.base.errors.ConfigError: memory.recompute = ful: not one of none, selective, full; \
+nearest: full
+    """
+    said = key.metadata
+    if "legal" in said:
+        if value not in said["legal"]:
+            raise ConfigError(one_of(name, value, said["legal"], said["others"]))
+        return
+    if "least" not in said:
+        return
+    low, usual = said["least"], said["usual"]
+    if not value >= low:
+        near = low if usual is None else usual
+        raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={near}")
+    if value == math.inf:
+        raise ConfigError(f"{name} = inf: no weight would stay finite; nearest: {name}={usual}")
+    if key.name == "seed":
+        if value > MOST_SEED:
+            raise ConfigError(f"{name} = {value}: more than 2^63 − 1; nearest: {name}=0")
+    elif isinstance(value, int) and value > MOST:
+        raise ConfigError(
+            f"{name} = {value}: more than {MOST} is no number that a run could have; nearest: "
+            f"{name}={MOST if usual is None else usual}"
+        )
 
 
 def check_compile(policy: str, recompute: str) -> None:
@@ -242,7 +397,7 @@ def check_compress(text: str, strategy: str, precision: str = "", reduce: str = 
     precision, reduce   the formats of matrix products and of sums
     Errors      ConfigError for a text that is none; PlanError with the nearest right choice
     """
-    method = CompressPolicy.parse(text).method
+    method = Compression.parse(text).method
     if method == "none":
         return
     if strategy in ("zero3", "fsdp", "hsdp"):

@@ -31,14 +31,13 @@ def show(prepared: Prepared) -> None:
     each = f" in each of {count} islands" if count > 1 else ""
     train = config.train
     typer.echo(
-        f"layout: {prepared.layout.text()} on {where}{each}; {train.batch} samples per step, "
+        f"layout: {prepared.plan.layout.text()} on {where}{each}; {train.batch} samples per step, "
         f"micro-batches of {train.micro_batch}"
     )
     try:
         subject = find_subject(loaded, "")
         # A plan would try what recompute saves; a run recomputes what it is told to.
-        asked = replace(subject.asked, recompute=config.memory.recompute)
-        best = search(subject.model, subject.cluster, asked)[0]
+        best = search(subject.case, replace(subject.space, recompute=False))[0]
     except PlanError as refusal:
         typer.echo(f"not foreseen: {refusal}")
         return
@@ -47,7 +46,7 @@ def show(prepared: Prepared) -> None:
     typer.echo(f"foreseen: {seconds_text(step_s)} per step, {memory} per process at the peak")
     if islands.on and count > 1:
         facts = IslandsFacts(
-            subject.model.trainable,
+            subject.case.model.trainable,
             step_s,
             RATES_BYTES_PER_S[0],
             tokens=train.batch * config.data.sequence,

@@ -31,16 +31,19 @@ from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalErro
 from shoal.base.events import EventLog
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
+from shoal.base.plan import Plan
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
 from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
+from shoal.config.resolve import asked_layout
 from shoal.config.save import to_toml
 from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
 from shoal.launch.processes import Guardian, die_with, private_socket
 from shoal.launch.stopping import StopSignals
+from shoal.planner.settle import keep_choice
 from shoal.view.live import LiveView
 
 LOOK_S = 0.1
@@ -69,7 +72,7 @@ def islands_of(folder: Path) -> list[Path]:
 
 
 def launch_all(
-    loaded: Loaded, folder: Path, environ: Mapping[str, str], events: EventLog
+    loaded: Loaded, plan: Plan, folder: Path, environ: Mapping[str, str], events: EventLog
 ) -> list[Outcome]:
     """Run all islands to the end, or until one fails for good; gives how each of them ended.
 
@@ -83,7 +86,7 @@ def launch_all(
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         for attempt in range(restarts + 1):
             _share_out(folder, count)  # also where one died before it had written its first
-            _write_folders(loaded, folder)
+            _write_folders(loaded, plan, folder)
             islands = [_Island(island_folder(folder, index), guardian) for index in range(count)]
             codes = _run_once(islands, environ, view, stop)
             lost = [island for island, code in enumerate(codes) if code not in STOPPED]
@@ -99,8 +102,8 @@ def launch_all(
     ]
 
 
-def _write_folders(loaded: Loaded, folder: Path) -> None:
-    """A run.toml for every island; all meet on a fresh port of this machine."""
+def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
+    """A run.toml and a plan for every island; all meet on a fresh port of this machine."""
     with private_socket() as listener:
         at = f"127.0.0.1:{listener.getsockname()[1]}"
     islands = loaded.config.islands
@@ -115,6 +118,8 @@ def _write_folders(loaded: Loaded, folder: Path) -> None:
         path = island_folder(folder, index)
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "run.toml", to_toml(own))
+        settled, chosen = keep_choice(plan, asked_layout(own.config.layout), path)
+        write_whole(path / "plan.json", settled.to_json({"chosen": chosen}))
 
 
 def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:

@@ -92,8 +92,8 @@ def _planned(arguments: list[str], on: str, top: int) -> tuple[dict[str, Any], A
         raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
     loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
     subject = find_subject(loaded, on)
-    found = search(subject.model, subject.cluster, subject.asked)
-    record = plan_record(found, subject.asked, top=top, notes=subject.notes)
+    found = search(subject.case, subject.space)
+    record = plan_record(found, subject.space, top=top, notes=subject.notes)
     record["next"] = _next(found[0], record, arguments, on)
     return record, found[0]
 
@@ -137,6 +137,6 @@ def _chosen(case: Any) -> dict[str, Any]:
         chosen["layout.schedule"] = case.schedule
         if case.schedule == "interleaved":
             chosen["layout.chunks"] = case.chunks
-    if case.recompute != "none":
-        chosen["memory.recompute"] = case.recompute
+    if case.plan.recompute != "none":
+        chosen["memory.recompute"] = case.plan.recompute
     return chosen

@@ -75,22 +75,23 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
     on   the text of --on, which counts processes where nothing else does
     """
     from shoal.cli.plan_subject import find_subject
-    from shoal.cli.start import settle_layout
-    from shoal.config.resolve import processes_of
+    from shoal.config.resolve import asked_layout, plan_of, processes_of
     from shoal.launch.machine import this_machine
     from shoal.planner.machines import parse_machines
     from shoal.planner.search import search
+    from shoal.planner.settle import settle_layout
 
     config = loaded.config
     section = config.layout
     if section.strategy == "auto" and not section.degrees():
         subject = find_subject(loaded, on)
-        return search(subject.model, subject.cluster, subject.asked)[0].case.layout
+        return search(subject.case, subject.space)[0].case.layout
     machine = this_machine()
     processes = config.launch.processes
     if not processes and on:
         processes = parse_machines(on, machine).devices
-    return settle_layout(section, processes or processes_of(section, machine), None, machine)
+    ranks = processes or processes_of(section, machine)
+    return settle_layout(plan_of(config), asked_layout(section), ranks, None, machine).layout
 
 
 def explain_model(config: Config, layout: Layout) -> Explained:
@@ -234,7 +235,7 @@ def _over_tp(module: Any, look: Look, config: Config, layout: Layout) -> Derived
     """How every layer is split."""
     from shoal.parallel.spmd.model_split import plan_split
 
-    policy = config.layout.tensor
+    policy = config.layout
     split = plan_split(
         module,
         look,

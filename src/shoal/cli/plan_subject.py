@@ -12,16 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.base.cluster import Cluster
-from shoal.base.degrees import planned_degrees
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.estimate import ModelFacts
-from shoal.base.layout import PIPELINES, STAGES, Layout, expand
-from shoal.base.schedules import canonical, settle_schedule
+from shoal.base.estimate import Case, ModelFacts
+from shoal.base.layout import Layout
 from shoal.base.units import count_text
 from shoal.config.load import Loaded
-from shoal.config.resolve import resolve_batch
+from shoal.config.resolve import plan_of, resolve_batch
 from shoal.config.sections import Config
-from shoal.planner.case_settings import case_settings
+from shoal.planner.case_settings import beside
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.hf_config import assumed
 from shoal.planner.machines import parse_machines
@@ -30,7 +28,7 @@ from shoal.planner.model_facts import FAMILIES, LANGUAGE
 from shoal.planner.model_facts import PUBLISHED as BUILDABLE
 from shoal.planner.own_family import own_family
 from shoal.planner.published import from_config, published
-from shoal.planner.search import Asked
+from shoal.planner.search_space import SearchSpace, format_on, space_of
 from shoal.planner.states import WIDTHS
 from shoal.planner.transformer import model_facts
 
@@ -43,11 +41,10 @@ PUBLISHED_SEQUENCE = 8192
 
 @dataclass
 class Subject:
-    """What is planned, and what was assumed on the way."""
+    """What is planned, which of its fields are open, and what was assumed on the way."""
 
-    model: ModelFacts
-    cluster: Cluster
-    asked: Asked
+    case: Case
+    space: SearchSpace
     notes: list[str] = field(default_factory=list)
 
 
@@ -60,46 +57,27 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     config = loaded.config
     notes: list[str] = list(loaded.notices)
     cluster = find_cluster(config, machines, notes)
-    compute = _format(config.precision.compute, config.memory.offload, cluster, notes)
+    compute = format_on(config.precision.compute, config.memory.offload, cluster, notes)
     model = find_model(loaded, cluster, WIDTHS[compute], notes)
-    layout = _layout(config, cluster)
+    degrees = config.layout.degrees()
+    # `auto` leaves these axes whole; whoever asks for them wants them searched.
+    built = not machines and not {"tp", "pp", "cp"} & degrees.keys()
+    space = space_of(config.layout, cluster, built=built)
+    layout = space.layout
     batch, micro_batch, accumulate = _batch(loaded, model, cluster, layout, here=not machines)
     notes += [note for note in loaded.notices if note not in notes]
-    degrees = config.layout.degrees()
-    zero = _zero(config)
-    schedule, chunks = _schedule(config, degrees.get("pp", 1))
-    settings = case_settings(config, compute)
-    if "memory.recompute" not in loaded.origins:
-        settings["recompute"] = None
-    asked = Asked(
-        batch=batch,
-        layout=layout,
-        degrees=tuple(degrees.items()),
-        zero=zero,
+    space = replace(
+        space,
         micro_batch=micro_batch,
         accumulate=accumulate,
-        **settings,
-        schedule=schedule,
-        chunks=chunks,
-        # `auto` leaves these axes whole; whoever asks for them wants them searched.
-        built=not machines and not {"tp", "pp", "cp"} & degrees.keys(),
+        recompute="memory.recompute" not in loaded.origins,
     )
-    if asked.layout is not None and asked.layout.threads > 1:
+    if layout is not None and layout.threads > 1:
         notes.append("replicas in threads (dp) are not foreseen: the figures are one replica's")
     if config.layout.compress != "none":
         notes.append(f"layout.compress = {config.layout.compress} is left out of the figures")
-    return Subject(model, cluster, asked, notes)
-
-
-def _schedule(config: Config, pp: int) -> tuple[str, int]:
-    """The schedule that the user fixed beside degrees, and its chunks; "" leaves it open."""
-    section = config.layout
-    named = section.strategy if section.degrees() and section.strategy in PIPELINES[1:] else ""
-    schedule = section.schedule or named
-    if (section.strategy != "auto" and not named) or not (schedule or section.chunks):
-        return "", 1
-    name = canonical(schedule or "interleaved")
-    return settle_schedule(name, section.chunks, pp)
+    plan = replace(plan_of(config), compute=compute, batch=batch, micro_batch=micro_batch)
+    return Subject(Case(model, cluster, plan, **beside(config)), space, notes)
 
 
 def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
@@ -188,39 +166,10 @@ def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
     return facts_of(config, source, kernels=cluster.device.kind, element_bytes=element_bytes)
 
 
-def _format(asked: str, offload: str, cluster: Cluster, notes: list[str]) -> str:
-    """The number format: the user's, or bf16 where the device is fast in it."""
-    parts = (cluster, *cluster.groups)
-    if any(part.device.kind != cluster.device.kind for part in parts):
-        raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
-    if cluster.device.kind != "gpu":
-        if offload != "none":
-            raise PlanError(
-                f"memory.offload = {offload}: there is no device to offload from on a CPU; "
-                f"nearest: memory.offload=none"
-            )
-        if asked == "fp16":
-            raise PlanError(
-                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "
-                "precision.compute=bf16"
-            )
-        return "fp32" if asked == "auto" else asked
-    every = [part.device.matrix_flops_per_s for part in parts]
-    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}
-    if asked == "auto":
-        return "bf16" if rates["bf16"] > rates["fp32"] else "fp16"
-    narrow = {"bf16": "fp16", "fp16": "bf16"}.get(asked, "")
-    if narrow and rates[narrow] > 2 * rates[asked]:
-        slowest = min(parts, key=lambda part: part.device.matrix_flops_per_s.get(asked, 0.0))
-        times = rates[narrow] / max(rates[asked], 1.0)
-        notes.append(f"{slowest.device.name} multiplies {narrow} {times:.0f} times as fast")
-    return asked
-
-
 def _batch(
     loaded: Loaded, model: ModelFacts, cluster: Cluster, layout: Layout | None, here: bool
-) -> tuple[int, int | None, int]:
-    """Returns samples per step, per forward pass (None: any), micro-batches per rank (0: any).
+) -> tuple[int, int, int]:
+    """Returns samples per step, per forward pass, micro-batches per rank; the last two 0: any.
 
     On this machine all three are what a run would settle. On others what the user leaves open is
     the plan's to choose; a batch that nobody gave is a usual one that what was given divides.
@@ -235,7 +184,7 @@ def _batch(
         tried = replace(loaded, notices=[])
         resolve_batch(tried, degree)
         return tried.config.train.batch, tried.config.train.micro_batch, 0
-    micro_batch, accumulate = train.micro_batch or None, train.accumulate
+    micro_batch, accumulate = train.micro_batch, train.accumulate
     if train.batch:
         return train.batch, micro_batch, accumulate
     unit = (micro_batch or 1) * (accumulate or 1)
@@ -263,46 +212,3 @@ def usual_batch(sequence: int, devices: int) -> int:
     tokens = min(MOST_TOKENS, max(TOKENS_PER_STEP, devices * PUBLISHED_SEQUENCE))
     wanted = tokens / sequence if sequence else 256 * devices
     return odd * 2 ** max(0, round(math.log2(max(1.0, wanted / odd))))
-
-
-def _zero(config: Config) -> int | None:
-    """What dp_shard splits, as the user fixed it: by its key, or by a name beside degrees.
-
-    Errors   PlanError for a name that says nothing beside degrees
-    """
-    section = config.layout
-    if section.zero >= 0:
-        return section.zero
-    if not section.degrees() or section.strategy in ("auto", "3d", *PIPELINES):
-        return None
-    stages = {**STAGES, "ddp": 0}
-    if section.strategy not in stages:
-        raise PlanError(
-            f"layout.strategy = {section.strategy}: is a whole layout, and so are degrees beside "
-            f"it; nearest: leave layout.strategy out"
-        )
-    return stages[section.strategy]
-
-
-def _layout(config: Config, cluster: Cluster) -> Layout | None:
-    """The layout that the user fixed, as a run would take it; None where the planner has a choice.
-
-    Errors   PlanError for a name or degrees that do not go with the devices
-    """
-    section, zero = config.layout, _zero(config)
-    if degrees := section.degrees():
-        planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
-        if Layout.of(degrees).processes < cluster.devices:
-            return None
-        return planned_degrees(degrees, cluster.devices, zero)
-    strategy = "dp" if section.strategy == "auto" and section.threads else section.strategy
-    if strategy == "auto":
-        return None
-    return expand(
-        strategy,
-        cluster.devices,
-        threads=section.threads,
-        zero=zero,
-        schedule=section.schedule,
-        chunks=section.chunks,
-    )

@@ -43,8 +43,8 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
     loaded.replace("train", ORIGIN, batch=case.batch, micro_batch=case.micro_batch, accumulate=0)
     if case.model.sequence:
         loaded.replace("data", ORIGIN, sequence=case.model.sequence)
-    loaded.replace("memory", ORIGIN, recompute=case.recompute, offload=case.offload)
-    loaded.replace("precision", ORIGIN, compute=case.compute)
+    loaded.replace("memory", ORIGIN, recompute=case.plan.recompute, offload=case.plan.offload)
+    loaded.replace("precision", ORIGIN, compute=case.plan.compute)
     cluster = case.cluster
     loaded.replace("launch", ORIGIN, processes=cluster.per_node, nodes=cluster.nodes)
     if case.layout.pp > 1:

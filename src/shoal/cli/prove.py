@@ -74,7 +74,7 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
         if not quiet:
             count = config.launch.processes
             typer.echo(
-                f"shoal {__version__}: proving {prepared.layout.text()} on {count} "
+                f"shoal {__version__}: proving {prepared.plan.layout.text()} on {count} "
                 f"process{'es' if count > 1 else ''} against one, in float64"
             )
             sys.stdout.flush()
@@ -98,10 +98,9 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
             sys.stderr.write(f"shoal: {outcome.message}\n")
             raise typer.Exit(outcome.exit_code)
         report: dict[str, Any] = json.loads((folder / "proof.json").read_text())
-        if report["verdict"] != "not proven" and report["layout"] != prepared.layout.text():
-            raise BugError(
-                f"prove: {report['layout']} was proven where {prepared.layout.text()} was asked for"
-            )
+        asked = prepared.plan.layout.text()
+        if report["verdict"] != "not proven" and report["layout"] != asked:
+            raise BugError(f"prove: {report['layout']} was proven where {asked} was asked for")
         return report
 
 

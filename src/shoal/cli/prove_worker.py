@@ -21,22 +21,23 @@ def main() -> int:
         tell_folder(folder)
     with phase("import"):
         from shoal.base.files import write_whole
+        from shoal.base.plan import Plan
         from shoal.config.load import load
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
         from shoal.proof import Battery
-        from shoal.proof.material import material_of
+        from shoal.proof.proof_case import case_of
         from shoal.proof.quick import quick_battery
 
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    material = material_of(config, source)
+    case = case_of(config, source, Plan.from_json((folder / "plan.json").read_text()))
     if "--quick" in sys.argv[2:]:
-        battery = quick_battery(material, world.size)
+        battery = quick_battery(case, world.size)
     else:
-        battery = Battery(material.trial(), seed=config.train.seed)
-    report = battery.prove(world, material.layout, material.policies)
+        battery = Battery(case.trial(), seed=config.train.seed)
+    report = battery.prove(world, case.layout, case.policies)
     if world.is_first:
         write_whole(folder / "proof.json", json.dumps(report))
     world.close()

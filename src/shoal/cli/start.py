@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.events import EventLog
-from shoal.base.facts import MachineFacts
 from shoal.base.files import write_whole
 from shoal.base.islands import IslandsPolicy
-from shoal.base.layout import Layout
-from shoal.base.schedules import check_recompute, check_stages
+from shoal.base.lines import read_object
+from shoal.base.plan import Plan
+from shoal.base.schedules import check_stages
 from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
@@ -29,7 +29,9 @@ from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
+    asked_layout,
     check_reads,
+    plan_of,
     processes_of,
     resolve_batch,
     resolve_folder,
@@ -37,12 +39,12 @@ from shoal.config.resolve import (
     resolve_length,
 )
 from shoal.config.save import keep_origins, to_toml
-from shoal.config.sections import LayoutSection
 from shoal.launch import supervise
 from shoal.launch.machine import this_machine
-from shoal.planner.guide import check_cores, check_micro_batches, choose_layout
+from shoal.planner.guide import check_cores, check_micro_batches
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
+from shoal.planner.settle import keep_choice, settle_batch, settle_layout
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
 
@@ -51,12 +53,16 @@ ROOT = 0
 
 @dataclass
 class Prepared:
-    """A run that may start: its configuration, folder and layout."""
+    """A run that may start: its configuration, folder and plan.
+
+    chosen   the plan's layout was left open, and an earlier start of this run has taken it
+    """
 
     loaded: Loaded
     folder: Path
-    layout: Layout
+    plan: Plan
     resumed: bool
+    chosen: bool = False
 
 
 def prepare(arguments: list[str], resume: Path | None, processes: int | None = None) -> Prepared:
@@ -75,7 +81,7 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
         _check_resumable(resume)
     path = Path(paths[0]) if paths else resume / "run.toml" if resume else None
     loaded = load(path, overrides)
-    layout = _settle(loaded, processes)
+    plan = _settle(loaded, processes)
     folder = resume or resolve_folder(loaded)
     if path == folder / "run.toml":
         keep_origins(loaded, path)
@@ -85,14 +91,15 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
                 loaded.replace("run", "resumed", **{key: value})
-        return Prepared(loaded, resume, layout, True)
+        plan, chosen = keep_choice(plan, asked_layout(loaded.config.layout), resume)
+        return Prepared(loaded, resume, plan, True, chosen)
     # A run that never saved anything has nothing to lose; a live one is protected by its lease.
     if find(folder / "checkpoints") or islands_of(folder):
         raise ConfigError(
             f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
             f"shoal train --resume {folder}; else another run.name"
         )
-    return Prepared(loaded, folder, layout, False)
+    return Prepared(loaded, folder, plan, False)
 
 
 def _whose(path: Path) -> list[str]:
@@ -107,30 +114,7 @@ def _whose(path: Path) -> list[str]:
     return [f"{path} is {name}'s, and it is code: it names functions that are called here"]
 
 
-def settle_layout(
-    section: LayoutSection, processes: int, parameters: int | None, machine: MachineFacts
-) -> Layout:
-    """The layout that [layout] means on `processes` processes.
-
-    parameters   of the model, None where it was not counted
-    Errors       PlanError, ConfigError with the nearest legal choice
-    """
-    layout, _ = choose_layout(
-        section.strategy,
-        section.degrees(),
-        processes,
-        parameters,
-        machine,
-        zero=None if section.zero < 0 else section.zero,
-        threads=section.threads,
-        schedule=section.schedule,
-        chunks=section.chunks,
-    )
-    section.tensor.check(layout.tp, layout.cp)
-    return layout
-
-
-def _settle(loaded: Loaded, processes: int | None) -> Layout:
+def _settle(loaded: Loaded, processes: int | None) -> Plan:
     """Processes, layout, batch, length; checks model and data paths."""
     config = loaded.config
     machine = this_machine()
@@ -152,8 +136,8 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
         parameters = count_parameters(
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
-    layout = settle_layout(section, chosen, parameters, machine)
-    check_recompute(layout.schedule, config.memory.recompute)
+    plan = settle_layout(plan_of(config), asked_layout(section), chosen, parameters, machine)
+    layout = plan.layout
     if not config.model.build and (
         found := count_blocks(config.model.name, config.model.arguments)
     ):
@@ -163,7 +147,7 @@ def _settle(loaded: Loaded, processes: int | None) -> Layout:
     if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):
         loaded.notices.append(pipeline)
     resolve_length(loaded)
-    return layout
+    return settle_batch(replace(plan, batch=train.batch, micro_batch=train.micro_batch))
 
 
 def _islands_here(islands: IslandsPolicy) -> int:
@@ -232,10 +216,11 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
     folder, config = prepared.folder, prepared.loaded.config
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
-        written = (folder / "run.toml").read_text() if prepared.resumed else ""
+        files = [folder / name for name in ("run.toml", "plan.json")]
+        before = {path: path.read_text() for path in files if prepared.resumed and path.exists()}
         events = write_folder(prepared)
         if _in_folders(config.islands, folder):
-            outcomes = launch_all(prepared.loaded, folder, environ, events)
+            outcomes = launch_all(prepared.loaded, prepared.plan, folder, environ, events)
             code, how, lines = end_of_islands(folder, outcomes)
             for line in lines:
                 sys.stderr.write(told(line))
@@ -262,7 +247,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             view.finish()
     ending = Ending.of(folder)
     if prepared.resumed and outcome.status == "failed" and not ending.began:
-        write_whole(folder / "run.toml", written)  # an override that failed is not the run's
+        for path, text in before.items():
+            write_whole(path, text)  # an override that failed is not the run's
     if not prepared.resumed and ending.is_empty(outcome):
         typer.echo(ending.forget())
         return ending.status(outcome)
@@ -281,14 +267,16 @@ def write_folder(prepared: Prepared) -> EventLog:
     """run.toml as it was resolved, and the first event."""
     folder = prepared.folder
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
-    if not prepared.resumed:  # what an attempt before this one knew of another model
-        (folder / "plan.json").unlink(missing_ok=True)
+    # What an attempt before this one knew of another model is not this one's.
+    known = read_object(folder / "plan.json") if prepared.resumed else {}
+    beside = {key: value for key, value in known.items() if not hasattr(prepared.plan, key)}
+    write_whole(folder / "plan.json", prepared.plan.to_json({**beside, "chosen": prepared.chosen}))
     events = EventLog(folder / "events.jsonl", None)
     config = prepared.loaded.config
     events.emit(
         "run_started",
         processes=config.launch.processes,
-        layout=prepared.layout.text(),
+        layout=prepared.plan.layout.text(),
         resumed=prepared.resumed,
     )
     for notice in prepared.loaded.notices:

@@ -8,7 +8,6 @@ accepted and answered with ours. Keys of [model] that are not ours belong to the
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 import types
 from collections.abc import Iterable
@@ -19,22 +18,16 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from shoal.base.errors import ConfigError, nearest, one_of, short
+from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES
 from shoal.base.policies import (
-    OFFLOAD,
-    OTHER_FORMATS,
-    PRECISIONS,
-    PROOFS,
-    RECOMPUTE,
-    REDUCTIONS,
-    SCHEDULES,
     check_compile,
     check_compress,
+    check_value,
     check_whole_steps,
 )
 from shoal.base.schedules import canonical
-from shoal.config.sections import Config, LayoutSection
+from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {
     "train_batch_size": "train.batch",
@@ -215,7 +208,7 @@ def _nearest_key(section: str, key: str) -> str:
 
 
 def _keys(section: str) -> list[str]:
-    return [f.name for f in fields(getattr(Config(), section)) if f.name != "arguments"]
+    return [key.name for key in keys(getattr(Config(), section))]
 
 
 def _section_of(key: str) -> str | None:
@@ -238,31 +231,13 @@ def _type_text(kind: Any) -> str:
     return "a list of two numbers" if "float, float" in text else "a list of texts"
 
 
-MOST_SEED = 2**63 - 1
-"""What torch's generators take."""
-
-MOST = 2**30
-"""No count of samples, tokens, steps or processes in a run is larger."""
-
-USUAL = {"train.batch": 16, "train.micro_batch": 2, "launch.processes": 2, "train.steps": 150}
-"""What is proposed in the place of a count that makes no sense; 0 would say "leave it open"."""
-
-
 def _check_values(config: Config) -> None:
     """Legal values that a type cannot say."""
     precision, optimizer = config.precision, config.optimizer
-    for key, value, legal in (
-        ("precision.compute", precision.compute, PRECISIONS),
-        ("precision.reduce", precision.reduce, REDUCTIONS),
-        ("memory.recompute", config.memory.recompute, RECOMPUTE),
-        ("memory.offload", config.memory.offload, OFFLOAD),
-        ("train.prove", config.train.prove, PROOFS),
-        ("optimizer.schedule", optimizer.schedule, SCHEDULES),
-        ("model.call", config.model.call, ("single", "kwargs")),
-    ):
-        if value not in legal:
-            others = OTHER_FORMATS if key.startswith("precision.") else None
-            raise ConfigError(one_of(key, value, legal, others))
+    for section in fields(Config):
+        values = getattr(config, section.name)
+        for key in keys(values):
+            check_value(f"{section.name}.{key.name}", key, getattr(values, key.name))
     if precision.loss_scale and precision.compute != "fp16":
         raise ConfigError(
             f"precision.loss_scale = {precision.loss_scale}: only fp16 has a loss scale, "
@@ -273,13 +248,6 @@ def _check_values(config: Config) -> None:
             f"optimizer.average = {optimizer.average}: a decay is below 1; nearest: "
             f"optimizer.average=0.999"
         )
-    if config.train.seed > MOST_SEED:
-        raise ConfigError(
-            f"train.seed = {config.train.seed}: more than 2^63 − 1; nearest: train.seed=0"
-        )
-    for key, number in (("lr", optimizer.lr), ("weight_decay", optimizer.weight_decay)):
-        if number == math.inf:
-            raise ConfigError(f"optimizer.{key} = inf: no weight would stay finite; nearest: 0.001")
     config.islands.settled()
     layout = config.layout
     check_compile(config.train.compile, config.memory.recompute)
@@ -287,40 +255,14 @@ def _check_values(config: Config) -> None:
     check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
     if layout.schedule:
         canonical(layout.schedule)
-    layout.tensor.check()
+    layout.check_split()
     if layout.zero not in range(-1, 4):
         raise ConfigError(
             f"layout.zero = {layout.zero}: a stage is 0, 1, 2 or 3; nearest: "
             f"layout.zero={3 if layout.zero > 3 else 0}"
         )
-    _check_bounds(config)
     if config.train.steps and config.train.epochs:
         raise ConfigError(
             f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs}: one of "
             f"them decides the length; nearest: train.steps={config.train.steps}"
         )
-
-
-def _check_bounds(config: Config) -> None:
-    """Errors: ConfigError for a number that is too small, or a count that no run could have."""
-    at_least = {
-        "train.steps": 0, "train.epochs": 0, "train.batch": 0, "train.micro_batch": 0,
-        "train.accumulate": 0, "train.validate_every": 0, "train.validate_samples": 0,
-        "train.skip_limit": 1, "train.seed": 0,
-        "data.sequence": 1, "data.workers": 0, "optimizer.lr": 0, "optimizer.clip": 0,
-        "optimizer.weight_decay": 0, "optimizer.average": 0, "precision.loss_scale": 0,
-        "optimizer.warmup_steps": -1, "checkpoint.every": 0,
-        "checkpoint.keep": 1, "launch.processes": 0, "launch.nodes": 1, "launch.restarts": 0,
-        "layout.chunks": 0,
-    }  # fmt: skip
-    for name, low in at_least.items():
-        section, key = name.split(".")
-        value = getattr(getattr(config, section), key)
-        if not value >= low:
-            near = USUAL.get(name, low)
-            raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={near}")
-        if isinstance(value, int) and value > MOST and name != "train.seed":
-            raise ConfigError(
-                f"{name} = {value}: more than {MOST} is no number that a run could have; nearest: "
-                f"{name}={USUAL.get(name, MOST)}"
-            )

@@ -16,9 +16,10 @@ from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
 from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.islands import check_keep
-from shoal.base.layout import AXES, Layout
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.config.load import Loaded
-from shoal.config.sections import LayoutSection, ModelSection, TrainSection
+from shoal.config.sections import Config, LayoutSection, ModelSection, keys
 
 DEFAULT_BATCH = 16
 DEFAULT_STEPS = 150
@@ -157,25 +158,39 @@ def resolve_folder(loaded: Loaded) -> Path:
     return Path(run.folder) / loaded.config.run.name
 
 
-ELSEWHERE = ("strategy", *AXES, "ep", "zero", "compress")
-"""Keys of [layout] that are taken by name above, or that are no part of a layout (compress)."""
-
-
 def asked_layout(section: LayoutSection) -> dict[str, Any]:
-    """The [layout] section as `shoal.parallelize` takes it."""
+    """Collect the keys of [layout] that say which layout: strategy, degrees, what goes with them.
+
+    >>> asked_layout(LayoutSection(tp=2, zero=2, context="ring"))
+    {'strategy': 'auto', 'tp': 2, 'zero': 2}
+    """
     given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
     if section.zero >= 0:
         given["zero"] = section.zero
-    plain = LayoutSection()
-    for key in (one.name for one in fields(LayoutSection) if one.name not in ELSEWHERE):
-        if getattr(section, key) != getattr(plain, key):
-            given[key] = getattr(section, key)
+    for key in ("threads", "schedule", "chunks"):
+        if value := getattr(section, key):
+            given[key] = value
     return given
 
 
-def portions(section: TrainSection) -> tuple[int, int]:
-    """(batch, micro_batch) of a run whose configuration is settled."""
-    return section.batch, section.micro_batch or default_micro_batch(section.batch)
+def plan_of(config: Config, layout: Layout = Layout()) -> Plan:  # noqa: B008
+    """Make the plan that a configuration asks for, under a layout; formats and buckets are open.
+
+    Every key of every section that a `Plan` has by the same name is taken, so that none can be
+    forgotten.
+    """
+    known = {key.name for key in fields(Plan)}
+    sections = (getattr(config, section.name) for section in fields(Config))
+    found = {
+        key.name: getattr(section, key.name)
+        for section in sections
+        for key in keys(section)
+        if key.name in known
+    }
+    batch, micro_batch = found["batch"], found["micro_batch"]
+    found["micro_batch"] = micro_batch or (batch and default_micro_batch(batch))
+    found["accumulate"] = 0  # follows from the layout
+    return Plan(layout, **found)
 
 
 def processes_of(section: LayoutSection, machine: MachineFacts) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.load import Loaded
-from shoal.config.sections import Config
+from shoal.config.sections import Config, keys
 
 
 def to_toml(loaded: Loaded) -> str:
@@ -26,8 +26,7 @@ def to_toml(loaded: Loaded) -> str:
     for section in fields(Config):
         lines.append(f"[{section.name}]")
         values = getattr(loaded.config, section.name)
-        pairs = [(f.name, getattr(values, f.name)) for f in fields(values)]
-        pairs = [p for p in pairs if p[0] != "arguments"]
+        pairs = [(key.name, getattr(values, key.name)) for key in keys(values)]
         if section.name == "model":
             pairs += list(values.arguments.items())
         for key, value in pairs:

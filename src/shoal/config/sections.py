@@ -6,22 +6,29 @@ These names are the public interface of `shoal train`: `section.key=value` on th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import AXES, STAGES
 from shoal.base.policies import (
+    CallPolicy,
     CheckpointPolicy,
+    CompilePolicy,
+    CompressPolicy,
+    DeferSyncPolicy,
+    LoopPolicy,
     MemoryPolicy,
     OptimizerPolicy,
     PrecisionPolicy,
     TensorPolicy,
+    number,
+    word,
 )
 
 
 @dataclass(frozen=True)
-class ModelSection:
+class ModelSection(CallPolicy):
     """What is trained: a name or a builder, then the model's own arguments."""
 
     name: str = "llama"
@@ -30,8 +37,6 @@ class ModelSection:
     """pkg.mod:function giving an nn.Module, instead of a name"""
     loss: str = ""
     """pkg.mod:function(outputs, targets) giving (sum, count) or unreduced values"""
-    call: str = "single"
-    """single: model(inputs) · kwargs: model(**inputs)"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """every other key of [model]: passed to the model's builder"""
 
@@ -46,50 +51,42 @@ class DataSection:
     """share of files or samples held out, or a second source for validation"""
     tokenizer: str = "bpe:2048"
     """bpe:VOCABULARY trained on the text and cached, or the path of a tokenizer.json"""
-    sequence: int = 128
+    sequence: int = number(128, least=1)
     """tokens per sample"""
-    workers: int = 0
+    workers: int = number(0, least=0)
     """loader processes per rank; 0 loads between steps"""
     collate: str = ""
     """pkg.mod:function that joins a list of samples into a batch"""
 
 
 @dataclass(frozen=True)
-class TrainSection:
+class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
     """How long, in which portions, and what is checked on the way."""
 
-    steps: int = 0
+    steps: int = number(0, least=0, usual=150)
     """optimizer steps; 0 means train.epochs decides"""
-    epochs: int = 0
+    epochs: int = number(0, least=0)
     """passes over the data; 0 means train.steps decides"""
-    batch: int = 0
+    batch: int = number(0, least=0, usual=16)
     """samples per optimizer step over all ranks; 0: from micro_batch and accumulate"""
-    micro_batch: int = 0
+    micro_batch: int = number(0, least=0, usual=2)
     """samples per forward pass on one rank; 0: a default that does not depend on the layout"""
-    accumulate: int = 0
+    accumulate: int = number(0, least=0)
     """micro-batches per rank and step; fixes micro_batch once, is re-derived ever after"""
-    seed: int = 0
-    """initial weights, sample order, dropout"""
-    validate_every: int = 0
+    validate_every: int = number(0, least=0)
     """steps between validations; 0: at the end only"""
-    validate_samples: int = 0
+    validate_samples: int = number(0, least=0)
     """samples of one validation, spread evenly over those held out; 0: the share that was asked"""
-    defer_sync: bool = False
-    """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
-    compile: str = "none"
-    """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
     deterministic: bool = False
     """ask CUDA for deterministic kernels"""
-    prove: str = "quick"
+    prove: str = word(("quick", "off"))
     """quick, off: before a fresh run on several processes, prove the layout on two small steps"""
-    skip_limit: int = 5
-    """non-finite steps in a row before the run stops"""
     on: tuple[str, ...] = ()
     """pkg.mod:function hooks: called with every event and every step's row, a dict"""
 
 
 @dataclass(frozen=True)
-class LayoutSection:
+class LayoutSection(CompressPolicy, TensorPolicy):
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"
@@ -102,8 +99,6 @@ class LayoutSection:
     """what dp_shard splits: 1 optimizer state, 2 + gradients, 3 + parameters; −1: by strategy"""
     threads: int = 0
     """replicas within one process, for strategy dp; 0: two"""
-    compress: str = "none"
-    """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
     pp: int = 0
     """ranks to which the layers are dealt: a pipeline"""
     cp: int = 0
@@ -114,17 +109,8 @@ class LayoutSection:
     """data-parallel ranks to which the experts of a mixture are dealt; tokens travel to them"""
     schedule: str = ""
     """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv, dualpipe"""
-    chunks: int = 0
+    chunks: int = number(0, least=0)
     """stages per rank under interleaved; 0: two"""
-    strict: bool = False
-    """refuse a model of which tp would leave a part whole, instead of naming that part"""
-    sequence_parallel: str = "auto"
-    """auto, on, off: under tp, ranks hold a part of the sequence between split layers"""
-    split: tuple[str, ...] = ()
-    """for tp, PATTERN=whole, =column or =row: parameter names, and how their weights are cut"""
-
-    context: str = "auto"
-    """auto, ring, ulysses, gather: how attention is computed under cp"""
 
     def named(self) -> str:
         """The strategy, as far as the name and the degrees tell before processes are counted."""
@@ -132,11 +118,6 @@ class LayoutSection:
             return self.strategy
         stage = "hsdp" if self.dp_replicate > 1 else "fsdp"
         return {1: "zero1", 2: "zero2"}.get(self.zero, stage)
-
-    @property
-    def tensor(self) -> TensorPolicy:
-        """What is said of splitting layers."""
-        return TensorPolicy(self.strict, self.sequence_parallel, self.split, self.context)
 
     def degrees(self) -> dict[str, int]:
         """Degrees that were given, by axis."""
@@ -160,11 +141,11 @@ class RunSection:
 class LaunchSection:
     """How many processes, and how often they may be started again."""
 
-    processes: int = 0
+    processes: int = number(0, least=0, usual=2)
     """processes on this machine; 0: one per GPU, else 2 where there are 2 cores"""
-    nodes: int = 1
+    nodes: int = number(1, least=1)
     """machines; more than one are started by torchrun or srun"""
-    restarts: int = 3
+    restarts: int = number(3, least=0)
     """restarts from the last checkpoint before the run gives up"""
 
 
@@ -183,3 +164,15 @@ class Config:
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     run: RunSection = RunSection()
     launch: LaunchSection = LaunchSection()
+
+
+def keys(section: object) -> list[Field[Any]]:
+    """List the keys of a section: its own first, then those of the policies that it inherits.
+
+    >>> [key.name for key in keys(ModelSection)]
+    ['name', 'build', 'loss', 'call']
+    """
+    kind = section if isinstance(section, type) else type(section)
+    own = [*vars(kind).get("__annotations__", {})]
+    found = [key for key in fields(kind) if key.name != "arguments"]
+    return sorted(found, key=lambda key: own.index(key.name) if key.name in own else len(own))

@@ -85,11 +85,11 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     return expert_parallel.apply(program, experts)
 
 
-def compose(program: Program, *, seed: int) -> Program:
+def compose(program: Program) -> Program:
     """What `divide` left to this rank, made ready to run by the program's plan."""
     plan = program.plan
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
-    program = randomness.apply(program, seed)
+    program = randomness.apply(program, plan.seed)
     program = batch_norm.apply(program)
     # After BatchNorm's rule: what is left over has no rule.
     program = loose_buffers.apply(program)
@@ -157,7 +157,7 @@ def _in_buckets(program: Program) -> Program:
 
 def facts(program: Program) -> list[ParameterFacts]:
     """What the planner needs to know of the trainable parameters that this rank holds."""
-    narrow = precision.copies(program.module, program.plan.precision, program.world.device)
+    narrow = precision.copies(program.module, program.plan.compute, program.world.device)
     return [
         ParameterFacts(
             name,

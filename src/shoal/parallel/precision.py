@@ -77,7 +77,7 @@ def emulated(compute: str, device: torch.device) -> bool:
 
 def apply(program: Program) -> Program:
     """Autocast around the forward pass, or float64 inputs, as the plan's precision says."""
-    device, compute = program.world.device, program.plan.precision
+    device, compute = program.world.device, program.plan.compute
     if compute == "fp64":
         return replace(program, prepare=(*program.prepare, _floats_to(torch.float64)))
     if emulated(compute, device):

@@ -129,14 +129,14 @@ def _told(name: str, was: Look, now: Look, plan: Plan) -> tuple[str, bool]:
         to = str(now[0]).removeprefix("torch.")
         return (
             f"{name}: the model's own forward pass turns it into {to}, and {layout} in "
-            f"{plan.precision} would train on without it; nearest: cast values there (weight.to("
+            f"{plan.compute} would train on without it; nearest: cast values there (weight.to("
             f"torch.{to}) in the place of module.to(torch.{to})), or precision.compute="
             f"{FORMATS.get(now[0], 'fp32')}"
         ), True
     what = "puts it into other memory" if was[1] != now[1] else "writes it"
-    fp32 = "" if plan.precision in ("fp32", "fp64") else " with precision.compute=fp32"
+    fp32 = "" if plan.compute in ("fp32", "fp64") else " with precision.compute=fp32"
     return (
-        f"{name}: the model's own forward pass {what}, and {layout} in {plan.precision} would lose "
+        f"{name}: the model's own forward pass {what}, and {layout} in {plan.compute} would lose "
         f"what it wrote; nearest: torch.nn.utils.parametrize, which computes a weight from the "
         f"one that trains, or layout.strategy=ddp{fp32}"
     ), False

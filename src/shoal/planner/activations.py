@@ -55,7 +55,7 @@ def shares(case: Case) -> Shares:
     layout = case.layout
     whole = case.micro_batch / layout.cp
     split = whole / layout.tp
-    return Shares(split, split if case.sequence_parallel else whole, whole, layout.tp)
+    return Shares(split, split if case.plan.sequence_parallel != "off" else whole, whole, layout.tp)
 
 
 def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
@@ -71,13 +71,13 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
         one = saved = _saved(case, habits, unit, by)
         if is_block(unit):
             one = saved if unit.block == "-" else _kept(case, unit, by, saved)
-            if unit.block not in ("", "-") and case.recompute == "full":
+            if unit.block not in ("", "-") and case.plan.recompute == "full":
                 # Of a larger block, the first unit's input is kept and all of it is run again.
                 one = 0.0 if unit.block in around else one / count
                 around[unit.block] = around.get(unit.block, 0.0) + count * saved
             block, again = max(block, saved), max(again, saved - one)
             working = max(working, _working(case, unit, by))
-            if case.offload == "activations":
+            if case.plan.offload == "activations":
                 kept = max(kept, 2 * one)
             else:  # copies of a block take turns
                 kept += flying * count / stage.copies * one
@@ -135,7 +135,7 @@ def waiting_head_bytes(case: Case, stage: Stage) -> float:
     """
     if case.loss != "chunked":
         return 0.0
-    return head_elements(case, stage) * max(4, WIDTHS[case.compute])
+    return head_elements(case, stage) * max(4, WIDTHS[case.plan.compute])
 
 
 def _products(unit: UnitFacts, by: Shares) -> float:
@@ -146,9 +146,9 @@ def _products(unit: UnitFacts, by: Shares) -> float:
 
 def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
     """Kept of one block and micro-batch under the case's recompute."""
-    if case.recompute == "none":
+    if case.plan.recompute == "none":
         return saved
-    if case.recompute == "full":
+    if case.plan.recompute == "full":
         return unit.input_bytes * by.plain
     return _products(unit, by)
 
@@ -156,12 +156,12 @@ def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
 def _saved(case: Case, habits: Framework, unit: UnitFacts, by: Shares) -> float:
     """Saved by one unit and micro-batch without recompute."""
     total = unit.saved_split_bytes * by.split + unit.saved_plain_bytes * by.plain
-    if unit.routed_bytes and by.tp > 1 and (case.expert_tp or by.tp) > 1:
+    if unit.routed_bytes and by.tp > 1 and case.one_expert > 1:
         # experts split over tp see the tokens of all its ranks: their inputs are not split
         total += unit.routed_bytes * (by.whole - by.split)
-    if unit.routed_saved_bytes and case.ep > 1:
+    if unit.routed_saved_bytes and case.layout.ep > 1:
         total += (habits.imbalance - 1) * unit.routed_saved_bytes * by.split
-    if by.tp > 1 and case.sequence_parallel and not habits.gathers_again:
+    if by.tp > 1 and case.plan.sequence_parallel != "off" and not habits.gathers_again:
         gathered = 2 if is_block(unit) else 1 if unit.loss_bytes else 0  # inputs of its products
         model = case.model
         one = model.hidden * model.element_bytes * model.sequence
@@ -171,7 +171,7 @@ def _saved(case: Case, habits: Framework, unit: UnitFacts, by: Shares) -> float:
 
 def _working(case: Case, unit: UnitFacts, by: Shares) -> float:
     held = unit.working_bytes * by.split
-    if by.tp > 1 and case.sequence_parallel:  # a gathered input and its gradient
+    if by.tp > 1 and case.plan.sequence_parallel != "off":  # a gathered input and its gradient
         held += 2 * unit.input_bytes * by.whole
     return held
 

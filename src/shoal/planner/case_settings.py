@@ -1,4 +1,4 @@
-"""What a configuration says of a step beside its layout, in the words of a `Case`.
+"""What a configuration says of a step beside its plan, in the words of a `Case`.
 
 `shoal plan`, `auto` and the prediction of a run that has begun all read the sections of run.toml
 here, so that they foresee the same step: a key that one of them left out would give one run two
@@ -16,28 +16,13 @@ from shoal.planner.published import find
 from shoal.planner.states import STATE_BYTES
 
 
-def case_settings(config: Config, compute: str) -> dict[str, Any]:
-    """Gives the fields that `Case` and `Asked` have in common, by name.
+def beside(config: Config) -> dict[str, Any]:
+    """Collect what a `Case` says beside model, cluster and plan, by name.
 
-    compute   what precision.compute means on the machine in question
-
-    >>> found = case_settings(Config(), compute="bf16")
-    >>> found["loss"], found["optimizer_bytes"], found["reduce_bytes"]
-    ('chunked', 8, 0)
+    >>> beside(Config())
+    {'loss': 'chunked', 'optimizer_bytes': 8}
     """
-    return {
-        "compute": compute,
-        # Sums of fp64 gradients stay wide (`parallelize`); fp32 is how all others are kept.
-        "reduce_bytes": 2 if config.precision.reduce == "bf16" and compute != "fp64" else 0,
-        "recompute": config.memory.recompute,
-        "offload": config.memory.offload,
-        "sequence_parallel": config.layout.sequence_parallel != "off",
-        "loss": loss_form(config.model),
-        "defer_sync": config.train.defer_sync,
-        "average": bool(config.optimizer.average),
-        "optimizer_bytes": _state_bytes(config.optimizer),
-        "compiled": config.train.compile != "none",
-    }
+    return {"loss": loss_form(config.model), "optimizer_bytes": _state_bytes(config.optimizer)}
 
 
 def _state_bytes(optimizer: OptimizerPolicy) -> int:

@@ -15,7 +15,8 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.units import bytes_text, count_text, seconds_text
 from shoal.planner.guide import DDP_BELOW, FSDP_UP_TO
-from shoal.planner.search import SAME, Asked, Candidate, least_memory_bytes, search
+from shoal.planner.search import SAME, Candidate, least_memory_bytes, search
+from shoal.planner.search_space import SearchSpace
 from shoal.planner.start_up import whole_elements
 
 PART_WORDS = {
@@ -61,10 +62,10 @@ def shape_text(case: Case) -> str:
     if case.layout.pp > 1:
         words.append(case.schedule + (f" ×{case.chunks}" if case.chunks > 1 else ""))
     words.append(f"micro-batch {case.micro_batch}")
-    if case.recompute != "none":
-        words.append(f"recompute {case.recompute}")
-    if case.offload != "none":
-        words.append(f"offload {case.offload}")
+    if case.plan.recompute != "none":
+        words.append(f"recompute {case.plan.recompute}")
+    if case.plan.offload != "none":
+        words.append(f"offload {case.plan.offload}")
     return ", ".join(words)
 
 
@@ -132,7 +133,7 @@ def starting(best: Candidate) -> str:
         return ""
     case, memory = best.case, best.memory
     device = least_memory_bytes(case.cluster)
-    weights_bytes = 4 * whole_elements(case) * (2 if case.compute == "fp64" else 1)
+    weights_bytes = 4 * whole_elements(case) * (2 if case.plan.compute == "fp64" else 1)
     # The part that is kept beside the whole shrinks with it.
     share = (memory.start_bytes - case.cluster.device.reserved_bytes) / whole_elements(case)
     most = (device - case.cluster.device.reserved_bytes) / share
@@ -179,16 +180,16 @@ def guide_words(parameters: int) -> str:
     return "1–10B: fsdp" if parameters <= FSDP_UP_TO else "above 10B: tp × pp × dp"
 
 
-def ask_guide(best: Candidate, asked: Asked) -> tuple[str, Candidate | None]:
+def ask_guide(best: Candidate, space: SearchSpace) -> tuple[str, Candidate | None]:
     """What the guide would have taken for this case, predicted; and a sentence about it."""
     case = best.case
     model, cluster = case.model, case.cluster
     layout = guide_layout(model.trainable, cluster, model.heads, model.blocks)
     words = f"the field's guide ({guide_words(model.trainable)}) says {layout_text(layout)}"
-    if layout == case.layout:
+    if layout == case.layout.unordered:
         return f"{words}: the same", best
     try:
-        other = search(model, cluster, replace(asked, layout=layout, degrees=(), zero=None))[0]
+        other = search(case, replace(space, layout=layout, degrees=(), zero=None))[0]
     except PlanError as failure:
         return f"{words}, which is not legal here ({failure})", None
     if not other.runs:

@@ -77,17 +77,17 @@ def _stage_text(layout: Layout) -> str:
 
 
 def _recompute(case: Case, policy: str) -> Case | None:
-    if case.compiled and policy == "selective":
+    if case.plan.compile != "none" and policy == "selective":
         return None
     if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
         return None
     order = RECOMPUTE.index
-    return replace(case, recompute=policy) if order(policy) > order(case.recompute) else None
+    return case.but(recompute=policy) if order(policy) > order(case.plan.recompute) else None
 
 
 def _smaller(case: Case, times: int) -> Case | None:
     size, rest = divmod(case.micro_batch, times)
-    return None if rest or size in (0, case.micro_batch) else replace(case, micro_batch=size)
+    return None if rest or size in (0, case.micro_batch) else case.but(micro_batch=size)
 
 
 def _stage(case: Case, stage: int) -> Case | None:
@@ -97,9 +97,9 @@ def _stage(case: Case, stage: int) -> Case | None:
     if layout.pp > 1 and stage > 1:
         return None
     split = replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
-    return replace(case, layout=split)
+    return case.but(layout=split)
 
 
 def _offload(case: Case, what: str) -> Case | None:
     on_gpu = case.cluster.device.kind == "gpu"
-    return replace(case, offload=what) if on_gpu and case.offload == "none" else None
+    return case.but(offload=what) if on_gpu and case.plan.offload == "none" else None

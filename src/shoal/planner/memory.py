@@ -79,12 +79,14 @@ def predict_memory(
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.layout import Layout
+    >>> from shoal.base.plan import Plan
     >>> from shoal.planner.published import published
     >>> from shoal.planner.transformer import model_facts
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
     >>> model = model_facts(published("llama-3-8b"), 8192, 2)
-    >>> found = predict_memory(Case(model, Layout(dp_shard=8, zero=3), node, 8, 1))
+    >>> plan = Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16")
+    >>> found = predict_memory(Case(model, node, plan))
     >>> round(found.parts["weights"] / 2**30, 2), found.when
     (3.74, 'backward')
     """
@@ -99,10 +101,10 @@ def predict_memory(
 
 def _check(case: Case) -> None:
     for where, got, allowed in (
-        ("memory.recompute", case.recompute, RECOMPUTE),
+        ("memory.recompute", case.plan.recompute, RECOMPUTE),
         ("loss", case.loss, LOSSES),
-        ("precision.compute", case.compute, WIDTHS),
-        ("memory.offload", case.offload, ("none", "optimizer", "parameters", "activations")),
+        ("precision.compute", case.plan.compute, WIDTHS),
+        ("memory.offload", case.plan.offload, ("none", "optimizer", "parameters", "activations")),
     ):
         if got not in allowed:
             raise PlanError(one_of(where, got, allowed))
@@ -210,7 +212,7 @@ def _fresh(case: Case) -> bool:
 
     Such are kept by the reducer of several processes, and where narrow ones are added to fp32 ones.
     """
-    alone = case.layout.processes == 1 and WIDTHS[case.compute] >= 4
+    alone = case.layout.processes == 1 and WIDTHS[case.plan.compute] >= 4
     return case.accumulate == 1 and (case.layout.zero == 3 or alone)
 
 

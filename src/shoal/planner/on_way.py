@@ -69,7 +69,7 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     layout = case.layout
     if case.framework != "shoal" or layout.zero == 3:
         return OnWay()
-    wide = max(4, WIDTHS[case.compute])
+    wide = max(4, WIDTHS[case.plan.compute])
     total = wide * sum(elements)
     if layout.data_degree == 1:
         both = layout.pp > 1 and copies(canonical(case.schedule)) > 1
@@ -78,8 +78,8 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     own = 1 / shard_counts(case)[0] if layout.zero else 0.0
     gloo = case.cluster.device.kind == "cpu"
     received = 1.0 if gloo else own
-    published = (own + gloo) * WIDTHS[case.compute] * sum(elements) if layout.zero else 0.0
-    if layout.zero < 2 or case.defer_sync:
+    published = (own + gloo) * WIDTHS[case.plan.compute] * sum(elements) if layout.zero else 0.0
+    if layout.zero < 2 or case.plan.defer_sync:
         each = narrow + (narrow or 1.0) * received if layout.zero else narrow
         before_last = total - (total % BUCKET_BYTES or min(total, BUCKET_BYTES))
         return OnWay(last=each * before_last, sent=each * total, published=published)
@@ -117,7 +117,7 @@ def arriving_bytes(case: Case, stage: Stage) -> float:
         return 0.0
     bare = [unit for unit, _ in stage.units if is_bare(unit) and is_block(unit)]
     sizes = [unit.parameters - unit.plain_parameters for unit in bare]
-    return WIDTHS[case.compute] * max(sizes, default=0) / case.layout.tp
+    return WIDTHS[case.plan.compute] * max(sizes, default=0) / case.layout.tp
 
 
 def gathers_on_gloo(case: Case) -> bool:
@@ -133,7 +133,7 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
     head's weight waits until the root is sent. Of unequal blocks, the largest and the one before it
     count.
     """
-    width = WIDTHS[case.compute]
+    width = WIDTHS[case.plan.compute]
     wide = max(4, width)
     reduced = case.reduce_bytes or wide
     own = 1 / shard_counts(case)[0]

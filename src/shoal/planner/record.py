@@ -27,32 +27,33 @@ from shoal.base.estimate import ModelFacts
 from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, starting, why_before
 from shoal.planner.fixes import fixes
-from shoal.planner.search import Asked, Candidate, least_memory_bytes
+from shoal.planner.search import Candidate, least_memory_bytes
+from shoal.planner.search_space import SearchSpace
 
 VERSION = 1
 
 
 def plan_record(
-    candidates: Sequence[Candidate], asked: Asked, *, top: int, notes: Sequence[str]
+    candidates: Sequence[Candidate], space: SearchSpace, *, top: int, notes: Sequence[str]
 ) -> dict[str, Any]:
     """The document for the best `top` of the candidates, which are in order.
 
-    asked   what was searched; a layout that the user fixed is not held against the field's guide
+    space   what was searched; a layout that the user fixed is not held against the field's guide
     """
     best = candidates[0]
     case = best.case
     shown = _varied(candidates, top)
-    given = asked.layout is not None or asked.degrees or asked.zero is not None
+    given = space.layout is not None or space.degrees or space.zero is not None
     record: dict[str, Any] = {
         "version": VERSION,
         "model": model_record(case.model),
         "machine": machine_record(case.cluster),
         "batch": case.batch,
-        "compute": case.compute,
+        "compute": case.plan.compute,
         "notes": list(notes),
         "searched": len(candidates),
         "fitting": sum(candidate.fits for candidate in candidates),
-        "guide": "" if given or not best.runs else ask_guide(best, asked)[0],
+        "guide": "" if given or not best.runs else ask_guide(best, space)[0],
         "starting": starting(best),
         "advice": dict(advice(best)),
         "fixes": [],
@@ -77,9 +78,9 @@ def _varied(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
     seen: set[Any] = set()
     chosen: list[Candidate] = []
     for candidate in candidates:
-        if candidate.case.layout in seen:
+        if candidate.case.layout.unordered in seen:
             continue
-        seen.add(candidate.case.layout)
+        seen.add(candidate.case.layout.unordered)
         chosen.append(candidate)
         if len(chosen) == top:
             break
@@ -130,8 +131,8 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "chunks": case.chunks,
         "micro_batch": case.micro_batch,
         "accumulate": case.accumulate,
-        "recompute": case.recompute,
-        "offload": case.offload,
+        "recompute": case.plan.recompute,
+        "offload": case.plan.offload,
         "runs_here": candidate.built,
         "verdict": candidate.verdict.word,
         "starts": candidate.verdict.starts,

@@ -18,10 +18,12 @@ from shoal.base.cluster import Cluster
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.base.policies import RECOMPUTE
-from shoal.base.schedules import SPLIT_BACKWARD, check_recompute, copies, stages_per_rank
+from shoal.base.schedules import SPLIT_BACKWARD, check_recompute, copies
 from shoal.planner.guide import AUTO_AXES, check_micro_batches
 from shoal.planner.memory import predict_memory
+from shoal.planner.search_space import SearchSpace
 from shoal.planner.step_time import predict_time
 from shoal.planner.verdict import Verdict, verdict
 
@@ -35,47 +37,6 @@ APART = 1.5
 
 SAME = 0.02
 """Step times closer than this share are one: the plainer layout then goes first."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user fixed; None leaves it to the search.
-
-    batch        samples per step over all ranks
-    layout       exactly this one · degrees  some axes alone, the others are searched
-    zero         what dp_shard splits
-    micro_batch  samples per forward pass · accumulate  micro-batches per rank and step, 0: any
-    recompute … compiled   of the same meaning as in `Case` (see `case_settings`)
-    schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
-    built        only layouts that `auto` may take in a run here
-    """
-
-    batch: int
-    layout: Layout | None = None
-    degrees: tuple[tuple[str, int], ...] = ()
-    zero: int | None = None
-    micro_batch: int | None = None
-    accumulate: int = 0
-    recompute: str | None = None
-    compute: str = "bf16"
-    reduce_bytes: int = 0
-    offload: str = "none"
-    sequence_parallel: bool = True
-    loss: str = "chunked"
-    defer_sync: bool = False
-    average: bool = False
-    optimizer_bytes: int = 8
-    compiled: bool = False
-    schedule: str = ""
-    chunks: int = 1
-    built: bool = False
-
-
-SETTINGS = (
-    *("compute", "reduce_bytes", "offload", "sequence_parallel", "loss", "defer_sync"),
-    *("average", "optimizer_bytes", "compiled"),
-)
-"""Fields that a `Case` has from what was asked as they are; recompute alone is searched."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +74,7 @@ class Candidate:
         cluster = self.case.cluster
         even = [replace(cluster, groups=()), *cluster.groups]
         peak = sum(
-            part.device.matrix_flops_per_s.get(self.case.compute, 0.0) * part.devices
+            part.device.matrix_flops_per_s.get(self.case.plan.compute, 0.0) * part.devices
             for part in even
         )
         return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
@@ -124,22 +85,24 @@ def is_built(case: Case) -> bool:
     return case.layout.cp == 1 or case.layout.tp * case.layout.pp * case.layout.ep == 1
 
 
-def search(model: ModelFacts, cluster: Cluster, asked: Asked) -> list[Candidate]:
+def search(case: Case, space: SearchSpace) -> list[Candidate]:
     """All candidates worth showing, best first; those that do not fit come last.
 
+    case     model, cluster, and the plan of which `space` says what is open
     Errors   PlanError where no layout is legal at all, with the reason
     """
-    found = list(_candidates(model, cluster, asked))
+    found = list(_candidates(case, space))
     if not found:
-        raise PlanError(_nothing(model, cluster, asked))
+        raise PlanError(_nothing(case, space))
     return ranked(found)
 
 
-def _nothing(model: ModelFacts, cluster: Cluster, asked: Asked) -> str:
+def _nothing(case: Case, space: SearchSpace) -> str:
     """Why nothing was legal."""
-    given = dict(asked.degrees)
-    if asked.layout is not None:
-        given |= {axis: n for axis, n in asked.layout.degrees.items() if n > 1}
+    model, cluster = case.model, case.cluster
+    given = dict(space.degrees)
+    if space.layout is not None:
+        given |= {axis: n for axis, n in space.layout.degrees.items() if n > 1}
     tp, pp = given.get("tp", 1), given.get("pp", 1)
     if tp > 1 and (not model.heads or model.heads % tp):
         legal = max((n for n in range(1, tp) if model.heads and model.heads % n == 0), default=1)
@@ -157,35 +120,35 @@ def _nothing(model: ModelFacts, cluster: Cluster, asked: Asked) -> str:
             f"layout.pp = {pp}: {model.name} has {model.blocks} blocks to cut between; nearest "
             f"legal: layout.pp={max(1, model.blocks)}"
         )
-    degree = asked.layout.data_degree if asked.layout else cluster.devices // (tp * pp)
-    if pp > 1 and (why := _no_schedule(pp, degree, asked)):
+    degree = space.layout.data_degree if space.layout else cluster.devices // (tp * pp)
+    if pp > 1 and (why := _no_schedule(pp, degree, case.plan, space)):
         return why
-    unit = (asked.micro_batch or 1) * (asked.accumulate or 1) * degree
-    if asked.micro_batch and asked.accumulate:
+    unit = (space.micro_batch or 1) * (space.accumulate or 1) * degree
+    if space.micro_batch and space.accumulate:
         legal = unit
     else:
-        lower = asked.batch // unit * unit
+        lower = case.batch // unit * unit
         near = (n for n in (lower, lower + unit) if n)
-        legal = min(near, key=lambda n: abs(n - asked.batch))
-    each = f" in micro-batches of {asked.micro_batch}" if asked.micro_batch else ""
-    each += f", {asked.accumulate} of them per rank" if asked.accumulate else ""
+        legal = min(near, key=lambda n: abs(n - case.batch))
+    each = f" in micro-batches of {space.micro_batch}" if space.micro_batch else ""
+    each += f", {space.accumulate} of them per rank" if space.accumulate else ""
     return (
-        f"train.batch = {asked.batch}: nothing divides it over {cluster.devices} devices{each}; "
+        f"train.batch = {case.batch}: nothing divides it over {cluster.devices} devices{each}; "
         f"nearest: train.batch={legal}"
     )
 
 
-def _no_schedule(pp: int, degree: int, asked: Asked) -> str:
+def _no_schedule(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
     """Why the schedule that is asked for cannot run on `pp` × `degree` ranks, "" if it can."""
-    schedule = (asked.layout.schedule if asked.layout else "") or asked.schedule
+    schedule = (space.layout.schedule if space.layout else "") or space.schedule
     if not schedule:
         return ""
-    chunks = max(asked.layout.chunks if asked.layout else 1, asked.chunks)
+    chunks = max(space.layout.chunks if space.layout else 1, space.chunks)
     layout = Layout(pp=pp, dp_replicate=degree, schedule=schedule, chunks=chunks)
     try:
-        check_recompute(schedule, asked.recompute or "none")
-        if asked.micro_batch and asked.batch % (degree * asked.micro_batch) == 0:
-            check_micro_batches(layout, asked.batch, asked.micro_batch)
+        check_recompute(schedule, "none" if space.recompute else plan.recompute)
+        if space.micro_batch and plan.batch % (degree * space.micro_batch) == 0:
+            check_micro_batches(layout, plan.batch, space.micro_batch)
     except PlanError as cannot:
         return str(cannot)
     return ""
@@ -218,32 +181,24 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
     case = candidate.case
     layout = case.layout
     axes = sum(degree > 1 for degree in layout.degrees.values())
-    extras = (case.recompute != "none") + (case.offload != "none") + (case.schedule != "1f1b")
+    extras = (
+        (case.plan.recompute != "none") + (case.plan.offload != "none") + (case.schedule != "1f1b")
+    )
     deep = layout.tp * layout.pp * layout.cp
     return axes + extras, deep, layout.zero, candidate.time.step_s
 
 
-def _candidates(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Candidate]:
-    capacity = least_memory_bytes(cluster)
-    for layout in _layouts(model, cluster, asked):
-        if not is_legal(model, layout):
+def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
+    capacity = least_memory_bytes(case.cluster)
+    for layout in _layouts(case, space):
+        if not is_legal(case.model, layout):
             continue
-        for micro_batch in _micro_batches(layout, asked):
+        for micro_batch in _micro_batches(layout, case.batch, space):
             room = False
-            for schedule, chunks in _schedules(model, layout, asked, micro_batch):
-                case = Case(
-                    model,
-                    layout,
-                    cluster,
-                    asked.batch,
-                    micro_batch,
-                    schedule=schedule,
-                    chunks=chunks,
-                    ep=layout.ep,
-                    expert_tp=1 if layout.ep > 1 else 0,
-                    **{name: getattr(asked, name) for name in SETTINGS},
-                )
-                for candidate in _lightest_recompute(case, asked, capacity):
+            for schedule, chunks in _schedules(case, layout, space, micro_batch):
+                ordered = replace(layout, schedule=schedule if layout.pp > 1 else "", chunks=chunks)
+                tried = case.but(layout=ordered, micro_batch=micro_batch)
+                for candidate in _lightest_recompute(tried, space, capacity):
                     room |= candidate.runs
                     yield candidate
             if not room:  # more samples at once need more memory still
@@ -257,15 +212,15 @@ def is_legal(model: ModelFacts, layout: Layout) -> bool:
     return layout.pp <= max(1, model.blocks)
 
 
-def _lightest_recompute(case: Case, asked: Asked, capacity: float) -> Iterator[Candidate]:
+def _lightest_recompute(case: Case, space: SearchSpace, capacity: float) -> Iterator[Candidate]:
     """The case with the least recomputation that fits; if none does, with all of it."""
     # Compiled blocks have no single operations left that selective recompute could keep.
-    free = [policy for policy in RECOMPUTE if policy != "selective" or not case.compiled]
-    policies = [asked.recompute] if asked.recompute else free
+    free = [one for one in RECOMPUTE if one != "selective" or case.plan.compile == "none"]
+    policies = free if space.recompute else [case.plan.recompute]
     if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
         policies = [policy for policy in policies if policy == "none"]
     for policy in policies:
-        tried = replace(case, recompute=policy)
+        tried = case.but(recompute=policy)
         memory = predict_memory(tried)
         word = verdict(memory, capacity)
         if word.after != "no" or policy == policies[-1]:
@@ -274,51 +229,52 @@ def _lightest_recompute(case: Case, asked: Asked, capacity: float) -> Iterator[C
             return
 
 
-def _layouts(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layout]:
-    if asked.layout is not None:
-        yield asked.layout
+def _layouts(case: Case, space: SearchSpace) -> Iterator[Layout]:
+    if space.layout is not None:
+        yield space.layout
         return
-    degrees = dict(asked.degrees)
+    degrees = dict(space.degrees)
     ep = degrees.pop("ep", 1)
-    for layout in _every_layout(model, cluster, asked):
+    for layout in _every_layout(case, space):
         exact = all(layout.degrees[axis] == degree for axis, degree in degrees.items())
-        if exact and layout.lends(ep) and (asked.zero is None or layout.zero == asked.zero):
+        if exact and layout.lends(ep) and (space.zero is None or layout.zero == space.zero):
             yield replace(layout, ep=ep)
 
 
-def _every_layout(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[Layout]:
+def _every_layout(case: Case, space: SearchSpace) -> Iterator[Layout]:
+    model, cluster = case.model, case.cluster
     devices = cluster.devices
-    for tp in _tensor_degrees(model, cluster, asked):
-        for cp in _context_degrees(model, devices // tp, asked):
-            for pp in _pipeline_degrees(model, devices // (tp * cp), asked):
+    for tp in _tensor_degrees(model, cluster, space):
+        for cp in _context_degrees(model, devices // tp, space):
+            for pp in _pipeline_degrees(model, devices // (tp * cp), space):
                 data = devices // (tp * cp * pp)
-                if asked.batch % data:
+                if case.batch % data:
                     continue
                 inside = cluster.per_node // min(cluster.per_node, tp)
-                for split in _data_splits(data, inside, pp, dict(asked.degrees)):
+                for split in _data_splits(data, inside, pp, dict(space.degrees)):
                     yield replace(split, tp=tp, cp=cp, pp=pp)
 
 
-def _tensor_degrees(model: ModelFacts, cluster: Cluster, asked: Asked) -> Iterator[int]:
+def _tensor_degrees(model: ModelFacts, cluster: Cluster, space: SearchSpace) -> Iterator[int]:
     """1, and what divides heads, nodes and devices: across nodes it never pays."""
     yield 1
-    if (asked.built and "tp" not in AUTO_AXES) or not model.heads:
+    if (space.built and "tp" not in AUTO_AXES) or not model.heads:
         return
     for tp in range(2, cluster.per_node + 1):
         if not (model.heads % tp or cluster.per_node % tp or cluster.devices % tp):
             yield tp
 
 
-def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
+def _context_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:
     """1, what is asked for, and where sequences are long what leaves them long enough."""
-    wanted = dict(asked.degrees).get("cp", 0)
+    wanted = dict(space.degrees).get("cp", 0)
     if wanted:
         yield from [wanted] if devices % wanted == 0 else []
         return
     yield 1
     cp = 2
     while (
-        not (asked.built and "cp" not in AUTO_AXES)
+        not (space.built and "cp" not in AUTO_AXES)
         and model.sequence // cp >= LONG_SEQUENCE // 2
         and cp <= 16
     ):
@@ -327,10 +283,10 @@ def _context_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[
         cp *= 2
 
 
-def _pipeline_degrees(model: ModelFacts, devices: int, asked: Asked) -> Iterator[int]:
+def _pipeline_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:
     """Depths that leave every stage at least one block."""
     yield 1
-    if asked.built and "pp" not in AUTO_AXES:
+    if space.built and "pp" not in AUTO_AXES:
         return
     for pp in range(2, min(DEEPEST_PIPELINE, model.blocks, devices) + 1):
         if devices % pp == 0:
@@ -359,14 +315,14 @@ def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iter
             yield Layout(dp_replicate=data // shard, dp_shard=shard, zero=3)
 
 
-def _micro_batches(layout: Layout, asked: Asked) -> Iterator[int]:
+def _micro_batches(layout: Layout, batch: int, space: SearchSpace) -> Iterator[int]:
     """What divides a rank's share of a step, each well apart from the one before."""
-    share, rest = divmod(asked.batch, layout.data_degree)
+    share, rest = divmod(batch, layout.data_degree)
     if rest:
         return
-    if asked.micro_batch or asked.accumulate:
-        size = asked.micro_batch or share // asked.accumulate
-        if size and share % size == 0 and asked.accumulate in (0, share // size):
+    if space.micro_batch or space.accumulate:
+        size = space.micro_batch or share // space.accumulate
+        if size and share % size == 0 and space.accumulate in (0, share // size):
             yield size
         return
     before = 0.0
@@ -377,16 +333,16 @@ def _micro_batches(layout: Layout, asked: Asked) -> Iterator[int]:
 
 
 def _schedules(
-    model: ModelFacts, layout: Layout, asked: Asked, micro_batch: int
+    case: Case, layout: Layout, space: SearchSpace, micro_batch: int
 ) -> Iterator[tuple[str, int]]:
-    rounds = asked.batch // (micro_batch * layout.data_degree)
-    given, chunks = layout.schedule or asked.schedule, max(layout.chunks, asked.chunks)
+    rounds = case.batch // (micro_batch * layout.data_degree)
+    given, chunks = layout.schedule or space.schedule, max(layout.chunks, space.chunks)
     if layout.pp > 1 and given:
         runs = given != "interleaved" or rounds % layout.pp == 0
         if copies(given) > 1:  # fed from both ends
             runs = layout.pp % 2 == rounds % 2 == 0 and rounds >= 2 * layout.pp
         if runs:
-            yield given, stages_per_rank(given, chunks) // copies(given)
+            yield given, chunks if given == "interleaved" else 1
         return
     yield "1f1b", 1
     if layout.pp == 1:
@@ -394,5 +350,5 @@ def _schedules(
     if layout.zero < 3 and rounds >= layout.pp:
         yield "zero-bubble", 1
     for chunks in (2, 4):
-        if rounds % layout.pp == 0 and model.blocks // (layout.pp * chunks) >= 1:
+        if rounds % layout.pp == 0 and case.model.blocks // (layout.pp * chunks) >= 1:
             yield "interleaved", chunks

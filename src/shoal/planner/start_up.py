@@ -31,18 +31,20 @@ def start_bytes(case: Case) -> float:
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.layout import Layout
+    >>> from shoal.base.plan import Plan
     >>> from shoal.planner.published import published
     >>> from shoal.planner.transformer import model_facts
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
     >>> model = model_facts(published("llama-3-70b"), 8192, 2)
-    >>> round(start_bytes(Case(model, Layout(dp_shard=8, zero=3), node, 8, 1)) / 2**30)
+    >>> plan = Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16")
+    >>> round(start_bytes(Case(model, node, plan)) / 2**30)
     311
     """
     if case.framework != "shoal":
         return 0.0
     layout = case.layout
-    width = max(4, WIDTHS[case.compute])
+    width = max(4, WIDTHS[case.plan.compute])
     divided = layout.tp * layout.pp > 1
     mapped = divided and case.cluster.device.kind == "cpu"
     whole = 0.0 if mapped else width * whole_elements(case)
@@ -56,7 +58,7 @@ def start_bytes(case: Case) -> float:
         kept = max(kept, elements.dense / dense + elements.experts / experts)
         if layout.zero == 3:
             sizes, root = gathered_elements(case, stage)
-            narrow = WIDTHS[case.compute] * max(sizes, default=0.0)
+            narrow = WIDTHS[case.plan.compute] * max(sizes, default=0.0)
             gathered = max(gathered, 2 * narrow, 2 * width * root)
     return whole + width * kept + gathered
 

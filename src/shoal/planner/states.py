@@ -71,7 +71,7 @@ def shard_counts(case: Case) -> tuple[int, float]:
     if not layout.zero:
         return 1, 1.0
     dense = layout.dp_shard * layout.cp
-    return dense, max(1.0, dense * layout.tp / (case.ep * (case.expert_tp or layout.tp)))
+    return dense, max(1.0, dense * layout.tp / (case.expert_degree))
 
 
 def keeps_gathered(case: Case) -> bool:
@@ -86,14 +86,16 @@ def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.estimate import ModelFacts
+    >>> from shoal.base.plan import Plan
     >>> link = Link("wire", 0, 1)
     >>> one = Cluster(Device("d", 1, {}, 1), 1, 4, link, link)
-    >>> case = Case(ModelFacts("m", (), 1, 2, 0), Layout(dp_shard=4, zero=1), one, 4, 1)
+    >>> plan = Plan(Layout(dp_shard=4, zero=1), 4, 1, compute="bf16")
+    >>> case = Case(ModelFacts("m", (), 1, 2, 0), one, plan)
     >>> sum(state_bytes(case, Elements(100.0, 0.0)))  # 6 + 12/4 bytes
     900.0
     """
     dense, experts = shard_counts(case)
-    width = WIDTHS[case.compute]
+    width = WIDTHS[case.plan.compute]
     held = (
         (elements.dense - wide, _per_element(case, float(dense), width)),
         (wide, _per_element(case, float(dense), max(4, width))),
@@ -117,12 +119,12 @@ def _per_element(case: Case, n: float, width: int) -> States:
             optimizer /= n
         if zero == 2:
             gradients /= n
-    if case.defer_sync and zero == 2:
+    if case.plan.defer_sync and zero == 2:
         gradients = wide  # as zero1
-    if zero == 3 and case.accumulate > 1 and (case.defer_sync or keeps_gathered(case)):
+    if zero == 3 and case.accumulate > 1 and (case.plan.defer_sync or keeps_gathered(case)):
         gradients = wide + wide / n
-    if case.average:
+    if case.plan.average:
         optimizer += wide / n if zero else wide
-    if case.offload == "parameters":
+    if case.plan.offload == "parameters":
         return States(0.0, 0.0, 0.0)
-    return States(weights, gradients, 0.0 if case.offload == "optimizer" else optimizer)
+    return States(weights, gradients, 0.0 if case.plan.offload == "optimizer" else optimizer)

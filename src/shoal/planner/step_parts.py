@@ -92,7 +92,7 @@ def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block:
         compute += work.compute_s * times
         forward += work.forward_s * times
         again += work.again_s * times
-        held = rank_elements(unit, layout, case.ep, case.expert_tp or layout.tp)
+        held = rank_elements(unit, layout, case.layout.ep, case.one_expert)
         parameters += sum(held) * times
         experts += held.experts * times
         saved += (unit.saved_split_bytes / layout.tp + unit.saved_plain_bytes) * times
@@ -103,7 +103,7 @@ def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
     """What the ranks that share one block's work send each other, and the event of a block."""
     layout, cluster = case.layout, case.cluster
     found, sent = {"block": 1.0}, NOTHING
-    passes = 3 if case.recompute == "full" else 2
+    passes = 3 if case.plan.recompute == "full" else 2
     whole = unit.input_bytes * case.micro_batch / layout.cp
     if layout.tp > 1:
         group = group_of(cluster, layout.tp, 1)
@@ -119,10 +119,10 @@ def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
         attention_s = unit_work(case, habits, unit, in_block=True).terms["attention"]
         found["context" + group.suffix] = max(0.0, cost.seconds - attention_s)
         sent += cost
-    if case.ep > 1 and unit.routed_bytes:
-        group = group_of(cluster, case.ep, layout.tp * layout.cp)
+    if case.layout.ep > 1 and unit.routed_bytes:
+        group = group_of(cluster, case.layout.ep, layout.tp * layout.cp)
         tokens = unit.routed_bytes * case.micro_batch / layout.cp
-        tokens /= layout.tp if case.sequence_parallel else 1
+        tokens /= layout.tp if case.plan.sequence_parallel != "off" else 1
         cost = all_to_all(group, tokens).times(2 * passes)
         found["experts" + group.suffix] = cost.seconds
         sent += cost
@@ -143,7 +143,7 @@ def between_stages(case: Case, habits: Habits, unit: UnitFacts) -> Part:
     layout = case.layout
     if layout.pp == 1:
         return Part({"micro_batch": 1.0})
-    parts = layout.tp if case.sequence_parallel or habits.splits_messages else 1
+    parts = layout.tp if case.plan.sequence_parallel != "off" or habits.splits_messages else 1
     message = unit.input_bytes * case.micro_batch / layout.cp / parts
     stride = layout.tp * layout.cp * layout.data_degree
     cost = send(case.cluster, stride, message, layout.pp)

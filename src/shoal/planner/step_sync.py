@@ -103,7 +103,7 @@ class _Groups:
 def _groups(case: Case) -> _Groups:
     layout, cluster = case.layout, case.cluster
     sharded = layout.dp_shard * (layout.dp_replicate if layout.zero == 0 else 1) * layout.cp
-    apart = case.ep * (case.expert_tp or layout.tp)
+    apart = case.expert_degree
     return _Groups(
         group_of(cluster, sharded, layout.tp),
         group_of(cluster, max(1, sharded * layout.tp // apart), apart),
@@ -119,7 +119,7 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     layout, groups = case.layout, _groups(case)
     if groups.dense.ranks == 1 and layout.dp_replicate == 1:
         return Sync()
-    if case.ep * (case.expert_tp or layout.tp) == layout.tp:  # one group: one message
+    if case.expert_degree == layout.tp:  # one group: one message
         block = Elements(sum(block), 0.0)
     narrow, wide = case.model.element_bytes, max(case.model.element_bytes, habits.root_bytes)
     element, suffix = gradient_bytes(case, habits), groups.dense.suffix
@@ -130,7 +130,7 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
         return Sync(groups.each(all_reduce, whole, element), 1, last, suffix=suffix)
     known = case.cluster.calibration.efficiency
     gather, scatter = known.get("all_gather", 1.0), known.get("reduce_scatter", 1.0)
-    each_time = 1 if case.defer_sync else case.accumulate
+    each_time = 1 if case.plan.defer_sync else case.accumulate
     if layout.zero < 3:
         # what is outside blocks travels in its own width, in the same message
         sent = Elements(whole.dense - outside + outside * wide / narrow, whole.experts)

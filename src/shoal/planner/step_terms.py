@@ -243,12 +243,12 @@ def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
     per_element = 8 + 2 * (4 + case.optimizer_bytes) + case.model.element_bytes
     host = case.cluster.host_bytes_per_s or HOST_BYTES_PER_S
     waits = {"optimizer": owned * per_element / memory}
-    if case.offload == "optimizer":
+    if case.plan.offload == "optimizer":
         moved = owned * (4 + case.model.element_bytes)
         return {"optimizer": 0.0, "offload": (moved + owned * per_element) / host}, 0.0
-    if case.offload == "parameters":
+    if case.plan.offload == "parameters":
         return waits, 2 * case.accumulate * owned * case.model.element_bytes / host
-    if case.offload == "activations":
+    if case.plan.offload == "activations":
         kept = stage.saved_bytes * case.micro_batch / layout.cp
         return waits, 2 * case.accumulate * kept / host
     return waits, 0.0

@@ -93,37 +93,37 @@ def on_ladder(ladder: tuple[tuple[float, float], ...], size: float, default: flo
 
 def repeated(case: Case, habits: Habits, in_block: bool) -> tuple[float, float, float]:
     """Shares of products, attention and the rest that recompute runs again in a unit."""
-    if not in_block or case.recompute == "none":
+    if not in_block or case.plan.recompute == "none":
         return 0.0, 0.0, 0.0
-    if case.recompute == "full":
+    if case.plan.recompute == "full":
         return 1.0, 1.0, 1.0
-    if case.recompute == "selective":
+    if case.plan.recompute == "selective":
         return habits.selective
     raise PlanError(
-        f"memory.recompute = {case.recompute}: not one of none, selective, full; "
-        f"nearest: {nearest(case.recompute, ('none', 'selective', 'full')) or 'none'}"
+        f"memory.recompute = {case.plan.recompute}: not one of none, selective, full; "
+        f"nearest: {nearest(case.plan.recompute, ('none', 'selective', 'full')) or 'none'}"
     )
 
 
 def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) -> Work:
     """Terms of one unit for one micro-batch on one rank."""
     device, layout = case.cluster.device, case.layout
-    peak = peak_flops_per_s(device, case.compute)
+    peak = peak_flops_per_s(device, case.plan.compute)
     part = case.micro_batch / layout.cp
     split = part / layout.tp
     wrapped = in_block and unit.block != "-"  # recompute and the compiler find blocks in lists
     again = repeated(case, habits, wrapped)
-    fused = COMPILED_SHARE if case.compiled and wrapped else 1.0
+    fused = COMPILED_SHARE if case.plan.compile != "none" and wrapped else 1.0
     products = (unit.forward_flops - unit.attention_flops) * split
     one = products / (PRODUCTS_PER_BLOCK if in_block else 1)
-    matrix = products / (peak * on_ladder(device.ladder_of(case.compute), one, 1.0))
+    matrix = products / (peak * on_ladder(device.ladder_of(case.plan.compute), one, 1.0))
     attention = unit.attention_flops * split / peak
     plain = min(unit.elementwise_bytes, PLAIN_PASSES * unit.input_bytes)
-    plain_split = split if case.sequence_parallel else part
+    plain_split = split if case.plan.sequence_parallel != "off" else part
     moved = (unit.elementwise_bytes - plain) * split + plain * plain_split
     memory = on_ladder(device.stream_ladder, unit.input_bytes * part, device.stream_bytes_per_s)
     rest = moved / memory * fused
-    held = sum(rank_elements(unit, layout, case.ep, case.expert_tp or layout.tp))
+    held = sum(rank_elements(unit, layout, case.layout.ep, case.one_expert))
     # a ladder that was measured has read its weights already
     read = held * case.model.element_bytes if products and not device.ladders else 0.0
     stream = device.stream_bytes_per_s

@@ -45,9 +45,9 @@ class Sharded(NamedTuple):
 def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0) -> Elements:
     """Elements of several units on one rank; tied: of a table that it holds a copy of."""
     dense = experts = 0.0
-    expert_tp = case.expert_tp or case.layout.tp
+    expert_tp = case.one_expert
     for unit, count in units:
-        one = rank_elements(unit, case.layout, case.ep, expert_tp)
+        one = rank_elements(unit, case.layout, case.layout.ep, expert_tp)
         dense += one.dense * count
         experts += one.experts * count
     return Elements(dense + tied / case.layout.tp, experts)
@@ -58,11 +58,11 @@ def frozen_bytes(case: Case, stage: Stage) -> float:
 
     No narrow copy is made of them; zero 3 shards them with the rest.
     """
-    if case.framework != "shoal" or case.offload == "parameters":
+    if case.framework != "shoal" or case.plan.offload == "parameters":
         return 0.0
     elements = sum(unit.frozen_parameters * count for unit, count in stage.units) / case.layout.tp
     shards = shard_counts(case)[0] if case.layout.zero == 3 else 1
-    return elements / shards * max(4, WIDTHS[case.compute])
+    return elements / shards * max(4, WIDTHS[case.plan.compute])
 
 
 def wide_elements(case: Case, stage: Stage) -> float:
@@ -74,7 +74,7 @@ def wide_elements(case: Case, stage: Stage) -> float:
         return 0.0
     found = stage.tied / case.layout.tp
     for unit, count in stage.units:
-        one = rank_elements(unit, case.layout, case.ep, case.expert_tp or case.layout.tp)
+        one = rank_elements(unit, case.layout, case.layout.ep, case.one_expert)
         table = not unit.forward_flops and not unit.loss_bytes
         found += count * (one.dense if table else unit.plain_parameters)
     return found
@@ -101,7 +101,7 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
     """What splitting the parameters themselves (zero 3) holds beside the shards."""
     if case.layout.zero < 3:
         return Sharded()
-    width = WIDTHS[case.compute]
+    width = WIDTHS[case.plan.compute]
     scatter = width + max(4, case.reduce_bytes)
     sizes, root = gathered_elements(case, stage)
     largest = max(sizes, default=0.0)
@@ -173,7 +173,7 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
             return full
         split = _loss_split(case, habits) > case.layout.cp
         word = habits.split_loss_word_bytes if split else habits.loss_word_bytes
-        compiled = habits.compiled_loss_word_bytes if case.compiled else 0.0
+        compiled = habits.compiled_loss_word_bytes if case.plan.compile != "none" else 0.0
         return full * (compiled or word) / 12
     waiting = waiting_head_bytes(case, stage)
     if case.model.source.startswith("traced"):
@@ -183,7 +183,7 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
         per_sample = head.loss_bytes - max(0.0, head.input_bytes - hidden)
         words = max(0.0, per_sample - hidden) / case.layout.tp  # each rank has its own words
         return (words + min(hidden, per_sample)) * case.micro_batch / case.layout.cp + waiting
-    width = WIDTHS[case.compute]
+    width = WIDTHS[case.plan.compute]
     budget = CHUNK_BYTES.get(case.cluster.device.kind, CHUNK_BYTES["gpu"])
     chunk = min(full / case.layout.tp, budget * (2 if width < 4 else 1))
     rows = head.input_bytes * case.micro_batch / case.layout.cp
@@ -202,6 +202,6 @@ def carried_bytes(case: Case, habits: Framework) -> float:
     total = workspace_bytes(case, habits)
     if case.layout.pp > 1:
         total += 2 * boundary * by.plain
-    if habits.gathers_again and by.tp > 1 and case.sequence_parallel:
+    if habits.gathers_again and by.tp > 1 and case.plan.sequence_parallel != "off":
         total += boundary * by.whole
     return total

@@ -31,7 +31,7 @@ def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
     layout, schedule = case.layout, _schedule(case)
     pieces = schedule.pieces
     passes = case.batch / (layout.data_degree * travel.samples * schedule.copies)
-    again = case.recompute == "full"
+    again = case.plan.recompute == "full"
     own = 1 / shard_counts(case)[0]  # what is summed beyond the data ranks is a rank's part of it
     sent = StepTraffic()
     for first in range(0, schedule.stages, pieces):
@@ -62,7 +62,7 @@ def data_traffic(case: Case, stage: Stage) -> StepTraffic:
     """Bytes for gradients and weights over the data-parallel axes, of the rank's own part."""
     elements = sum(rank_sum(case, stage.units, stage.tied))
     inside = sum(n * (1 - root_share(u)) * sum(rank_sum(case, [(u, 1)])) for u, n in stage.units)
-    width = WIDTHS[case.compute]
+    width = WIDTHS[case.plan.compute]
     wide = max(4, width)
     kept_wide = wide_elements(case, stage)
     payload = Payload(
@@ -72,7 +72,7 @@ def data_traffic(case: Case, stage: Stage) -> StepTraffic:
         root_bytes=round(width * (elements - inside)),
     )
     return step_traffic(
-        case.layout, payload, accumulate=case.accumulate, defer_sync=case.defer_sync
+        case.layout, payload, accumulate=case.accumulate, defer_sync=case.plan.defer_sync
     )
 
 

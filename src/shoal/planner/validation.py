@@ -25,12 +25,14 @@ def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.layout import Layout
+    >>> from shoal.base.plan import Plan
     >>> from shoal.planner.memory import predict_memory
     >>> from shoal.planner.published import published
     >>> from shoal.planner.transformer import model_facts
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
-    >>> case = Case(model_facts(published("llama-3-8b"), 8192, 2), Layout(tp=8), node, 16, 2)
+    >>> plan = Plan(Layout(tp=8), 16, 2, compute="bf16")
+    >>> case = Case(model_facts(published("llama-3-8b"), 8192, 2), node, plan)
     >>> validation_micro_batch(case, predict_memory(case))
     12
     """

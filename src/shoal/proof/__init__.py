@@ -1,6 +1,6 @@
 """Does a layout compute what one process computes? The battery that tests and `shoal prove` share.
 
-trial      the user's model, data and loss, trained for a few steps          side.py, material.py
+trial      the user's model, data and loss, trained for a few steps          side.py, proof_case.py
 record     losses, norms, whole gradients of every step, final weights       record.py
 twin       the same trial in one process, on the same list of micro-batches  battery.py
 verdict    the two records, compared by the definition of design §6          bounds.py, verdict.py
@@ -12,7 +12,7 @@ quick      two small steps before a training run on several processes        qui
 from __future__ import annotations
 
 from shoal.proof.battery import Battery as Battery
-from shoal.proof.material import Material as Material
+from shoal.proof.proof_case import ProofCase as ProofCase
 from shoal.proof.quick import prove_before as prove_before
 from shoal.proof.side import Side as Side
 from shoal.proof.side import Trial as Trial

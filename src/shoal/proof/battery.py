@@ -51,8 +51,8 @@ from shoal.proof.side import Side, Trial
 from shoal.proof.verdict import Comparison, compare
 from shoal.trace.alone import alone
 from shoal.trace.casts import CastsLifted, casts_text
+from shoal.trainer.contract import BuildOptimizer
 from shoal.trainer.run import Run
-from shoal.trainer.settings import BuildOptimizer
 
 SGD = "sgd"
 

@@ -18,7 +18,7 @@ from torch import nn
 from shoal.base.errors import ShoalError
 from shoal.base.phases import phase
 from shoal.data.fetch import first_samples
-from shoal.proof.material import Material
+from shoal.proof.proof_case import ProofCase
 from shoal.trace.flops import backward_flops
 from shoal.trainer.contract import batch_length, call_model, split_batch, sum_and_count
 
@@ -32,27 +32,27 @@ SHARE = 0.5
 
 
 @phase("estimate")
-def expected_seconds(module: nn.Module, material: Material, device: torch.device) -> float:
-    """Seconds of training `material`'s few samples in one process.
+def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -> float:
+    """Seconds of training `case`'s few samples in one process.
 
-    module   as `material.build` gives it; it is not run
+    module   as `case.build` gives it; it is not run
     Gives    0 where the module cannot be traced by shapes, or no sample can be looked at
     """
     try:
-        few = first_samples(material.data, material.collate, material.micro_batch)
+        few = first_samples(case.data, case.collate, case.plan.micro_batch)
     except ShoalError:
         return 0.0
 
     def loss_sum(twin: nn.Module, batch: Any) -> torch.Tensor:
         inputs, targets = split_batch(batch)
-        return sum_and_count(
-            material.loss(call_model(twin, inputs, material.call), targets), targets
-        )[0]
+        return sum_and_count(case.loss(call_model(twin, inputs, case.plan.call), targets), targets)[
+            0
+        ]
 
     flops = backward_flops(module, few, loss_sum)
     if not flops:
         return 0.0
-    return flops / batch_length(few) * material.samples / (SHARE * _rate(device))
+    return flops / batch_length(few) * case.samples / (SHARE * _rate(device))
 
 
 def _rate(device: torch.device) -> float:

@@ -32,16 +32,18 @@ from shoal import __version__
 from shoal.base.errors import ShoalError, TrainingError
 from shoal.base.files import cache_folder, write_whole
 from shoal.base.phases import phase
+from shoal.base.plan import Plan
 from shoal.base.units import seconds_text
 from shoal.checkpoint.catalog import find
 from shoal.config.sections import Config
 from shoal.data.cache import content_key
 from shoal.data.sources import Source
 from shoal.fabric import World
+from shoal.planner.settle import Words
 from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
 from shoal.proof.estimate import expected_seconds
 from shoal.proof.limits import collective
-from shoal.proof.material import Material, material_of
+from shoal.proof.proof_case import ProofCase, case_of
 from shoal.trace.alone import CollectiveAlone, alone
 from shoal.trainer.parallelize import build_module
 
@@ -58,21 +60,22 @@ MOST_BEGUN = 2
 
 
 def prove_run(
-    config: Config, source: Source, world: World, folder: Path, layout: Mapping[str, Any]
+    config: Config, source: Source, world: World, folder: Path, plan: Plan, said: Words | None
 ) -> str:
     """Prove the layout of a training run before it begins, if `train.prove` asks for that.
 
+    plan, said   as `start_run` takes them
     Gives    the line for the user; empty where nothing was done
     Errors   as `prove_before`
     """
     if config.train.prove == "off" or world.size == 1:
         return ""
-    return prove_before(material_of(config, source, layout), world, folder)
+    return prove_before(case_of(config, source, plan, said), world, folder)
 
 
 @phase("proof")
 def prove_before(
-    material: Material, world: World, folder: Path, environ: Mapping[str, str] = os.environ
+    case: ProofCase, world: World, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> str:
     """Prove a layout on two small steps, unless that is known; every rank calls it.
 
@@ -87,7 +90,7 @@ def prove_before(
     begun = world.broadcast_json(attempts.begun(restarted) if world.is_first else None)
     if begun is None:
         return ""
-    if isinstance(material.data, Iterator):
+    if isinstance(case.data, Iterator):
         return "proof: not proven: the data can be read once only; training goes on"
     if begun >= MOST_BEGUN:
         return (
@@ -97,7 +100,7 @@ def prove_before(
     known: Any = None
     key, expected_s = "", 0.0
     if world.is_first:
-        key, known, expected_s = _look(material, world)
+        key, known, expected_s = _look(case, world)
         attempts.write(begun + 1, known["verdict"] if known else "")
     known, expected_s = world.broadcast_json([known, expected_s])
     if known is not None:
@@ -106,8 +109,8 @@ def prove_before(
         if world.is_first:
             attempts.write(begun + 1, "not proven")
         return too_long(expected_s, folder)
-    battery = quick_battery(material, world.size, BUDGET_S)
-    report = battery.prove(world, material.layout, material.policies)
+    battery = quick_battery(case, world.size, BUDGET_S)
+    report = battery.prove(world, case.layout, case.policies)
     if report["verdict"] == "different":
         raise TrainingError(refusal(report))
     if world.is_first:
@@ -161,32 +164,32 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _look(material: Material, world: World) -> tuple[str, Any, float]:
+def _look(case: ProofCase, world: World) -> tuple[str, Any, float]:
     """(key of this proof, what is kept under it, seconds that one process would take).
 
     The key is empty where a model cannot be built by one process alone.
     """
-    module = _structure(material)
+    module = _structure(case)
     if module is None:
         return "", None, 0.0
-    key = proof_key(material, module, world)
+    key = proof_key(case, module, world)
     known = _read().get(key)
     if known is not None:
         return key, known, 0.0
-    small, expected_s = material.small(world.size), 0.0
+    small, expected_s = case.small(world.size), 0.0
     with contextlib.suppress(CollectiveAlone), alone():
         expected_s = expected_seconds(module, small, world.device)
     return key, None, expected_s
 
 
-def _structure(material: Material) -> nn.Module | None:
+def _structure(case: ProofCase) -> nn.Module | None:
     """The module, whose numbers do not matter here: ours is built without any.
 
     None where a model cannot be built by one process alone.
     """
     try:
-        with alone(), torch.device("meta") if material.ours else nullcontext():
-            return build_module(material.build, material.seed)
+        with alone(), torch.device("meta") if case.ours else nullcontext():
+            return build_module(case.build, case.plan.seed)
     except (CollectiveAlone, ShoalError) as failure:
         if collective(failure) is None:  # a builder's exception arrives as the user's error
             raise
@@ -202,16 +205,16 @@ def too_long(expected_s: float, folder: Path) -> str:
     )
 
 
-def quick_battery(material: Material, degree: int, budget_s: float | None = None) -> Battery:
+def quick_battery(case: ProofCase, degree: int, budget_s: float | None = None) -> Battery:
     """Two steps of SGD on small micro-batches, the second step a short one.
 
     budget_s   for the one process; None where the proof is all that was asked for
     """
     return Battery(
-        material.small(degree).trial(),
+        case.small(degree).trial(),
         optimizers={SGD: OPTIMIZERS[SGD]},
         steps=STEPS,
-        seed=material.seed,
+        seed=case.plan.seed,
         budget_s=budget_s,
     )
 
@@ -243,20 +246,20 @@ def refusal(report: Report) -> str:
     )
 
 
-def proof_key(material: Material, module: nn.Module, world: World) -> str:
-    """A hash of all that a quick proof of `material`, which builds `module`, depends on."""
-    layout = material.layout
+def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
+    """A hash of all that a quick proof of `case`, which builds `module`, depends on."""
+    layout = case.layout
     return content_key(
         model_parts(module),
-        source_of(material.loss),
-        source_of(material.collate),
-        min(material.micro_batch, 2),
+        source_of(case.loss),
+        source_of(case.collate),
+        min(case.plan.micro_batch, 2),
         own_source(),
         layout if isinstance(layout, str) else dict(layout),
-        dict(material.policies),
+        dict(case.policies),
         world.size,
         world.device.type,
-        material.call,
+        case.plan.call,
         [torch.__version__, __version__],
     )
 

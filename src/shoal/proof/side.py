@@ -20,11 +20,10 @@ import torch
 from torch import nn
 
 from shoal.fabric import World
-from shoal.trainer.contract import Loss
+from shoal.trainer.contract import BuildOptimizer, Loss
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
-from shoal.trainer.settings import BuildOptimizer
 
 JITTER = 2.0**-50
 """A share of a weight: its last bits in float64, about what adding dozens of numbers in another

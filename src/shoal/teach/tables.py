@@ -19,6 +19,7 @@ from shoal.base.cluster import Cluster
 from shoal.base.errors import PlanError, nearest
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.planner.memory import predict_memory
 from shoal.planner.published import SHAPES, published
 from shoal.planner.states import Elements, state_bytes
@@ -149,4 +150,5 @@ def _case(model: ModelFacts, cluster: Cluster, gpus: int, stage: int, micro_batc
     per_node = min(gpus, cluster.per_node)
     some = replace(cluster, nodes=-(-gpus // per_node), per_node=per_node)
     split = Layout(dp_shard=gpus, zero=stage) if stage and gpus > 1 else Layout(dp_replicate=gpus)
-    return Case(model, split, some, gpus * micro_batch, micro_batch)
+    plan = Plan(split, gpus * micro_batch, micro_batch, compute="bf16")
+    return Case(model, some, plan)

@@ -13,58 +13,22 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, fields
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, one_of, short
+from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES
-from shoal.base.policies import (
-    COMPILE,
-    OFFLOAD,
-    OTHER_FORMATS,
-    PRECISIONS,
-    RECOMPUTE,
-    REDUCTIONS,
-    OptimizerPolicy,
-)
+from shoal.base.plan import Plan
+from shoal.base.policies import OptimizerPolicy, Policies, check_value
 
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "precision": PRECISIONS,
-    "reduce": REDUCTIONS,
-    "recompute": RECOMPUTE,
-    "offload": OFFLOAD,
-    "compile": COMPILE,
-    "call": ("single", "kwargs"),
-}
-"""Arguments that are one of a few words."""
-
-OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
-    "precision": {**OTHER_FORMATS, **{f"torch.{k}": v for k, v in OTHER_FORMATS.items()}},
-    "reduce": {**OTHER_FORMATS, **{f"torch.{k}": v for k, v in OTHER_FORMATS.items()}},
-    "recompute": {"true": "full", "false": "none"},
-    "offload": {"true": "optimizer", "false": "none", "cpu": "optimizer"},
-    "compile": {"true": "blocks", "false": "none"},
-    "call": {"args": "single", "dict": "kwargs"},
-}
-"""What others say, or a switch where a word is wanted."""
+POLICIES: Mapping[str, Field[Any]] = {key.name: key for key in fields(Policies)}
+"""Every policy's key: what `parallelize` takes by name, as run.toml does."""
 
 DEFAULT_BATCH = 32
 """Samples per step where nobody says how many."""
 
-COUNTS: Mapping[str, tuple[int, int]] = {
-    "batch": (1, DEFAULT_BATCH),
-    "micro_batch": (1, 4),
-    "seed": (0, 0),
-    "total_steps": (0, 0),
-    "skip_limit": (1, 5),
-    "keep": (1, 2),
-}
-"""Whole numbers: the least, and what is proposed in the place of one that means nothing."""
-
-SIZES: Mapping[str, float] = {"clip": 1.0, "loss_scale": 0.0, "average": 0.999}
-"""Numbers that are at least 0, which switches them off, and what is proposed."""
-
-UNSAID = ("batch", "micro_batch")
-"""Counts that may be None: found by the run."""
+COUNTS: Mapping[str, int] = {"batch": DEFAULT_BATCH, "micro_batch": 4}
+"""Whole numbers that may be None, and what is proposed in the place of one that means nothing."""
 
 OF_THE_OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"
 
@@ -94,7 +58,7 @@ OF_A_LOADER = {
 """What a DataLoader takes, and where it is said here."""
 
 
-NO_ARGUMENT = ("self", "unknown")
+NO_ARGUMENT = ("self", "unknown", "policies")
 """Of a signature: what nobody gives by name."""
 
 
@@ -103,9 +67,10 @@ def refuse_unknown(
 ) -> None:
     """Errors: ConfigError for an argument that there is none of, with the nearest."""
     names = [name for name in inspect.signature(function).parameters if name not in NO_ARGUMENT]
-    where = (
-        "shoal.parallelize" if function.__name__ == "parallelize" else f"run.{function.__name__}"
-    )
+    if function.__name__ == "parallelize":
+        where, names = "shoal.parallelize", list(dict.fromkeys([*names, *POLICIES]))
+    else:
+        where = f"run.{function.__name__}"
     for name in unknown:
         close = elsewhere.get(name) or nearest(name, names)
         hint = f"nearest: {close}" if close else f"there are {', '.join(names)}"
@@ -121,27 +86,41 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if given["loss"] is not None and not callable(given["loss"]):
         wanted = "a function (outputs, targets) → (sum, count) or unreduced values"
         _refuse("loss", given["loss"], wanted, 'torch.nn.CrossEntropyLoss(reduction="none")')
-    for name, words in WORDS.items():
-        if given[name] not in words:
-            raise ConfigError(one_of(name, given[name], words, OTHER_WORDS[name]))
-    for name, (least, usual) in COUNTS.items():
-        value = given[name]
-        if value is None and name in UNSAID:
-            continue
-        if not _is(value, numbers.Integral) or value < least:
-            _refuse(name, value, f"a whole number of at least {least}", usual)
-    for name, usual_size in SIZES.items():
-        value = given[name]
-        if not _is(value, numbers.Real) or not 0 <= value < math.inf:
-            _refuse(name, value, "a number of at least 0", usual_size)
-    if given["loss_scale"] and given["precision"] != "fp16":
-        raise ConfigError(
-            f"loss_scale = {given['loss_scale']}: only fp16 has a loss scale, precision = "
-            f'{given["precision"]}; nearest: precision="fp16"'
-        )
+    for name, usual in COUNTS.items():
+        if given[name] is not None:
+            _check_whole(name, given[name], 1, usual)
+    _check_whole("total_steps", given["total_steps"], 0, 0)
     if not isinstance(given["schedule"], OptimizerPolicy | None):
         usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
         _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)
+
+
+def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
+    """Errors: ConfigError for a value of a policy that means nothing, with the nearest.
+
+    names   key → the argument by which it was given, where that is called otherwise
+    """
+    for key, declared in POLICIES.items():
+        name, value = names.get(key, key), getattr(plan, key)
+        kind, said = type(declared.default), declared.metadata
+        if kind is int:
+            _check_whole(name, value, said["least"], said["usual"] or said["least"])
+        elif kind is float and (not _is(value, numbers.Real) or not 0 <= value < math.inf):
+            _refuse(name, value, "a number of at least 0", said["usual"] or 0.0)
+        elif kind is bool and not isinstance(value, bool):
+            _refuse(name, value, "True or False", declared.default)
+        check_value(name, declared, value)
+    if plan.loss_scale and plan.compute != "fp16":
+        precision = names.get("compute", "compute")
+        raise ConfigError(
+            f"loss_scale = {plan.loss_scale}: only fp16 has a loss scale, {precision} = "
+            f'{plan.compute}; nearest: {precision}="fp16"'
+        )
+
+
+def _check_whole(name: str, value: Any, least: int, usual: int) -> None:
+    if not _is(value, numbers.Integral) or value < least:
+        _refuse(name, value, f"a whole number of at least {least}", usual)
 
 
 def _check_layout(layout: Any) -> None:

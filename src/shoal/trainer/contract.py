@@ -19,6 +19,7 @@ from shoal.base.errors import ConfigError, ShoalError
 from shoal.trainer._torch import pytree
 
 Loss = Callable[[Any, Any], Any]
+BuildOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 IGNORED_TARGET = -100
 
 

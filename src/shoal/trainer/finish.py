@@ -74,7 +74,7 @@ def sample(run: Run, source: Source) -> str | None:
     from shoal.models.generate import generate
 
     prompt = torch.tensor([tokenizer.encode(PROMPT).ids], device=run.world.device)
-    generator = torch.Generator(device=run.world.device).manual_seed(run.settings.seed)
+    generator = torch.Generator(device=run.world.device).manual_seed(run.plan.seed)
     with run.program.autocast():
         tokens = prompt
         for _ in _in_time(run, SAMPLE_TOKENS // AT_ONCE):

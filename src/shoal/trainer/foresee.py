@@ -22,12 +22,11 @@ from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.schedules import DEFAULT
 from shoal.config.sections import Config
 from shoal.data.fetch import is_indexed, join, kept_draws
 from shoal.data.sources import Source
 from shoal.fabric import World
-from shoal.planner.case_settings import case_settings
+from shoal.planner.case_settings import beside
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
@@ -113,18 +112,7 @@ def held_now_bytes() -> int:
 
 def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> Case:
     """The run as the planner sees it."""
-    return Case(
-        model,
-        plan.layout,
-        cluster,
-        plan.batch,
-        plan.micro_batch,
-        schedule=plan.layout.schedule or DEFAULT,
-        chunks=plan.layout.chunks,
-        ep=plan.layout.ep,
-        expert_tp=1 if plan.layout.ep > 1 else 0,
-        **case_settings(config, plan.precision),
-    )
+    return Case(model, cluster, plan, **beside(config))
 
 
 class Learner:
@@ -184,7 +172,7 @@ def foresee(
 
     travel   what dividing the model makes travel (`Program.travel`)
     """
-    width = WIDTHS[plan.precision]
+    width = WIDTHS[plan.compute]
     if plan.layout.threads > 1:
         return {"reason": "dp: threads of one process are not foreseen"}
     try:

@@ -1,4 +1,4 @@
-"""From a settled configuration to a run: the model, the loss, and what `parallelize` is told.
+"""From a settled configuration to a run: the model, the loss, and what `start_run` is told.
 
 The main job, `shoal compare` and `shoal prove` build the same run from the same sections.
 """
@@ -9,12 +9,14 @@ import inspect
 import traceback
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, nearest
 from shoal.base.frames import user_place
+from shoal.base.plan import Plan
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, ModelSection
@@ -23,8 +25,10 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of
 from shoal.optim.build import build_optimizer
+from shoal.planner.settle import Words
 from shoal.trainer.contract import Loss
-from shoal.trainer.parallelize import parallelize
+from shoal.trainer.optimizer_guard import Length
+from shoal.trainer.parallelize import start_run
 from shoal.trainer.run import Run
 
 
@@ -32,13 +36,16 @@ def open_run(
     config: Config,
     source: Source,
     world: World,
-    layout: str | Mapping[str, Any],
-    **more: Any,
+    plan: Plan,
+    said: Words | None = None,
+    *,
+    folder: Path | None = None,
+    total_steps: int = 0,
 ) -> Run:
-    """The run that a configuration describes, under `layout`.
+    """Start the run that a configuration describes, under a plan.
 
-    more     further arguments of `parallelize`: where it writes, how long it is
-    Errors   PlanError, ConfigError when this layout cannot carry this model; the same on all ranks
+    plan, said   as `start_run` takes them · folder  where it writes
+    Errors       PlanError, ConfigError when this layout cannot carry this model; on all ranks
     """
     built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
 
@@ -46,30 +53,17 @@ def open_run(
         built.append(build_model(config.model, source, config.data.sequence))
         return built[0]
 
-    return parallelize(
+    return start_run(
         make_model,
         lambda parameters: build_optimizer(config.optimizer, parameters, built[0]),
         import_loss(config.model),
-        layout,
-        batch=config.train.batch,
-        micro_batch=config.train.micro_batch,
-        precision=config.precision.compute,
-        reduce=config.precision.reduce,
-        loss_scale=config.precision.loss_scale,
-        average=config.optimizer.average,
-        clip=config.optimizer.clip,
-        defer_sync=config.train.defer_sync,
-        compress=config.layout.compress,
-        recompute=config.memory.recompute,
-        offload=config.memory.offload,
-        compile=config.train.compile,
-        seed=config.train.seed,
-        call=config.model.call,
-        schedule=config.optimizer,
-        skip_limit=config.train.skip_limit,
-        world=world,
+        plan,
+        said,
+        given=("batch", "micro_batch"),
+        length=Length(config.optimizer, total_steps),
         sample=partial(first_samples, source.train, source.collate),
-        **more,
+        folder=folder,
+        world=world,
     )
 
 

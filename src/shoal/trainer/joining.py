@@ -86,13 +86,13 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
     Errors   ConfigError where islands were started differently, or keep too few checkpoints;
              ClusterError where one stays away
     """
-    check_keep(run.settings.keep)
+    check_keep(run.plan.keep)
     count, inner = policy.count, twin(run.world)
     weights, plain = movable(run)
     shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
     wide = any(t.dtype == torch.float64 for t, _ in weights.values())
     dtype = torch.float64 if inner.all_true(wide) else torch.float32
-    method = find_method(policy, seed=run.settings.seed)
+    method = find_method(policy, seed=run.plan.seed)
     fragments = method.fragments(_bytes(weights, inner))
     feedback = Feedback(method.keeps) if policy.codec in FEEDS_BACK else None
     common = Common(
@@ -225,8 +225,8 @@ def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
         "layout": plan.layout.text(),
         "train.batch": plan.batch,
         "train.micro_batch": plan.micro_batch,
-        "train.seed": run.settings.seed,
-        "precision.compute": plan.precision,
+        "train.seed": run.plan.seed,
+        "precision.compute": plan.compute,
         "model.parameters": plan.parameters,
     }
 

@@ -18,6 +18,7 @@ from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel.compose import Look
 from shoal.parallel.program import Program, dtype_of
+from shoal.planner.settle import Words
 from shoal.trainer._torch import pytree
 from shoal.trainer.contract import batch_length, call_model, cut_batch, split_batch
 from shoal.trainer.micro_batch import prepared
@@ -29,14 +30,16 @@ SHORT = 256
 """Tokens of a sample, where all a model reads is token ids, and it will share longer sequences."""
 
 
-def divides(layout: str | Mapping[str, Any]) -> bool:
+def divides(plan: Plan, said: Words | None) -> bool:
     """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
-    said: Mapping[str, Any] = {"strategy": layout} if isinstance(layout, str) else layout
+    if said is None:
+        return plan.layout.tp * plan.layout.pp > 1
+    words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
     named = ("tp", "3d", *PIPELINES)
-    return any(said.get(axis, 1) != 1 for axis in ("tp", "pp")) or said.get("strategy") in named
+    return any(words.get(axis, 1) != 1 for axis in ("tp", "pp")) or words.get("strategy") in named
 
 
-def look_at(sample: Any, plan: Plan, world: World, call: str) -> Look | None:
+def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
     """One forward pass on a few samples, for techniques that look at what the model does.
 
     Errors: ConfigError without samples where the layout needs some.
@@ -54,7 +57,7 @@ def look_at(sample: Any, plan: Plan, world: World, call: str) -> Look | None:
     if layout.cp > 1:  # no rank may have to run all tokens of a long sequence, not even once
         few = _shortened(few, layout.cp)
 
-    return _Look(few, call, batch_length(few))
+    return _Look(few, plan.call, batch_length(few))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import time
@@ -26,6 +25,7 @@ from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
 from shoal.base.lines import is_number, read_object
 from shoal.base.phases import phase
+from shoal.base.plan import Plan
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout
@@ -38,8 +38,9 @@ from shoal.machine.measure import QUICK, measure_machine
 from shoal.machine.memory import forget_peak
 from shoal.parallel.offload import check_device
 from shoal.parallel.program import dtype_of
+from shoal.planner.settle import Words, is_open
 from shoal.trace.flops import backward_flops
-from shoal.trainer.choose import choose, is_open
+from shoal.trainer.choose import choose
 from shoal.trainer.contract import (
     batch_length,
     call_model,
@@ -60,9 +61,9 @@ from shoal.trainer.rounds import STOPPED, train_rounds
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 
-Prove = Callable[[Config, Source, World, Path, Mapping[str, Any]], str]
-"""Proves (configuration, data, world, run folder, layout) before the run is built; gives the line
-for the user, empty where nothing was done."""
+Prove = Callable[[Config, Source, World, Path, Plan, Words | None], str]
+"""Proves (configuration, data, world, run folder, plan, its layout in words where that is open)
+before the run is built; gives the line for the user, empty where nothing was done."""
 
 
 def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
@@ -98,14 +99,13 @@ def _prepare(
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
         measure_machine(world, cache_folder(), QUICK)
-    layout, why = choose(config, source, world, folder)
-    proven = prove(config, source, world, folder, layout)
+    plan, said = choose(config, source, world, folder)
+    proven = prove(config, source, world, folder, plan, said)
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's
-    more = {"folder": folder, "keep": config.checkpoint.keep}
     held_bytes = held_now_bytes()
     with phase("set up"):
-        run = open_run(config, source, world, layout, **more)
+        run = open_run(config, source, world, plan, said, folder=folder)
     if proven and world.is_first:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
@@ -117,7 +117,7 @@ def _prepare(
     elif not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
-    run.settings.total_steps = total_steps
+    run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, held_bytes)
     foreseen = (
         foresee(config, source, run.plan, cluster, run.program.travel) if world.is_first else {}
@@ -127,13 +127,12 @@ def _prepare(
         foreseen["islands"] = foresee_rounds(run, joined, foreseen["step_s"], sequence)
     told = {
         "model": config.model.build or config.model.name,
-        "why": why or run.plan.why,
         "chosen": is_open(asked_layout(config.layout)),
         "predicted": foreseen,
     }
     _describe(run, source, total_steps, folder, told)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
-        learner = Learner(foreseen, run.plan.precision, world)
+        learner = Learner(foreseen, run.plan.compute, world)
         run.recorder.events.listeners.append(learner.hear)
     return run, source, total_steps, joined
 
@@ -143,26 +142,24 @@ def _describe(
 ) -> None:
     """plan.json and the lines a user sees before the first step.
 
-    told   what plan.json says beside the plan: why this layout, whether it was the planner's
-           choice, what is foreseen
+    told   what plan.json says beside the plan: whether its layout was left open, what is foreseen
     """
-    rate = matmul_flops_per_s(run.world, run.plan.precision, cache_folder())
+    rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
     run.recorder.machine_flops_per_s = rate
-    run.recorder.passed = partial(distrust, run.world, run.plan.precision, cache_folder())
+    run.recorder.passed = partial(distrust, run.world, run.plan.compute, cache_folder())
     if not run.world.is_first:
         return
-    plan = json.loads(run.plan.to_json())
     known = _known_flops(folder)
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
     unit = "tokens" if source.kind == "tokens" else "samples"
     about = {"unit": unit, "device": run.world.device.type}
-    _write_plan(folder, {**plan, **details, **about, **told})
+    _write_plan(folder, run.plan, {**details, **about, **told})
     run.recorder.flops_per_sample = known
     formats = _formats(run)
     emit = run.recorder.events.emit
     if run.step_count == 0:
         emit("notice", text=f"data: {source.description}")
-        emit("notice", text=told["why"])
+        emit("notice", text=run.plan.why)
         emit(
             "notice",
             text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
@@ -170,7 +167,7 @@ def _describe(
         )
         emit(
             "notice",
-            text=f"formats: products {run.plan.precision}, weights read as {formats['read']} and "
+            text=f"formats: products {run.plan.compute}, weights read as {formats['read']} and "
             f"stepped as {formats['stepped']}, gradients summed in {formats['summed']}",
         )
     emit(
@@ -178,7 +175,7 @@ def _describe(
         step=run.step_count,
         parameters=run.plan.parameters,
         dtypes=formats,
-        compute=run.plan.precision,
+        compute=run.plan.compute,
         threads=torch.get_num_threads(),
         device=str(run.world.device),
         matmul=flops_text(rate),
@@ -192,14 +189,14 @@ def _formats(run: Run) -> dict[str, str]:
         return " and ".join(sorted({dtype_of(tensor) for tensor in tensors}))
 
     stepped = names(one.parameter for one in run.program.local.values())
-    reduced = {"fp32": "float32", "bf16": "bfloat16"}.get(run.plan.reduce, stepped)
+    reduced = {"fp32": "float32", "bf16": "bfloat16"}.get(run.plan.sums, stepped)
     return {"read": names(run.model.parameters()), "stepped": stepped, "summed": reduced}
 
 
-def _write_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """The plan is for readers; on a full disk the run goes on without."""
+def _write_plan(folder: Path, plan: Plan, beside: Mapping[str, Any]) -> None:
+    """Write plan.json, which others read; on a full disk the run goes on without."""
     with contextlib.suppress(OSError):
-        write_whole(folder / "plan.json", json.dumps(plan, indent=1))
+        write_whole(folder / "plan.json", plan.to_json(beside))
 
 
 def _known_flops(folder: Path) -> float | None:
@@ -220,14 +217,17 @@ def _count_flops(run: Run, batch: StepBatch) -> None:
     def loss_sum(module: nn.Module, value: Any) -> torch.Tensor:
         inputs, targets = split_batch(value)
         with program.autocast():
-            outputs = call_model(module, inputs, run.settings.call)
+            outputs = call_model(module, inputs, run.plan.call)
             return sum_and_count(run.loss(outputs, targets), targets)[0]
 
     flops = backward_flops(program.twin or run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
-        plan = read_object(folder / "plan.json")
-        _write_plan(folder, {**plan, "flops_per_sample": flops / batch_length(few)})
+        beside = {
+            **read_object(folder / "plan.json"),
+            "flops_per_sample": flops / batch_length(few),
+        }
+        _write_plan(folder, run.plan, {k: v for k, v in beside.items() if not hasattr(run.plan, k)})
 
 
 def _stop_on_signal(run: Run) -> dict[int, Any]:

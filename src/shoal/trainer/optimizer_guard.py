@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
+from shoal.base.policies import OptimizerPolicy
 from shoal.checkpoint.tensorfile import check_savable
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer.movement import MovementCheck
-from shoal.trainer.settings import RunSettings
+
+
+@dataclass
+class Length:
+    """How long a run is, as far as its learning rate asks.
+
+    schedule   of the rate, over `total_steps`; None: the rate is the user's
+    """
+
+    schedule: OptimizerPolicy | None = None
+    total_steps: int = 0
 
 
 class OptimizerGuard:
@@ -23,10 +35,10 @@ class OptimizerGuard:
         self,
         optimizer: torch.optim.Optimizer,
         program: Program,
-        settings: RunSettings,
+        length: Length,
         notice: Callable[[str], None],
     ) -> None:
-        self.optimizer, self.program, self.settings = optimizer, program, settings
+        self.optimizer, self.program, self.length = optimizer, program, length
         self.notice = notice
         self.state_checked = False
         self._movement = MovementCheck()
@@ -36,7 +48,7 @@ class OptimizerGuard:
         layout = program.plan.layout
         if layout.zero or program.places or program.pipe.size > 1:
             self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
-        if settings.schedule is not None:
+        if length.schedule is not None:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
 
@@ -52,7 +64,7 @@ class OptimizerGuard:
         and for parameters that came or went since `parallelize`
         """
         self._check_groups()
-        policy, total = self.settings.schedule, self.settings.total_steps
+        policy, total = self.length.schedule, self.length.total_steps
         groups = self.optimizer.param_groups
         if policy is not None:
             if total < 1:

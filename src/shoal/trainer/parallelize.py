@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +19,13 @@ import psutil
 import torch
 from torch import nn
 
-from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError, ShoalError, UserError
 from shoal.base.facts import MachineFacts, usable_cores
 from shoal.base.frames import user_place
 from shoal.base.layout import Layout
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.policies import OptimizerPolicy, TensorPolicy, check_compress
+from shoal.base.policies import OptimizerPolicy
 from shoal.base.systems import untried
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
@@ -36,17 +35,24 @@ from shoal.parallel import precision as formats
 from shoal.parallel.compose import compose, divide, facts
 from shoal.parallel.program import Program, trainable
 from shoal.planner.buckets import plan_buckets
-from shoal.planner.guide import check_micro_batches, choose_layout
-from shoal.trainer.arguments import DEFAULT_BATCH, ELSEWHERE, check_arguments, refuse_unknown
-from shoal.trainer.contract import Loss
+from shoal.planner.settle import Words, settle, words_of
+from shoal.trainer.arguments import (
+    DEFAULT_BATCH,
+    ELSEWHERE,
+    POLICIES,
+    check_arguments,
+    check_policies,
+    refuse_unknown,
+)
+from shoal.trainer.contract import BuildOptimizer, Loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.hand_over import cut_for, hand_over
 from shoal.trainer.look import divides, look_at
 from shoal.trainer.module_guard import enter_run, ready, refuse_unlike
+from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.record import Recorder
 from shoal.trainer.run import Run
-from shoal.trainer.settings import BuildOptimizer, RunSettings
 from shoal.trainer.whole_state import give_masters
 
 
@@ -54,30 +60,18 @@ def parallelize(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: torch.optim.Optimizer | BuildOptimizer,
     loss: Loss | None = None,
-    layout: str | Mapping[str, Any] = "auto",
+    layout: Words = "auto",
     *,
+    plan: Plan | None = None,
     batch: int | None = None,
     micro_batch: int | None = None,
     precision: str = "auto",
-    reduce: str = "auto",
-    loss_scale: float = 0.0,
-    average: float = 0.0,
-    clip: float = 0.0,
-    seed: int = 0,
-    call: str = "single",
     schedule: OptimizerPolicy | None = None,
     total_steps: int = 0,
-    defer_sync: bool = False,
-    recompute: str = "none",
-    offload: str = "none",
-    compress: str = "none",
-    compile: str = "none",
-    skip_limit: int = 5,
     sample: Any = None,
     folder: str | Path | None = None,
-    keep: int = 2,
     world: World | None = None,
-    **unknown: Any,
+    **policies: Any,
 ) -> Run:
     """Make a module train on every process that was started, computing what one process computes.
 
@@ -90,93 +84,156 @@ def parallelize(
     layout       "auto", a strategy ("single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp",
                  "pp", "cp", "3d", a pipeline's schedule), or degrees, say {"tp": 2, "dp_shard": 2},
                  with whatever else [layout] may say: zero, schedule, chunks, strict, split, …
+    plan         all that is said by words here, as one `shoal.Plan`, in their place
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
     micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
                  does not depend on the layout; a batch of your own is cut only if this is given
-    precision    auto, fp64, fp32, bf16, fp16 · clip  largest gradient norm, 0 for none
-    reduce       auto, fp32, bf16: the format in which gradients travel
-    loss_scale   for fp16: a fixed scale; 0 follows overflows by itself
-    average      decay of an average of the weights, which `evaluate` then uses; 0 for none
-    call         "single": model(inputs) · "kwargs": model(**inputs)
+    precision    auto, fp64, fp32, bf16, fp16: `compute` of [precision]
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
-    defer_sync   zero2, fsdp: sum gradients once a step, not per micro-batch; costs a full gradient
-    compress     what gradients travel as: none, int8, powersgd:RANK, topk:SHARE
-    recompute    none, selective, full: activations of blocks computed twice
-    compile      none, blocks: fused kernels for every block by torch.compile
-    offload      none, optimizer, parameters, activations: kept in the host's memory (GPUs)
     sample       tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
                  does with it tells how its layers can be split and where it can be cut
-    skip_limit   non-finite steps in a row before TrainingError · folder  where events, metrics and
-                 checkpoints go · keep  newest checkpoints that stay
+    folder       where events, metrics and checkpoints go
     world        the processes, if `World`s are made by hand (tests); default: found by itself
-    unknown      refused, with the argument that was meant
+    policies     every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
+                 docs/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed,
+                 call, defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
     Gives        a `Run`
     Errors       PlanError: layout and processes do not fit, ranks built different models, the
                  optimizer holds foreign parameters · CheckpointError: another process has the
                  folder · ConfigError: anything else that is not legal
     Source       design §5; the loss rule is design §6
     """
-    world = _begin(world, unknown, locals())
-    compute = formats.resolve(precision, world.device)
-    with _light_build() if divides(layout) else nullcontext():
-        module, said = ready(build_module(model, seed))
-        module = formats.convert(module, compute)
+    install()
+    refuse_unknown(parallelize, policies.keys() - POLICIES.keys(), ELSEWHERE)
+    check_arguments(locals())
+    said: Words = layout
+    if plan is not None:
+        _refuse_beside(plan, locals())
+        said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
+    else:
+        plan = _plan_of(precision, policies)
+    given = {"batch": batch, "micro_batch": micro_batch}
+    return start_run(
+        model,
+        optimizer,
+        loss,
+        replace(plan, batch=batch or 0, micro_batch=micro_batch or 0),
+        said,
+        given=[name for name, value in given.items() if value],
+        length=Length(schedule, total_steps),
+        sample=sample,
+        folder=Path(folder) if folder is not None else None,
+        world=world,
+    )
+
+
+def _plan_of(precision: str, policies: Mapping[str, Any]) -> Plan:
+    """The plan that arguments name, without its layout.
+
+    Errors: ConfigError for a value that means nothing
+    """
+    names = {} if "compute" in policies else {"compute": "precision"}
+    told = {"compute": precision, **policies}
+    if not isinstance(told.get("split", ()), str):
+        told["split"] = tuple(told.get("split", ()))
+    plan = Plan(Layout(), **told)
+    check_policies(plan, names)
+    return plan
+
+
+def _refuse_beside(plan: Plan, given: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for what is no plan, and for words beside one, which it has itself."""
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"plan = {type(plan).__name__}: a shoal.Plan is wanted; nearest: "
+            f'shoal.Plan(shoal.Layout(tp=2), recompute="full"), or layout={{"tp": 2}}'
+        )
+    check_policies(plan, {})
+    plain = inspect.signature(parallelize).parameters
+    for name in ("layout", "batch", "micro_batch", "precision", *given["policies"]):
+        value = given["policies"].get(name, given.get(name))
+        if name in given["policies"] or value != plain[name].default:
+            key = {"precision": "compute"}.get(name, name)
+            raise ConfigError(
+                f"{name} = {value}: stands beside a plan, which says it itself; nearest: "
+                f"plan=dataclasses.replace(plan, {key}=…)"
+            )
+
+
+def start_run(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: torch.optim.Optimizer | BuildOptimizer,
+    loss: Loss | None,
+    plan: Plan,
+    said: Words | None,
+    *,
+    given: Collection[str],
+    length: Length,
+    sample: Any = None,
+    folder: Path | None = None,
+    world: World | None = None,
+) -> Run:
+    """Start a run under a plan: what `parallelize` does with its arguments, and `shoal train`.
+
+    plan     settled, or with open fields where `said` is given
+    said     the layout in words, from which the plan is settled; None: it is settled
+    given    portions of the batch that the user fixed
+    Errors   as `parallelize`
+    """
+    install()
+    world = world or start_world()
+    install().world = world
+    _agree(world, _compared(plan, said, length))
+    plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
+    with _light_build() if divides(plan, said) else nullcontext():
+        module, notices = ready(build_module(model, plan.seed))
+        module = formats.convert(module, plan.compute)
     module = module.to(world.device)
     parameters = trainable(module)
-    said += narrow_weights(parameters, compute)
+    notices += narrow_weights(parameters, plan.compute)
     _refuse_untrainable(module, parameters, world)
-    samples = batch or (8 * micro_batch if micro_batch else DEFAULT_BATCH)
     bound = rebind(optimizer, module, parameters)
     _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss or token_loss)})
-    plan = _plan(module, layout, world, samples, micro_batch, compute)
-    travels = "" if reduce == "auto" or compute == "fp64" else reduce
-    check_compress(compress, plan.layout.data_strategy, compute, travels)
-    plan = replace(
-        plan,
-        defer_sync=defer_sync,
-        reduce=travels,
-        compress=compress,
-        recompute=recompute,
-        offload=offload,
-        compile=compile,
-    )
+    plan = _settled(plan, said, world, parameters)
     hooks = hooked(parameters)
-    program = divide(module, plan, world, look_at(sample, plan, world, call))
+    program = divide(module, plan, world, look_at(sample, plan, world))
     _settle(module, plan.layout)
     program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
-    plan, notices = cut_for(bound, program)
-    program = compose(replace(program, plan=plan), seed=seed)
-    said += check_hooks(hooks, program)
-    program.notices.extend(said + notices + [line for line in (untried(),) if line])
+    plan, lines = cut_for(bound, program)
+    program = compose(replace(program, plan=plan))
+    notices += check_hooks(hooks, program)
+    program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))
     program = _streaming(program, bound)
-    recorder = Recorder(Path(folder) if folder is not None else None, world)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
-    settings = RunSettings(
-        clip=clip,
-        seed=seed,
-        call=call,
-        batch=batch or 0,
-        skip_limit=skip_limit,
-        keep=keep,
-        schedule=schedule,
-        total_steps=total_steps,
-        cut_own_batches=micro_batch is not None,
-        loss_scale=loss_scale,
-        average=average,
-    )
-    run = Run(program, bound, loss or token_loss, settings, recorder)
-    if recorder.folder is not None:
+    run = Run(program, bound, loss or token_loss, Recorder(folder, world), length, given)
+    if folder is not None:
         from shoal.trainer.own_folder import own
         from shoal.trainer.state import model_parts
 
-        run.lease = own(recorder.folder, world)
+        run.lease = own(folder, world)
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
+
+
+def _settled(
+    plan: Plan, said: Words | None, world: World, parameters: Mapping[str, nn.Parameter]
+) -> Plan:
+    """The plan without an open field."""
+    count = sum(p.numel() for p in parameters.values())
+    if said is None:
+        return replace(plan, parameters=count)
+    machine = MachineFacts(
+        cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=torch.cuda.device_count(),
+    )
+    batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
+    return settle(replace(plan, batch=batch), said, world.size, count, machine)
 
 
 def _light_build() -> AbstractContextManager[None]:
@@ -203,23 +260,12 @@ def _streaming(program: Program, optimizer: torch.optim.Optimizer) -> Program:
     return replace(program, on_close=(*program.on_close, undo))
 
 
-def _begin(world: World | None, unknown: Mapping[str, Any], given: Mapping[str, Any]) -> World:
-    """Meet the other processes, which must have been given the same arguments."""
-    install()
-    refuse_unknown(parallelize, unknown, ELSEWHERE)
-    check_arguments(given)
-    world = world or start_world()
-    install().world = world
-    _agree(world, {name: given[name] for name in COMPARED})
-    return world
-
-
-COMPARED = (
-    "layout", "batch", "micro_batch", "precision", "reduce", "loss_scale", "average", "clip",
-    "seed", "call", "schedule", "total_steps", "defer_sync", "recompute", "offload", "compress",
-    "compile", "skip_limit",
-)  # fmt: skip
-"""Arguments that must be the same on every rank; those that are objects are compared elsewhere."""
+def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:
+    """What must be the same on every rank, by the names of arguments; objects come later."""
+    told = {"precision": plan.compute, "batch": plan.batch, "micro_batch": plan.micro_batch}
+    told |= {key: getattr(plan, key) for key in POLICIES if key != "compute"}
+    layout = plan.layout.text() if said is None else said
+    return {"layout": layout, **told, **vars(length)}
 
 
 def _agree(world: World, said: Mapping[str, Any]) -> None:
@@ -305,34 +351,3 @@ def _refuse_untrainable(
                 f"model: {name or 'the embedding'} gives sparse gradients (sparse=True), which are "
                 f"neither clipped nor summed over ranks; nearest: sparse=False"
             )
-
-
-def _plan(
-    module: nn.Module,
-    layout: str | Mapping[str, Any],
-    world: World,
-    batch: int,
-    micro_batch: int | None,
-    compute: str,
-) -> Plan:
-    parameters = sum(p.numel() for p in trainable(module).values())
-    machine = MachineFacts(
-        cores=usable_cores(),
-        memory_bytes=psutil.virtual_memory().total,
-        gpus=torch.cuda.device_count(),
-    )
-    said: dict[str, Any] = {"strategy": layout} if isinstance(layout, str) else dict(layout)
-    named = {key: said.pop(key) for key in ("zero", "threads", "schedule", "chunks") if key in said}
-    tensor = TensorPolicy(
-        said.pop("strict", False),
-        said.pop("sequence_parallel", "auto"),
-        tuple(said.pop("split", ())),
-        said.pop("context", "auto"),
-    )
-    strategy = said.pop("strategy", "dp" if named.get("threads") else "auto")
-    chosen, why = choose_layout(strategy, said, world.size, parameters, machine, **named)
-    tensor.check(chosen.tp, chosen.cp)
-    micro = micro_batch or default_micro_batch(batch)
-    accumulate = check_batch(batch, micro, chosen.data_degree, derived=not micro_batch)
-    check_micro_batches(chosen, batch, micro)
-    return Plan(chosen, why, batch, micro, accumulate, compute, parameters, tensor=tensor)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,10 @@ from shoal.trainer.epochs import Epochs
 from shoal.trainer.feed import Feed
 from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.meeting import count_forwards, meeting_of, together
-from shoal.trainer.optimizer_guard import OptimizerGuard
+from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.record import Recorder
 from shoal.trainer.result import StepResult, counted, row_of
 from shoal.trainer.saving import FAILED, Saving
-from shoal.trainer.settings import RunSettings
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips
 from shoal.trainer.step import Tally, forward_backward, reducer_of, update
@@ -59,6 +58,9 @@ class Run:
     beside      further tensors that checkpoints keep · adjust  changes the final mean gradient
     lr_step     the step whose learning rate counts, where that is not `step_count`
     first_key   added to micro-batches' numbers, which randomness is keyed by
+
+    Made by `shoal.parallelize`; `given`: portions of the batch that the user fixed, `batch` and
+    `micro_batch`, to which batches of one's own are held.
     """
 
     def __init__(
@@ -66,21 +68,23 @@ class Run:
         program: Program,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        settings: RunSettings,
         recorder: Recorder,
+        length: Length,
+        given: Collection[str] = (),
     ) -> None:
         self.program = program
         self.optimizer = optimizer
         self.loss = loss
-        self.settings = settings
         self.recorder = recorder
         self.step_count = 0
-        self.feed = Feed(program.plan, program.data, settings.seed)
+        plan = program.plan
+        self.feed = Feed(plan, program.data, plan.seed)
         self.beside: Beside | None = None
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None
         self.first_key = 0
         self.extra_record: dict[str, Any] = {}
+        self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self._tally: Tally | None = None
         self._batch: Any = None
         self._spare: Any = None
@@ -89,14 +93,14 @@ class Run:
         self._restored: set[Path] = set()
         self._hooked = hooked(program.parameters)  # of those it was told
         self.lease: RunLease | None = None
-        self.loss_scale = _loss_scale(program.plan.precision, settings.loss_scale)
+        self.loss_scale = _loss_scale(plan.compute, plan.loss_scale)
         self.saving = Saving(program.world, recorder.events.emit, recorder.warn)
         stepped = {name: one.parameter for name, one in program.local.items()}
-        self.average = _average(settings.average, stepped)
-        self.skips = Skips(settings.skip_limit)
-        self.guard = OptimizerGuard(optimizer, program, settings, recorder.notice)
+        self.average = _average(plan.average, stepped)
+        self.skips = Skips(plan.skip_limit)
+        self.guard = OptimizerGuard(optimizer, program, length, recorder.notice)
         self.epochs_done = Epochs(self.feed)
-        self._brought = Brought(program, settings.batch, recorder.notice)
+        self._brought = Brought(program, plan.batch if "batch" in given else 0, recorder.notice)
         self._carried = Carried(program, recorder.notice)
         self._evaluation_told = False
         self.meeting = meeting_of(program.world)
@@ -192,8 +196,7 @@ class Run:
         self._batch = batch
         self.touched.before(self.step_count + 1)
         self._brought.look(self.step_count + 1, batch)
-        cut = self.plan.micro_batch if self.settings.cut_own_batches else 0
-        micro_batches = own_micro_batches(batch, cut, self.program.data)
+        micro_batches = own_micro_batches(batch, self._cut, self.program.data)
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
         first = self._first_step(micro_batches)
         rounds = busiest(self.program, batch, len(micro_batches))
@@ -212,7 +215,7 @@ class Run:
                 rounds=rounds,
                 spare=spare,
                 scale=self.loss_scale.value if self.loss_scale else 1.0,
-                call=self.settings.call,
+                call=self.plan.call,
                 stop=self._stop_wanted,
                 save_failed=self.saving.report() == FAILED,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
@@ -243,7 +246,7 @@ class Run:
                 self.program,
                 self.optimizer,
                 tally,
-                clip=self.settings.clip,
+                clip=self.plan.clip,
                 scale=scale,
                 watch=self.guard.watch,
                 adjust=self.adjust,
@@ -298,7 +301,7 @@ class Run:
         stop = (lambda: self._stop_wanted) if stops else None
         with self._averaged():
             values = evaluate(
-                self.program, batches, self.loss, metrics or {}, self.settings.call, stop=stop
+                self.program, batches, self.loss, metrics or {}, self.plan.call, stop=stop
             )
         self.stopping = self.stopping or not values
         self.touched.after(self.step_count + 1)

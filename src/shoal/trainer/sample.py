@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.base.errors import UserError
 from shoal.base.phases import counting, phase
+from shoal.config.resolve import plan_of
 from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
@@ -45,7 +46,7 @@ def open_row(config: Config, source: Source, world: World, layout: str | Mapping
     Errors: PlanError, ConfigError when this layout cannot carry this model; the same on all ranks.
     """
     total_steps = steps_of(config, source, config.train.batch)
-    return open_run(config, source, world, layout, total_steps=total_steps)
+    return open_run(config, source, world, plan_of(config), layout, total_steps=total_steps)
 
 
 def measure_row(
@@ -113,7 +114,7 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
     sent = run.world.gather_json(fullest)
     figures = {
         "text": run.plan.layout.text(),
-        "precision": run.plan.precision,
+        "precision": run.plan.compute,
         "parameters": run.plan.parameters,
         "per_s": statistics.median(_rate(row, source.kind) for row in timed),
         "step_s": [row["step_s"] for row in timed],

@@ -33,9 +33,9 @@ from shoal.parallel.whole import held
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.feed import Feed
 from shoal.trainer.loss_scale import LossScale
+from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.record import Recorder
 from shoal.trainer.saving import Saving
-from shoal.trainer.settings import RunSettings
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -62,7 +62,7 @@ class Kept(Protocol):
 
     program: Program
     optimizer: torch.optim.Optimizer
-    settings: RunSettings
+    guard: OptimizerGuard
     recorder: Recorder
     saving: Saving
     feed: Feed
@@ -83,7 +83,7 @@ def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
-    root, keep = folder / "checkpoints", run.settings.keep
+    root, keep = folder / "checkpoints", run.program.plan.keep
     if not wait:
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
@@ -122,11 +122,11 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
     record = {
         "step": run.step_count,
         "data": run.feed.state,
-        "seed": run.settings.seed,
+        "seed": plan.seed,
         "layout": plan.layout.text(),
         "batch": plan.batch,
         "micro_batch": plan.micro_batch,
-        "precision": plan.precision,
+        "precision": plan.compute,
         "optimizer": optimizer_record,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
@@ -186,7 +186,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
         run.average.load(kept, int(record.get("average_updates", 0)))
     differences = join_state(run.optimizer, stepped, state, record["optimizer"])
-    if run.settings.schedule is None:
+    if run.guard.length.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
         restore_lr(run.optimizer, names, record["optimizer"])
     if run.loss_scale is not None and "loss_scale" in record:
@@ -310,8 +310,8 @@ def _differences(run: Kept, record: dict[str, Any]) -> list[str]:
         "layout": plan.layout.text(),
         "batch": plan.batch,
         "micro_batch": plan.micro_batch,
-        "precision": plan.precision,
-        "seed": run.settings.seed,
+        "precision": plan.compute,
+        "seed": plan.seed,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     return [f"{k} was {record.get(k)}, is {v}" for k, v in now.items() if record.get(k) != v]

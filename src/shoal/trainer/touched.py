@@ -265,7 +265,7 @@ class Touched:
             master = id(one.parameter) if one is not None else 0
             if name in program.parts and (not master or now[master] == before[master]):
                 raise ConfigError(
-                    f"{name} was changed beside the run, but it is a {program.plan.precision} copy "
+                    f"{name} was changed beside the run, but it is a {program.plan.compute} copy "
                     f"that the next update makes anew from its fp32 master; nearest: change "
                     f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
                 )

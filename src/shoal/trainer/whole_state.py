@@ -46,7 +46,7 @@ def give_masters(program: Program) -> Program:
                 parts[name] = _whole(program.parts.get(first))
         if not parts:
             continue
-        own = _Weights(module, parts, layout.text(), program.plan.precision)
+        own = _Weights(module, parts, layout.text(), program.plan.compute)
         hooks = _hang(own)
         if layout.zero < 3 and not program.places and program.pipe.size == 1:
             undo += [hook.remove for hook in hooks]  # closing leaves the module whole

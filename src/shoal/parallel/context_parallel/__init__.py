@@ -56,7 +56,7 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
     world = program.context
     if world.size == 1:
         return program
-    policy = program.plan.tensor
+    policy = program.plan
     ring, attention = Ring(world), ATTENTION[policy.context]
     units = find_units(program.module, partial(_drawing_alike, run), world.size, attention)
     classes, failed = _checked(program.module, units, ring)

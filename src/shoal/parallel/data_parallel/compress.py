@@ -36,7 +36,7 @@ from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.base.plan import Bucket
-from shoal.base.policies import CompressPolicy
+from shoal.base.policies import Compression
 from shoal.fabric import Traffic, World
 from shoal.fabric.coded_sums import Flight, Int8Sum, LargestSum, ScatteredInt8Sum, Sender
 from shoal.fabric.low_rank import LowRankSum, Matrix
@@ -47,7 +47,7 @@ from shoal.parallel.program import Program
 def apply(program: Program) -> Program:
     """Put codes between the program's reducer and its world, as the plan says."""
     compress = program.plan.compress
-    policy = CompressPolicy.parse(compress)
+    policy = Compression.parse(compress)
     if policy.method == "none":
         return program
     if program.data.size == 1:
@@ -159,7 +159,7 @@ class Arriving:
 
 
 def _sender(
-    policy: CompressPolicy, bucket: Bucket, parameters: Mapping[str, nn.Parameter], world: World
+    policy: Compression, bucket: Bucket, parameters: Mapping[str, nn.Parameter], world: World
 ) -> Sender:
     wide = torch.float64 if bucket.dtype == "float64" else torch.float32
     if policy.method == "topk":

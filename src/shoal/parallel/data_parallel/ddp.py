@@ -25,7 +25,7 @@ def apply(program: Program) -> Program:
     masters = _masters(program)
     local.update(masters)
     reducer = _Reducer(
-        program.parameters, plan.buckets, program.data, local, plan.reduce, masters=masters
+        program.parameters, plan.buckets, program.data, local, plan.sums, masters=masters
     )
     return replace(
         program,

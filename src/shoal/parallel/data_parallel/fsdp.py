@@ -192,8 +192,8 @@ def _wrap(
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
     """Gather a unit in the narrow format if its matrices are all read in it anyway."""
     plan, reduce = program.plan, None
-    if plan.reduce:
-        reduce = getattr(torch, REDUCE[plan.reduce])
+    if plan.sums:
+        reduce = getattr(torch, REDUCE[plan.sums])
     copied = {name: bucket.compute for bucket in plan.buckets for name in bucket.names}
     names = {id(p): name for name, p in program.parameters.items()}
     here = [(p, copied.get(names.get(id(p), ""), "")) for p in unit.parameters()]

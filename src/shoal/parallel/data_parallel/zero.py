@@ -43,11 +43,9 @@ def apply(program: Program) -> Program:
     local = weights.local()
     reducer: _ZeroOne | ScatterReducer
     if plan.layout.zero == 1 or plan.defer_sync:
-        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world, plan.reduce)
+        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world, plan.sums)
     else:
-        reducer = ScatterReducer(
-            weights, local, program.parameters, plan.buckets, world, plan.reduce
-        )
+        reducer = ScatterReducer(weights, local, program.parameters, plan.buckets, world, plan.sums)
     return replace(
         program,
         reducer=reducer,

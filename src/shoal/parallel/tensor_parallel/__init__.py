@@ -51,7 +51,7 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
     Gives    None without tensor parallelism
     Errors   PlanError where nothing can be split, or something cannot and the plan is strict
     """
-    degree, policy = program.tensor.size, program.plan.tensor
+    degree, policy = program.tensor.size, program.plan
     if degree == 1:
         return None
     if trunk is not None and trunk.leaf:

@@ -8,73 +8,99 @@ where layouts err.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from shoal.config.resolve import asked_layout, portions
+from shoal.base.plan import Plan
+from shoal.base.policies import (
+    CompilePolicy,
+    CompressPolicy,
+    KeepPolicy,
+    LoopPolicy,
+    Policies,
+    PrecisionPolicy,
+    UpdatePolicy,
+)
+from shoal.config.resolve import asked_layout, plan_of
 from shoal.config.sections import Config
 from shoal.data.fetch import draws_nothing, first_samples, is_indexed, kept_draws
 from shoal.data.sources import Source
 from shoal.planner.model_facts import FAMILIES, family_of
+from shoal.planner.settle import Words, words_of
 from shoal.proof.side import Side, Trial
 from shoal.trainer.contract import Loss
 from shoal.trainer.job import build_model, import_loss
 from shoal.trainer.result import StepResult
 
+OTHERS = (PrecisionPolicy, UpdatePolicy, CompressPolicy, CompilePolicy, LoopPolicy, KeepPolicy)
+"""Policies that change numbers on purpose, and those that a proof sets for itself."""
+
+PROVEN = tuple(
+    key.name
+    for key in fields(Policies)
+    if key.name not in {other.name for policy in OTHERS for other in fields(policy)} | {"call"}
+)
+"""Keys that the layout's side has from the plan, and one process has not."""
+
 
 @dataclass(frozen=True)
-class Material:
-    """One run's ingredients.
+class ProofCase:
+    """What a proof trains: a run's ingredients, and the plan that is to be proven.
 
-    build               gives the module, with the same weights at every call under one seed
-    data, collate       the training dataset, or an iterable; how samples join
-    layout              as `shoal.parallelize` takes it
-    batch, micro_batch  samples per step over all ranks, per forward pass
-    full_steps          full steps in the epoch that the proof sees, before the short one
-    ours                the module is one of Shoal's own, which may be built without numbers
-    policies            what else `shoal.parallelize` is told on the layout's side only: defer_sync,
-                        recompute, offload; never compress, which changes numbers on purpose
+    build           gives the module, with the same weights at every call under one seed
+    data, collate   the training dataset, or an iterable; how samples join
+    layout          in words, as `shoal.parallelize` takes it
+    plan            batch, micro-batch and policies; its layout is not read
+    full_steps      full steps in the epoch that the proof sees, before the short one
+    ours            the module is one of Shoal's own, which may be built without numbers
     """
 
     build: Callable[[], nn.Module]
     loss: Loss
     data: Any
     collate: Any
-    layout: str | Mapping[str, Any]
-    batch: int
-    micro_batch: int
-    call: str = "single"
-    seed: int = 0
+    layout: Words
+    plan: Plan
     full_steps: int = 2
     ours: bool = False
-    policies: Mapping[str, Any] = field(default_factory=dict)
 
-    def small(self, degree: int) -> Material:
+    @property
+    def policies(self) -> dict[str, Any]:
+        """Policies of the layout's side; one process goes without.
+
+        Not those that change numbers on purpose (compress, formats, compile's fused kernels), nor
+        those that a proof sets itself.
+        """
+        return {key: getattr(self.plan, key) for key in PROVEN}
+
+    def small(self, degree: int) -> ProofCase:
         """The same with two small micro-batches per rank and step; `degree` data-parallel ranks."""
-        micro_batch = min(self.micro_batch, 2)
-        return replace(self, micro_batch=micro_batch, batch=2 * degree * micro_batch, full_steps=1)
+        micro_batch = min(self.plan.micro_batch, 2)
+        plan = replace(self.plan, micro_batch=micro_batch, batch=2 * degree * micro_batch)
+        return replace(self, plan=plan, full_steps=1)
 
     @property
     def samples(self) -> int:
         """Samples of the epoch that a proof sees; fewer where the dataset is shorter."""
-        return epoch_samples(self.batch, self.micro_batch, self.full_steps)
+        return epoch_samples(self.plan.batch, self.plan.micro_batch, self.full_steps)
 
     def trial(self) -> Trial:
         """Trains on the first samples of the data, epoch after epoch."""
-        few = head(self.data, self.batch, self.micro_batch, self.full_steps)
+        plan = self.plan
+        few = head(self.data, plan.batch, plan.micro_batch, self.full_steps)
 
         def train(side: Side) -> Iterator[tuple[str, StepResult]]:
             run = side.parallelize(
                 self.build,
                 self.loss,
-                batch=self.batch,
-                micro_batch=self.micro_batch,
-                call=self.call,
+                batch=plan.batch,
+                micro_batch=plan.micro_batch,
+                call=plan.call,
                 sample=partial(first_samples, few, self.collate),
             )
             loader = run.loader(few, collate=self.collate)
@@ -126,28 +152,20 @@ class Head:
         return self.dataset[index]
 
 
-def material_of(
-    config: Config, source: Source, layout: Mapping[str, Any] | None = None
-) -> Material:
-    """What a proof of this configuration's layout is made of.
+def case_of(
+    config: Config, source: Source, plan: Plan | None = None, layout: Words | None = None
+) -> ProofCase:
+    """Make the case that proves a configuration's layout.
 
-    layout   what `auto` came to; default: as the configuration says
+    plan, layout   as they are settled; default: as the configuration says
     """
-    batch, micro_batch = portions(config.train)
-    return Material(
+    settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
+    return ProofCase(
         lambda: build_model(config.model, source, config.data.sequence),
         import_loss(config.model),
         source.train,
         source.collate,
-        layout or asked_layout(config.layout),
-        batch,
-        micro_batch,
-        call=config.model.call,
-        seed=config.train.seed,
+        settled if layout is None else layout,
+        plan or plan_of(config),
         ours=not config.model.build and family_of(config.model.name) in FAMILIES,
-        policies={
-            "defer_sync": config.train.defer_sync,
-            "recompute": config.memory.recompute,
-            "offload": config.memory.offload,
-        },
     )

@@ -1,0 +1,135 @@
+"""Which fields of a plan a search may choose: what [layout] leaves open on given machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.base.cluster import Cluster
+from shoal.base.degrees import planned_degrees
+from shoal.base.errors import PlanError
+from shoal.base.layout import PIPELINES, STAGES, Layout, expand
+from shoal.base.schedules import canonical, settle_schedule
+from shoal.config.sections import LayoutSection
+from shoal.planner.states import WIDTHS
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Which fields of a plan the search may choose; it keeps all others.
+
+    layout       exactly this one · degrees  some axes alone, the others are searched
+    zero         what dp_shard splits; None: whatever is best
+    micro_batch  samples per forward pass, 0: any · accumulate  micro-batches per rank, 0: any
+    recompute    whether what is computed twice is searched; else the plan says it
+    schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
+    built        only layouts that `auto` may take in a run here
+    """
+
+    layout: Layout | None = None
+    degrees: tuple[tuple[str, int], ...] = ()
+    zero: int | None = None
+    micro_batch: int = 0
+    accumulate: int = 0
+    recompute: bool = True
+    schedule: str = ""
+    chunks: int = 1
+    built: bool = False
+
+
+def space_of(section: LayoutSection, cluster: Cluster, **portions: int | bool) -> SearchSpace:
+    """Find what the words of [layout] leave open.
+
+    portions   further fields of the space: micro_batch, accumulate, recompute, built
+    Errors     PlanError for a name or degrees that do not go with the devices
+    """
+    degrees = section.degrees()
+    schedule, chunks = _schedule(section, degrees.get("pp", 1))
+    return SearchSpace(
+        layout=_layout(section, cluster),
+        degrees=tuple(degrees.items()),
+        zero=_zero(section),
+        schedule=schedule,
+        chunks=chunks,
+        **portions,  # type: ignore[arg-type]
+    )
+
+
+def _schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
+    """The schedule that the user fixed beside degrees, and its chunks; "" leaves it open."""
+    named = section.strategy if section.degrees() and section.strategy in PIPELINES[1:] else ""
+    schedule = section.schedule or named
+    if (section.strategy != "auto" and not named) or not (schedule or section.chunks):
+        return "", 1
+    name = canonical(schedule or "interleaved")
+    return settle_schedule(name, section.chunks, pp)
+
+
+def _zero(section: LayoutSection) -> int | None:
+    """What dp_shard splits, as the user fixed it: by its key, or by a name beside degrees.
+
+    Errors   PlanError for a name that says nothing beside degrees
+    """
+    if section.zero >= 0:
+        return section.zero
+    if not section.degrees() or section.strategy in ("auto", "3d", *PIPELINES):
+        return None
+    stages = {**STAGES, "ddp": 0}
+    if section.strategy not in stages:
+        raise PlanError(
+            f"layout.strategy = {section.strategy}: is a whole layout, and so are degrees beside "
+            f"it; nearest: leave layout.strategy out"
+        )
+    return stages[section.strategy]
+
+
+def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
+    """The layout that the user fixed, as a run would take it; None where the planner has a choice.
+
+    Errors   PlanError for a name or degrees that do not go with the devices
+    """
+    zero = _zero(section)
+    if degrees := section.degrees():
+        planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
+        if Layout.of(degrees).processes < cluster.devices:
+            return None
+        return planned_degrees(degrees, cluster.devices, zero)
+    strategy = "dp" if section.strategy == "auto" and section.threads else section.strategy
+    if strategy == "auto":
+        return None
+    return expand(
+        strategy,
+        cluster.devices,
+        threads=section.threads,
+        zero=zero,
+        schedule=section.schedule,
+        chunks=section.chunks,
+    )
+
+
+def format_on(asked: str, offload: str, cluster: Cluster, notes: list[str]) -> str:
+    """The number format: the user's, or bf16 where the device is fast in it."""
+    parts = (cluster, *cluster.groups)
+    if any(part.device.kind != cluster.device.kind for part in parts):
+        raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
+    if cluster.device.kind != "gpu":
+        if offload != "none":
+            raise PlanError(
+                f"memory.offload = {offload}: there is no device to offload from on a CPU; "
+                f"nearest: memory.offload=none"
+            )
+        if asked == "fp16":
+            raise PlanError(
+                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "
+                "precision.compute=bf16"
+            )
+        return "fp32" if asked == "auto" else asked
+    every = [part.device.matrix_flops_per_s for part in parts]
+    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}
+    if asked == "auto":
+        return "bf16" if rates["bf16"] > rates["fp32"] else "fp16"
+    narrow = {"bf16": "fp16", "fp16": "bf16"}.get(asked, "")
+    if narrow and rates[narrow] > 2 * rates[asked]:
+        slowest = min(parts, key=lambda part: part.device.matrix_flops_per_s.get(asked, 0.0))
+        times = rates[narrow] / max(rates[asked], 1.0)
+        notes.append(f"{slowest.device.name} multiplies {narrow} {times:.0f} times as fast")
+    return asked
