@@ -17,7 +17,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointError": "shoal.base.errors",
     "ConfigError": "shoal.base.errors",
+    "Layout": "shoal.base.layout",
     "OptimizerPolicy": "shoal.base.policies",
+    "Plan": "shoal.base.plan",
     "PlanError": "shoal.base.errors",
     "Run": "shoal.trainer.run",
     "ShoalError": "shoal.base.errors",
@@ -27,6 +29,7 @@ _HOMES = {
     "linear_cross_entropy": "shoal.models.loss",
     "mean_of_samples": "shoal.trainer.contract",
     "parallelize": "shoal.trainer.parallelize",
+    "plan": "shoal.trainer.plan_ahead",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])
@@ -37,11 +40,14 @@ if TYPE_CHECKING:
     from shoal.base.errors import PlanError as PlanError
     from shoal.base.errors import ShoalError as ShoalError
     from shoal.base.errors import TrainingError as TrainingError
+    from shoal.base.layout import Layout as Layout
+    from shoal.base.plan import Plan as Plan
     from shoal.base.policies import OptimizerPolicy as OptimizerPolicy
     from shoal.fabric import World as World
     from shoal.models.loss import linear_cross_entropy as linear_cross_entropy
     from shoal.trainer.contract import mean_of_samples as mean_of_samples
     from shoal.trainer.parallelize import parallelize as parallelize
+    from shoal.trainer.plan_ahead import plan as plan
     from shoal.trainer.result import StepResult as StepResult
     from shoal.trainer.run import Run as Run
 

@@ -70,13 +70,15 @@ def parked(sheet: Sheet) -> None:
     expected, plain_peak = gradients(program_of())
     for policy in ("selective", "full"):
         with sheet.row(f"recompute {policy}") as told:
-            ours, told["peak_bytes"] = gradients(recompute.apply(program_of(), policy))
+            ours, told["peak_bytes"] = gradients(
+                recompute.apply(program_of().but(recompute=policy))
+            )
             told["plain_peak_bytes"] = plain_peak
             assert same(ours, expected)
             assert SMALL or told["peak_bytes"] < plain_peak
     for policy in ("none", "selective", "full"):
         with sheet.row(f"offload of activations, recompute {policy}") as told:
-            program = parking(recompute.apply(program_of(), policy))
+            program = parking(recompute.apply(program_of().but(recompute=policy)))
             ours, told["peak_bytes"] = gradients(program)
             told["plain_peak_bytes"] = plain_peak
             assert same(ours, expected)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from shoal.base.errors import ConfigError, PlanError
+from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.fabric import start_world
@@ -39,7 +39,7 @@ def program_of(model: nn.Module, policy: str) -> Program:
     program = randomness.apply(program, 3)
     program = batch_norm.apply(program)
     program = loose_buffers.apply(program)
-    return recompute.apply(program, policy)
+    return recompute.apply(program.but(recompute=policy))
 
 
 def square(output: torch.Tensor) -> torch.Tensor:
@@ -432,14 +432,6 @@ def test_a_model_without_blocks_says_so(model: nn.Module) -> None:
         "whose entries are blocks of several layers"
     ]
     step(program, [numbers(2, 4)])
-
-
-def test_another_policy_is_refused() -> None:
-    with pytest.raises(ConfigError) as failure:
-        program_of(Stack(Counting()), "ful")
-    assert str(failure.value) == (
-        "memory.recompute = ful: not one of none, selective, full; nearest: full"
-    )
 
 
 def test_close_leaves_the_blocks_as_they_were() -> None:

@@ -18,13 +18,14 @@ from shoal.machine.states import peak_extra_bytes
 from shoal.machine.states import state_bytes as held_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
+from shoal.planner.bubble import in_flight
 from shoal.planner.check_schedule import check
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.memory import predict_memory
 from shoal.planner.own_family import own_family
 from shoal.planner.published import published
 from shoal.planner.schedules import make_schedule
-from shoal.planner.stage_cut import block_count, cut, in_flight
+from shoal.planner.stage_cut import block_count, cut
 from shoal.planner.states import Elements, shard_counts, state_bytes
 from shoal.planner.transformer import model_facts
 from shoal.planner.verdict import verdict

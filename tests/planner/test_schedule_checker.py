@@ -10,8 +10,8 @@ from critical_path import critical_path_s
 
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import PlanError
+from shoal.base.schedules import SCHEDULES
 from shoal.planner.check_schedule import check
-from shoal.planner.schedule_names import SCHEDULES
 from shoal.planner.schedules import make_schedule
 
 NAMES = {name: (4, 8, 2 if name == "interleaved" else 1) for name in SCHEDULES}

@@ -9,9 +9,9 @@ from critical_path import critical_path_s
 
 from shoal.base.cluster import Link
 from shoal.base.errors import PlanError
+from shoal.base.schedules import SCHEDULES
 from shoal.planner.bubble import bubble_s
 from shoal.planner.check_schedule import check
-from shoal.planner.schedule_names import SCHEDULES
 from shoal.planner.schedules import make_schedule
 from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.schedules_simulate import bubble_of, simulate

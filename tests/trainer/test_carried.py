@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.trainer.carried import Carried
 
 
@@ -28,8 +30,7 @@ class Keeps(nn.Module):
 
 def told(module: nn.Module, *, ranks: int = 2, micro_batches: int = 1) -> list[str]:
     """The lines after three steps."""
-    layout = SimpleNamespace(strategy="ddp")
-    plan = SimpleNamespace(compile="none", layout=layout)
+    plan = Plan(Layout(dp_replicate=2))
     program = SimpleNamespace(module=module, plan=plan, data=SimpleNamespace(size=ranks))
     lines: list[str] = []
     carried = Carried(cast("Any", program), lines.append)

@@ -45,7 +45,7 @@ def trained(world: World, case: str, layout: str, policy: str) -> dict[str, Any]
         seed=3,
         world=world,
     )
-    run.program = recompute.apply(run.program, policy)
+    run.program = recompute.apply(run.program.but(recompute=policy))
     local = {name: part.parameter for name, part in run.program.local.items()}
     rows = []
     for batch in run.loader(cases.dataset(case)):
@@ -73,7 +73,7 @@ def _fsdp(world: World, policy: str) -> dict[str, Any]:
     model = cases.build("llama").double()
     plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
     program = undivided(model, plan, world)
-    program = recompute.apply(randomness.apply(program, 3), policy)
+    program = recompute.apply(randomness.apply(program, 3).but(recompute=policy))
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -103,7 +103,7 @@ def fsdp_undo(world: World) -> bool:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
     plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
     program = undivided(model, plan, world)
-    program = recompute.apply(program, "full")
+    program = recompute.apply(program.but(recompute="full"))
     fully_shard(model[0])
     for undo in program.on_close:
         undo()

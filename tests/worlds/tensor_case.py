@@ -211,7 +211,7 @@ def equality(
         module, lambda m: m(inputs), world.size, sequence=sequence, overrides=overrides or {}
     )
     applied = apply_split(module, split, world)
-    undo = recompute.apply(program_of(module, world), again).on_close
+    undo = recompute.apply(program_of(module, world).but(recompute=again)).on_close
     world.traffic.take()
     worst_loss, expected = 0.0, torch.zeros(())
     for seed in seeds:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from shoal.base.errors import ConfigError, PlanError, one_of
@@ -116,6 +116,11 @@ class OffloadPolicy:
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
     """none, optimizer, parameters (fsdp), activations: kept in the host's memory (GPUs only)"""
+
+    @property
+    def parks_parameters(self) -> bool:
+        """Whether parameters wait on the host, and so lie in other memory from step to step."""
+        return self.offload == "parameters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +307,14 @@ class Policies(
 ):
     """Every technique's keys, by their names in run.toml, which are unlike across sections."""
 
+    def asks(self, policy: type) -> bool:
+        """Whether a key of a policy has another value than its default.
+
+        >>> Policies(recompute="full").asks(RecomputePolicy), Policies().asks(RecomputePolicy)
+        (True, False)
+        """
+        return any(getattr(self, key.name) != key.default for key in fields(policy))
+
 
 MOST = 2**30
 """No count of samples, tokens, steps or processes in a run is larger."""
@@ -390,16 +403,23 @@ def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
     )
 
 
-def check_compress(text: str, strategy: str, precision: str = "", reduce: str = "") -> None:
+def check_compress(
+    text: str, strategy: str, precision: str = "", reduce: str = "", ep: int = 1
+) -> None:
     """Refuse a way of compressing that a layout or a precision cannot carry.
 
     strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split
-    precision, reduce   the formats of matrix products and of sums
+    precision, reduce   the formats of matrix products and of sums · ep  of the layout
     Errors      ConfigError for a text that is none; PlanError with the nearest right choice
     """
     method = Compression.parse(text).method
     if method == "none":
         return
+    if ep > 1:
+        raise PlanError(
+            f"layout.compress = {text}: sums over all data-parallel ranks, and layout.ep = {ep} "
+            f"sums experts over some; nearest: layout.compress=none"
+        )
     if strategy in ("zero3", "fsdp", "hsdp"):
         nearest = "zero2" if method == "int8" else "ddp"
         raise PlanError(

@@ -43,6 +43,21 @@ def stages_per_rank(schedule: str, chunks: int = 1) -> int:
     return 2 if schedule in ("zbv", "dualpipe") else chunks
 
 
+def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
+    """List the stages that one rank of a pipeline holds, of `stages` in all.
+
+    >>> stages_of("1f1b", 4, 1, 4), stages_of("interleaved", 2, 1, 4), stages_of("zbv", 2, 0, 4)
+    ([1], [1, 3], [0, 3])
+    >>> stages_of("dualpipe", 4, 1, 4)
+    [1, 2]
+    """
+    if schedule == "interleaved":
+        return list(range(rank, stages, pp))
+    if schedule == "zbv":
+        return [rank, 2 * pp - 1 - rank]
+    return [rank, pp - 1 - rank][: copies(schedule)]
+
+
 def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -> None:
     """Refuse a pipeline of more stages than the model has blocks.
 

@@ -93,11 +93,11 @@ def prepare(arguments: list[str], layouts: str, processes: str, steps: int) -> C
 
     Errors: ConfigError, PlanError: one line each
     """
+    from shoal.base.facts import this_machine
     from shoal.cli.compare_measure import Comparison
     from shoal.cli.compare_rows import check_memory, plan_rows, read_counts, read_names
     from shoal.config.load import load
     from shoal.config.resolve import resolve_batch, resolve_length
-    from shoal.launch.machine import this_machine
     from shoal.planner.model_facts import parameters as count_parameters
 
     paths = [Path(a) for a in arguments if "=" not in a]

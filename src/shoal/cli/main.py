@@ -22,7 +22,25 @@ app = typer.Typer(
 STARTING = ("train", "compare", "prove")
 """Verbs that start processes, and so stand on what only some systems have."""
 
-app.command("train")(train.train)
+
+
+def _keys() -> str | None:
+    """Every key of run.toml by section, for whoever asks for help; else nothing is imported."""
+    if "--help" not in sys.argv:
+        return None
+    from textwrap import fill
+
+    from shoal.config.sections import Config, keys
+
+    lines = [
+        fill(f"[{section}] " + " ".join(key.name for key in keys(values)), 78)
+        for section, values in vars(Config()).items()
+    ]
+    told = "\n".join(lines)
+    return f"\b\nKeys, each said in docs/configuration.md:\n{told}"
+
+
+app.command("train", epilog=_keys())(train.train)
 app.command("compare")(compare.compare)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)

@@ -19,11 +19,11 @@ def measure_here(arguments: list[str]) -> None:
     Errors   ConfigError, PlanError for a request that is none
     """
     from shoal.base.events import EventLog
+    from shoal.base.facts import this_machine
     from shoal.base.layout import Layout
     from shoal.config.load import load
     from shoal.config.resolve import default_processes
     from shoal.launch import supervise
-    from shoal.launch.machine import this_machine
 
     paths = [Path(a) for a in arguments if "=" not in a]
     config = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config

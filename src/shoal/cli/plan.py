@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +129,19 @@ def _without(arguments: list[str], fix: list[str]) -> list[str]:
 
 def _chosen(case: Any) -> dict[str, Any]:
     """What a run must be told to be this case, where its own defaults come to something else."""
+    from shoal.base.policies import MemoryPolicy
+    from shoal.base.schedules import DEFAULT
+
     layout, chosen = case.layout, {}
     if layout.tp * layout.pp > 1:  # what `auto` would not take by itself
         chosen = {f"layout.{axis}": n for axis, n in layout.degrees.items() if n > 1}
         if layout.zero:
             chosen["layout.zero"] = layout.zero
-    if layout.pp > 1 and case.schedule != "1f1b":
+    if layout.pp > 1 and case.schedule != DEFAULT:
         chosen["layout.schedule"] = case.schedule
-        if case.schedule == "interleaved":
-            chosen["layout.chunks"] = case.chunks
-    if case.plan.recompute != "none":
-        chosen["memory.recompute"] = case.plan.recompute
+        if layout.chunks > 1:
+            chosen["layout.chunks"] = layout.chunks
+    for key in fields(MemoryPolicy):
+        if (value := getattr(case.plan, key.name)) != key.default:
+            chosen[f"memory.{key.name}"] = value
     return chosen

@@ -74,9 +74,9 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
 
     on   the text of --on, which counts processes where nothing else does
     """
+    from shoal.base.facts import this_machine
     from shoal.cli.plan_subject import find_subject
     from shoal.config.resolve import asked_layout, plan_of, processes_of
-    from shoal.launch.machine import this_machine
     from shoal.planner.machines import parse_machines
     from shoal.planner.search import search
     from shoal.planner.settle import settle_layout
@@ -233,17 +233,9 @@ def _over_pp(module: Any, look: Look, layout: Layout) -> dict[str, tuple[int, ..
 
 def _over_tp(module: Any, look: Look, config: Config, layout: Layout) -> Derived:
     """How every layer is split."""
-    from shoal.parallel.spmd.model_split import plan_split
+    from shoal.parallel.tensor_parallel import split_by
 
-    policy = config.layout
-    split = plan_split(
-        module,
-        look,
-        layout.tp,
-        strict=policy.strict,
-        overrides=policy.overrides,
-        sequence=policy.sequence_parallel != "off",
-    )
+    split = split_by(config.layout, module, look, layout.tp)
     held = {}
     for name, parameter in module.named_parameters():
         one = split.parameters[name]

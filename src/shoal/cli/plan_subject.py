@@ -19,7 +19,7 @@ from shoal.base.units import count_text
 from shoal.config.load import Loaded
 from shoal.config.resolve import plan_of, resolve_batch
 from shoal.config.sections import Config
-from shoal.planner.case_settings import beside
+from shoal.planner.case_settings import beside, left_out
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.hf_config import assumed
 from shoal.planner.machines import parse_machines
@@ -57,7 +57,7 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     config = loaded.config
     notes: list[str] = list(loaded.notices)
     cluster = find_cluster(config, machines, notes)
-    compute = format_on(config.precision.compute, config.memory.offload, cluster, notes)
+    compute = format_on(plan_of(config), cluster, notes)
     model = find_model(loaded, cluster, WIDTHS[compute], notes)
     degrees = config.layout.degrees()
     # `auto` leaves these axes whole; whoever asks for them wants them searched.
@@ -70,21 +70,20 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
         space,
         micro_batch=micro_batch,
         accumulate=accumulate,
-        recompute="memory.recompute" not in loaded.origins,
+        given=frozenset(name.partition(".")[2] for name in loaded.origins),
     )
     if layout is not None and layout.threads > 1:
         notes.append("replicas in threads (dp) are not foreseen: the figures are one replica's")
-    if config.layout.compress != "none":
-        notes.append(f"layout.compress = {config.layout.compress} is left out of the figures")
+    notes += left_out(plan_of(config))
     plan = replace(plan_of(config), compute=compute, batch=batch, micro_batch=micro_batch)
     return Subject(Case(model, cluster, plan, **beside(config)), space, notes)
 
 
 def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     """The machines that --on names, or this one as it was measured."""
+    from shoal.base.facts import this_machine
     from shoal.base.files import cache_folder
     from shoal.config.resolve import processes_of
-    from shoal.launch.machine import this_machine
     from shoal.planner.guide import check_cores
 
     machine = this_machine()

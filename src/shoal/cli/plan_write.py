@@ -10,6 +10,7 @@ from shoal.base.files import write_whole
 from shoal.base.layout import AXES
 from shoal.base.units import count_text
 from shoal.config.load import load
+from shoal.config.resolve import set_policies
 from shoal.config.save import to_toml
 from shoal.planner.search import Candidate
 
@@ -43,14 +44,13 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
     loaded.replace("train", ORIGIN, batch=case.batch, micro_batch=case.micro_batch, accumulate=0)
     if case.model.sequence:
         loaded.replace("data", ORIGIN, sequence=case.model.sequence)
-    loaded.replace("memory", ORIGIN, recompute=case.plan.recompute, offload=case.plan.offload)
-    loaded.replace("precision", ORIGIN, compute=case.plan.compute)
+    set_policies(loaded, case.plan, ORIGIN)
     cluster = case.cluster
     loaded.replace("launch", ORIGIN, processes=cluster.per_node, nodes=cluster.nodes)
     if case.layout.pp > 1:
         loaded.replace("layout", ORIGIN, schedule=case.schedule)
-        if case.schedule == "interleaved":
-            loaded.replace("layout", ORIGIN, chunks=case.chunks)
+        if case.layout.chunks > 1:
+            loaded.replace("layout", ORIGIN, chunks=case.layout.chunks)
     write_whole(path, to_toml(loaded))
     notes = []
     if "data.source" not in loaded.origins and case.model.trainable > TEXT_UP_TO:

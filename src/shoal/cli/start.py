@@ -16,6 +16,7 @@ import typer
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.events import EventLog
+from shoal.base.facts import this_machine
 from shoal.base.files import write_whole
 from shoal.base.islands import IslandsPolicy
 from shoal.base.lines import read_object
@@ -40,7 +41,6 @@ from shoal.config.resolve import (
 )
 from shoal.config.save import keep_origins, to_toml
 from shoal.launch import supervise
-from shoal.launch.machine import this_machine
 from shoal.planner.guide import check_cores, check_micro_batches
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters

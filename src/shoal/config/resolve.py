@@ -18,6 +18,7 @@ from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.islands import check_keep
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
+from shoal.base.policies import Policies
 from shoal.config.load import Loaded
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys
 
@@ -191,6 +192,17 @@ def plan_of(config: Config, layout: Layout = Layout()) -> Plan:  # noqa: B008
     found["micro_batch"] = micro_batch or (batch and default_micro_batch(batch))
     found["accumulate"] = 0  # follows from the layout
     return Plan(layout, **found)
+
+
+def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
+    """Give a configuration the policies of a plan: the way back from `plan_of`."""
+    known = {key.name for key in fields(Policies)}
+    for section in fields(Config):
+        values = getattr(loaded.config, section.name)
+        found = {key.name: getattr(plan, key.name) for key in keys(values) if key.name in known}
+        changed = {key: value for key, value in found.items() if value != getattr(values, key)}
+        if changed:
+            loaded.replace(section.name, origin, **changed)
 
 
 def processes_of(section: LayoutSection, machine: MachineFacts) -> int:

@@ -6,14 +6,18 @@ ask for is not imported: a start pays for the techniques that it uses.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from shoal.base.facts import ParameterFacts
 from shoal.base.plan import Plan
+from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
 from shoal.fabric import World
 from shoal.parallel import (
     batch_norm,
@@ -45,14 +49,9 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     Errors    PlanError when ranks hold different models, where this one cannot be divided so, and
               for a policy that cannot hold here: said first, since tracing takes seconds
     """
-    if plan.offload != "none":
-        from shoal.parallel import offload
-
-        offload.check(plan.offload, plan.layout, world.device)
-    if plan.compile != "none":
-        from shoal.parallel import compiling
-
-        compiling.check(plan.compile, plan.recompute, world.device)
+    for technique in _asked(plan, AROUND_BLOCKS):
+        if check := getattr(technique, "check", None):
+            check(plan, world.device)
     program = undivided(module, plan, world)
     if look is not None:
         from shoal.trace.flops import meta_twin
@@ -85,6 +84,44 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     return expert_parallel.apply(program, experts)
 
 
+AROUND_BLOCKS: tuple[tuple[type, str], ...] = (
+    # Innermost: nothing that a layout adds to a block becomes part of its compiled code.
+    (CompilePolicy, "compiling"),
+    # Inside of what gathers parameters, which then gathers for the second forward too.
+    (RecomputePolicy, "recompute"),
+    (OffloadPolicy, "offload"),
+)
+"""What only some plans ask for, in the order in which it goes around a block: policy, technique."""
+
+AROUND_SUMS: tuple[tuple[type, str], ...] = (
+    # After the reducer is there: it goes between the reducer and the wire.
+    (CompressPolicy, "data_parallel.compress"),
+)
+"""The same for what goes around the sums of gradients."""
+
+
+def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
+    """Import the techniques whose policy has a key that is not at its default; no others."""
+    for policy, technique in optional:
+        if plan.asks(policy):
+            yield importlib.import_module(f"shoal.parallel.{technique}")
+
+
+def check_here(plan: Plan, device: torch.device) -> None:
+    """Errors: PlanError for a policy that no layout could hold on this device."""
+    for technique in _asked(plan, AROUND_BLOCKS):
+        if check := getattr(technique, "check_here", None):
+            check(plan, device)
+
+
+def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
+    """Give optional techniques the optimizer, after it holds this rank's parts."""
+    for technique in _asked(program.plan, AROUND_BLOCKS):
+        if give := getattr(technique, "hand_over", None):
+            program = give(program, optimizer)
+    return program
+
+
 def compose(program: Program) -> Program:
     """What `divide` left to this rank, made ready to run by the program's plan."""
     plan = program.plan
@@ -93,28 +130,13 @@ def compose(program: Program) -> Program:
     program = batch_norm.apply(program)
     # After BatchNorm's rule: what is left over has no rule.
     program = loose_buffers.apply(program)
-    # Innermost: nothing that a layout adds to a block becomes part of its compiled code.
-    if plan.compile != "none":
-        from shoal.parallel import compiling
-
-        program = compiling.apply(program, plan.compile)
-    # Inside of what gathers parameters, which then gathers for the second forward too.
-    if plan.recompute != "none":
-        from shoal.parallel import recompute
-
-        program = recompute.apply(program, plan.recompute)
-    if plan.offload != "none":
-        from shoal.parallel import offload
-
-        program = offload.apply(program, plan.offload)
+    for technique in _asked(plan, AROUND_BLOCKS):
+        program = technique.apply(program)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
     # replace them after it.
     program = _by_layout(program)
-    # After the reducer is there: it goes between the reducer and the wire.
-    if plan.compress != "none":
-        from shoal.parallel.data_parallel import compress
-
-        program = compress.apply(program)
+    for technique in _asked(plan, AROUND_SUMS):
+        program = technique.apply(program)
     # Around the reducer: sums that only the finished sum over data ranks can go into.
     if program.joined:
         from shoal.parallel.data_parallel import joined

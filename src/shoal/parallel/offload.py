@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.base.errors import ConfigError, PlanError, one_of
-from shoal.base.layout import Layout
+from shoal.base.errors import PlanError
+from shoal.base.plan import Plan
 from shoal.parallel.program import Program
 from shoal.trace.blocks import blocks
 
@@ -44,42 +44,46 @@ AHEAD = 2
 """Tensors whose copies may be under way while computing goes on, in either direction."""
 
 
-def check_device(policy: str, device: torch.device) -> None:
-    """Errors: ConfigError for a policy that is none of POLICIES; PlanError without a device."""
-    if policy not in POLICIES:
-        raise ConfigError(one_of("memory.offload", policy, POLICIES))
-    if policy != "none" and device.type == "cpu":
+def check_here(plan: Plan, device: torch.device) -> None:
+    """Errors: PlanError without a device to offload from."""
+    if plan.offload != "none" and device.type == "cpu":
         raise PlanError(
-            f"memory.offload = {policy}: this run computes on the CPU, its memory is the host's "
-            f"already; nearest: memory.offload=none"
+            f"memory.offload = {plan.offload}: this run computes on the CPU, its memory is the "
+            f"host's already; nearest: memory.offload=none"
         )
 
 
-def check(policy: str, layout: Layout, device: torch.device) -> None:
+def check(plan: Plan, device: torch.device) -> None:
     """Refuse what cannot be offloaded here, before anything is cut or traced.
 
-    Errors: as `check_device`; PlanError where parameters are not split
+    Errors: as `check_here`; PlanError where parameters are not split
     """
-    check_device(policy, device)
-    if policy == "none":
-        return
-    if policy == "parameters" and layout.zero < 3:
+    check_here(plan, device)
+    layout = plan.layout
+    if plan.parks_parameters and layout.zero < 3:
         raise PlanError(
             f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "
             f"device; nearest: layout.strategy=fsdp, or memory.offload=optimizer"
         )
 
 
-def apply(program: Program, policy: str) -> Program:
+def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
+    """Keep the optimizer's state in the host's memory, if the plan says so."""
+    if program.plan.offload != "optimizer":
+        return program
+    undo = stream_state(optimizer, program.world.device)
+    return replace(program, on_close=(*program.on_close, undo))
+
+
+def apply(program: Program) -> Program:
     """Offload a program's activations; for the other policies see that they can be.
 
-    policy   none, optimizer (`stream_state` does it), parameters (the technique that splits them
-             does it), activations
+    The optimizer's state is offloaded by `hand_over`, parameters by the technique that splits them.
     Errors   as `check`
     """
     device = program.world.device
-    check(policy, program.plan.layout, device)
-    if policy != "activations":
+    check(program.plan, device)
+    if program.plan.offload != "activations":
         return program
     park = Activations(program.module, device)
     return replace(

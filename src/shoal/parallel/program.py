@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -187,6 +187,10 @@ class Program:
     on_evaluated: tuple[Callable[[], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     notices: list[str] = field(default_factory=list)
+
+    def but(self, **changes: Any) -> Program:
+        """The same program under a plan with some fields changed."""
+        return replace(self, plan=replace(self.plan, **changes))
 
     @property
     def speaks(self) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.errors import PlanError
 from shoal.parallel._torch import (
     TorchDispatchMode,
     counting_writes,
@@ -44,15 +44,13 @@ from shoal.trace.stand_in import StandIn
 POLICIES = ("none", "selective", "full")
 
 
-def apply(program: Program, policy: str) -> Program:
+def apply(program: Program) -> Program:
     """Make every block of the program's module recompute; to be applied before parameters split.
 
-    policy   none, selective or full
-    Errors   ConfigError for another policy. While a step runs, PlanError for a block that cannot
-             run twice: it changes its input in place, or its second run does not match the first
+    Errors   while a step runs, PlanError for a block that cannot run twice: it changes its input in
+             place, or its second run does not match the first
     """
-    if policy not in POLICIES:
-        raise ConfigError(one_of("memory.recompute", policy, POLICIES))
+    policy = program.plan.recompute
     if policy == "none":
         return program
     found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}

@@ -57,7 +57,7 @@ def refuse_rewritten(program: Program) -> Iterator[None]:
 
 def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | None:
     """Find the first weight whose change the program would lose: (text, whether it is a cast)."""
-    if "parameters" in program.plan.offload:
+    if program.plan.parks_parameters:
         return None  # they move in and out; one process has no offload to compare with
     layout = program.plan.layout
     tables = {id(m.weight) for m in program.module.modules() if getattr(m, "max_norm", None)}

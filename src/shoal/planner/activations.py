@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.schedules import canonical
+from shoal.planner.bubble import in_flight
 from shoal.planner.frameworks import Framework
-from shoal.planner.stage_cut import Stage, in_flight, is_block, put_off, repeated
+from shoal.planner.stage_cut import Stage, is_block, put_off, repeated
 from shoal.planner.states import WIDTHS
 
 PUT_OFF = ("gpipe", "zero-bubble")

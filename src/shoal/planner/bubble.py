@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from shoal.base.schedules import canonical
 from shoal.planner.check_schedule import check
-from shoal.planner.schedule_names import canonical
 from shoal.planner.schedules import make_schedule
 
 COUNTED_RANKS = 32
@@ -78,3 +78,27 @@ def _counted(name: str, p: int, m: int, F: float, B: float, W: float) -> float:
 @lru_cache(maxsize=1024)
 def _count_once(name: str, p: int, m: int, forward: float, back: float) -> float:
     return check(make_schedule(name, p, m), forward, back, 1.0 - forward - back).bubble_s
+
+
+def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: int = 1) -> float:
+    """Most micro-batches whose activations pipeline rank `rank` keeps, in shares of the rank.
+
+    Errors  PlanError for a schedule that is not known
+
+    >>> [in_flight("1f1b", 4, 8, rank) for rank in range(4)]
+    [4.0, 3.0, 2.0, 1.0]
+    >>> in_flight("interleaved", 4, 8, 0, chunks=2), in_flight("gpipe", 4, 8, 3)
+    (5.5, 8.0)
+    """
+    name = canonical(schedule)
+    if ranks == 1:
+        return 1.0
+    if name == "gpipe":
+        kept = float(micro_batches)
+    elif name == "1f1b":
+        kept = ranks - rank
+    elif name == "interleaved":
+        kept = (2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) / chunks
+    else:
+        kept = ranks + (name == "dualpipe")
+    return float(min(micro_batches, kept))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.plan import Plan
+from shoal.base.policies import CompressPolicy, OptimizerPolicy
 from shoal.config.sections import Config, ModelSection
 from shoal.planner.model_facts import LANGUAGE, family_of
 from shoal.planner.published import find
@@ -23,6 +24,13 @@ def beside(config: Config) -> dict[str, Any]:
     {'loss': 'chunked', 'optimizer_bytes': 8}
     """
     return {"loss": loss_form(config.model), "optimizer_bytes": _state_bytes(config.optimizer)}
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Name what a plan asks for and the figures do not hold."""
+    if not plan.asks(CompressPolicy):
+        return []
+    return [f"layout.compress = {plan.compress} is left out of the figures"]
 
 
 def _state_bytes(optimizer: OptimizerPolicy) -> int:

@@ -149,10 +149,10 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
     samples = batch // layout.data_degree
     count = samples // micro_batch
     name, ranks = layout.schedule, layout.pp
-    if not _runs(layout, count):
-        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and _runs(layout, n)]
+    if not runs(layout, count):
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and runs(layout, n)]
         cut = min(fitting, key=lambda n: abs(n - count), default=0)
-        whole = next(n for n in range(count, count + 2 * ranks + 1) if _runs(layout, n))
+        whole = next(n for n in range(count, count + 2 * ranks + 1) if runs(layout, n))
         nearest = [f"train.micro_batch={samples // cut}"] if cut else []
         nearest += [f"train.batch={whole * micro_batch * layout.data_degree}"]
         which = (
@@ -179,7 +179,7 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
     return text
 
 
-def _runs(layout: Layout, micro_batches: int) -> bool:
+def runs(layout: Layout, micro_batches: int) -> bool:
     """Whether a schedule can run so many micro-batches."""
     from shoal.planner.schedules import legal
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import PlanError
-from shoal.planner.schedule_names import canonical
+from shoal.base.schedules import canonical
 from shoal.planner.schedules_dualpipe import dualpipe_rank
 
 

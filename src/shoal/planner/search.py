@@ -20,8 +20,8 @@ from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import RECOMPUTE
-from shoal.base.schedules import SPLIT_BACKWARD, check_recompute, copies
-from shoal.planner.guide import AUTO_AXES, check_micro_batches
+from shoal.base.schedules import DEFAULT, SPLIT_BACKWARD, check_recompute, settle_schedule
+from shoal.planner.guide import AUTO_AXES, check_micro_batches, runs
 from shoal.planner.memory import predict_memory
 from shoal.planner.search_space import SearchSpace
 from shoal.planner.step_time import predict_time
@@ -146,7 +146,7 @@ def _no_schedule(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
     chunks = max(space.layout.chunks if space.layout else 1, space.chunks)
     layout = Layout(pp=pp, dp_replicate=degree, schedule=schedule, chunks=chunks)
     try:
-        check_recompute(schedule, "none" if space.recompute else plan.recompute)
+        check_recompute(schedule, "none" if "recompute" not in space.given else plan.recompute)
         if space.micro_batch and plan.batch % (degree * space.micro_batch) == 0:
             check_micro_batches(layout, plan.batch, space.micro_batch)
     except PlanError as cannot:
@@ -182,7 +182,7 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
     layout = case.layout
     axes = sum(degree > 1 for degree in layout.degrees.values())
     extras = (
-        (case.plan.recompute != "none") + (case.plan.offload != "none") + (case.schedule != "1f1b")
+        (case.plan.recompute != "none") + (case.plan.offload != "none") + (case.schedule != DEFAULT)
     )
     deep = layout.tp * layout.pp * layout.cp
     return axes + extras, deep, layout.zero, candidate.time.step_s
@@ -198,9 +198,14 @@ def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
             for schedule, chunks in _schedules(case, layout, space, micro_batch):
                 ordered = replace(layout, schedule=schedule if layout.pp > 1 else "", chunks=chunks)
                 tried = case.but(layout=ordered, micro_batch=micro_batch)
-                for candidate in _lightest_recompute(tried, space, capacity):
-                    room |= candidate.runs
-                    yield candidate
+                try:
+                    found = list(_lightest_recompute(tried, space, capacity))
+                except PlanError:
+                    if layout.schedule or space.schedule:
+                        raise
+                    continue  # more stages than the model can be cut into
+                room |= any(candidate.runs for candidate in found)
+                yield from found
             if not room:  # more samples at once need more memory still
                 break
 
@@ -216,7 +221,7 @@ def _lightest_recompute(case: Case, space: SearchSpace, capacity: float) -> Iter
     """The case with the least recomputation that fits; if none does, with all of it."""
     # Compiled blocks have no single operations left that selective recompute could keep.
     free = [one for one in RECOMPUTE if one != "selective" or case.plan.compile == "none"]
-    policies = free if space.recompute else [case.plan.recompute]
+    policies = free if "recompute" not in space.given else [case.plan.recompute]
     if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
         policies = [policy for policy in policies if policy == "none"]
     for policy in policies:
@@ -338,13 +343,11 @@ def _schedules(
     rounds = case.batch // (micro_batch * layout.data_degree)
     given, chunks = layout.schedule or space.schedule, max(layout.chunks, space.chunks)
     if layout.pp > 1 and given:
-        runs = given != "interleaved" or rounds % layout.pp == 0
-        if copies(given) > 1:  # fed from both ends
-            runs = layout.pp % 2 == rounds % 2 == 0 and rounds >= 2 * layout.pp
-        if runs:
-            yield given, chunks if given == "interleaved" else 1
+        name, each = settle_schedule(given, chunks if chunks > 1 else 0, layout.pp)
+        if runs(replace(layout, schedule=name, chunks=each), rounds):
+            yield name, each
         return
-    yield "1f1b", 1
+    yield DEFAULT, 1
     if layout.pp == 1:
         return
     if layout.zero < 3 and rounds >= layout.pp:

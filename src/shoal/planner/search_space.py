@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from shoal.base.cluster import Cluster
 from shoal.base.degrees import planned_degrees
-from shoal.base.errors import PlanError
+from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.layout import PIPELINES, STAGES, Layout, expand
+from shoal.base.plan import Plan
+from shoal.base.policies import Policies
 from shoal.base.schedules import canonical, settle_schedule
-from shoal.config.sections import LayoutSection
+from shoal.config.sections import LayoutSection, keys
 from shoal.planner.states import WIDTHS
+
+ALL_POLICIES = frozenset(key.name for key in fields(Policies))
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class SearchSpace:
     layout       exactly this one · degrees  some axes alone, the others are searched
     zero         what dp_shard splits; None: whatever is best
     micro_batch  samples per forward pass, 0: any · accumulate  micro-batches per rank, 0: any
-    recompute    whether what is computed twice is searched; else the plan says it
+    given        keys of policies that the plan says; recompute is searched where it is not given
     schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
     built        only layouts that `auto` may take in a run here
     """
@@ -30,16 +36,31 @@ class SearchSpace:
     zero: int | None = None
     micro_batch: int = 0
     accumulate: int = 0
-    recompute: bool = True
+    given: frozenset[str] = frozenset()
     schedule: str = ""
     chunks: int = 1
     built: bool = False
 
 
-def space_of(section: LayoutSection, cluster: Cluster, **portions: int | bool) -> SearchSpace:
+def section_of(words: Mapping[str, Any]) -> LayoutSection:
+    """Make the section of [layout] that words of a layout stand for.
+
+    Errors   ConfigError for a word that is no key, with the nearest
+
+    >>> section_of({"tp": 2}).degrees()
+    {'tp': 2}
+    """
+    known = [key.name for key in keys(LayoutSection)]
+    for name in words:
+        if name not in known:
+            raise ConfigError(one_of("layout", name, known))
+    return LayoutSection(**words)
+
+
+def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> SearchSpace:
     """Find what the words of [layout] leave open.
 
-    portions   further fields of the space: micro_batch, accumulate, recompute, built
+    further    fields of the space: micro_batch, accumulate, given, built
     Errors     PlanError for a name or degrees that do not go with the devices
     """
     degrees = section.degrees()
@@ -50,7 +71,7 @@ def space_of(section: LayoutSection, cluster: Cluster, **portions: int | bool) -
         zero=_zero(section),
         schedule=schedule,
         chunks=chunks,
-        **portions,  # type: ignore[arg-type]
+        **further,
     )
 
 
@@ -106,15 +127,15 @@ def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
     )
 
 
-def format_on(asked: str, offload: str, cluster: Cluster, notes: list[str]) -> str:
+def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
     """The number format: the user's, or bf16 where the device is fast in it."""
-    parts = (cluster, *cluster.groups)
+    asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
         raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
     if cluster.device.kind != "gpu":
-        if offload != "none":
+        if plan.offload != "none":
             raise PlanError(
-                f"memory.offload = {offload}: there is no device to offload from on a CPU; "
+                f"memory.offload = {plan.offload}: there is no device to offload from on a CPU; "
                 f"nearest: memory.offload=none"
             )
         if asked == "fp16":

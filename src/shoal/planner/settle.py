@@ -57,11 +57,18 @@ def settle_layout(
     named = {key: words.pop(key) for key in NAMED if key in words}
     strategy = words.pop("strategy", "dp" if named.get("threads") else "auto")
     layout, why = choose_layout(strategy, words, processes, parameters, machine, **named)
+    settled = replace(plan, layout=layout, why=why, parameters=parameters or 0)
+    check_together(settled)
+    return settled
+
+
+def check_together(plan: Plan) -> None:
+    """Errors: PlanError, ConfigError for policies that a layout, or each other, cannot carry."""
+    layout = plan.layout
     plan.check_split(layout.tp, layout.cp)
     check_recompute(layout.schedule, plan.recompute)
     check_compile(plan.compile, plan.recompute)
-    check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums)
-    return replace(plan, layout=layout, why=why, parameters=parameters or 0)
+    check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)
 
 
 def settle_batch(plan: Plan) -> Plan:

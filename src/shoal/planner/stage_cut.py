@@ -29,7 +29,14 @@ from typing import NamedTuple
 
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
-from shoal.base.schedules import SPLIT_BACKWARD, canonical, check_stages, copies, stages_per_rank
+from shoal.base.schedules import (
+    SPLIT_BACKWARD,
+    canonical,
+    check_stages,
+    copies,
+    stages_of,
+    stages_per_rank,
+)
 from shoal.planner.partition import partition
 from shoal.planner.schedules import make_schedule
 
@@ -52,30 +59,6 @@ class Stage(NamedTuple):
     head: UnitFacts | None
     tied: float = 0.0
     copies: int = 1
-
-
-def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: int = 1) -> float:
-    """Most micro-batches whose activations pipeline rank `rank` keeps, in shares of the rank.
-
-    Errors  PlanError for a schedule that is not known
-
-    >>> [in_flight("1f1b", 4, 8, rank) for rank in range(4)]
-    [4.0, 3.0, 2.0, 1.0]
-    >>> in_flight("interleaved", 4, 8, 0, chunks=2), in_flight("gpipe", 4, 8, 3)
-    (5.5, 8.0)
-    """
-    name = canonical(schedule)
-    if ranks == 1:
-        return 1.0
-    if name == "gpipe":
-        kept = float(micro_batches)
-    elif name == "1f1b":
-        kept = ranks - rank
-    elif name == "interleaved":
-        kept = (2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) / chunks
-    else:
-        kept = ranks + (name == "dualpipe")
-    return float(min(micro_batches, kept))
 
 
 def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
@@ -188,14 +171,11 @@ def cut(case: Case, index: int) -> Stage:
 def _runs(case: Case, index: int, total: int) -> list[tuple[int, int]]:
     """The runs of blocks that pipeline rank `index` holds."""
     ranks, schedule = case.layout.pp, canonical(case.schedule)
-    own = [index, ranks - 1 - index] if copies(schedule) > 1 else [index]
     if case.framework != "shoal":
-        return [_even(total, ranks, piece) for piece in own]
+        both = [index, ranks - 1 - index][: copies(schedule)]
+        return [_even(total, ranks, piece) for piece in both]
     pieces = min(total, ranks * stages_per_rank(schedule, case.chunks) // copies(schedule))
-    if schedule == "zbv":
-        own = [index, 2 * ranks - 1 - index]
-    elif schedule == "interleaved":
-        own = list(range(index, pieces, ranks))
+    own = stages_of(schedule, ranks, index, pieces)
     starts = [*_starts(case.model, pieces), total]
     return [(starts[piece], starts[piece + 1]) for piece in own if piece < pieces]
 

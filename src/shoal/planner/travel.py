@@ -54,8 +54,7 @@ def _schedule(case: Case) -> Schedule:
     """The case's pipeline; without one, a rank that holds the only stage."""
     if case.layout.pp == 1:
         return Schedule("", ((),), (0,), case.accumulate)
-    chunks = case.chunks if case.schedule == "interleaved" else 1
-    return make_schedule(case.schedule, case.layout.pp, case.accumulate, chunks)
+    return make_schedule(case.schedule, case.layout.pp, case.accumulate, case.layout.chunks)
 
 
 def data_traffic(case: Case, stage: Stage) -> StepTraffic:

@@ -17,7 +17,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, short
-from shoal.base.layout import AXES
+from shoal.base.layout import AXES, Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import OptimizerPolicy, Policies, check_value
 
@@ -67,8 +67,8 @@ def refuse_unknown(
 ) -> None:
     """Errors: ConfigError for an argument that there is none of, with the nearest."""
     names = [name for name in inspect.signature(function).parameters if name not in NO_ARGUMENT]
-    if function.__name__ == "parallelize":
-        where, names = "shoal.parallelize", list(dict.fromkeys([*names, *POLICIES]))
+    if function.__name__ in ("parallelize", "plan"):
+        where, names = f"shoal.{function.__name__}", list(dict.fromkeys([*names, *POLICIES]))
     else:
         where = f"run.{function.__name__}"
     for name in unknown:
@@ -82,17 +82,31 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
     given   the arguments of `parallelize` by name; those of which nothing is known here pass
     """
-    _check_layout(given["layout"])
+    check_layout(given["layout"])
     if given["loss"] is not None and not callable(given["loss"]):
         wanted = "a function (outputs, targets) → (sum, count) or unreduced values"
         _refuse("loss", given["loss"], wanted, 'torch.nn.CrossEntropyLoss(reduction="none")')
     for name, usual in COUNTS.items():
         if given[name] is not None:
-            _check_whole(name, given[name], 1, usual)
-    _check_whole("total_steps", given["total_steps"], 0, 0)
+            check_whole(name, given[name], 1, usual)
+    check_whole("total_steps", given["total_steps"], 0, 0)
     if not isinstance(given["schedule"], OptimizerPolicy | None):
         usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
         _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)
+
+
+def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
+    """The plan that arguments name, without its layout.
+
+    Errors: ConfigError for a value that means nothing
+    """
+    names = {} if "compute" in policies else {"compute": "precision"}
+    told = {"compute": precision, **policies}
+    if not isinstance(told.get("split", ()), str):
+        told["split"] = tuple(told.get("split", ()))
+    plan = Plan(Layout(), **told)
+    check_policies(plan, names)
+    return plan
 
 
 def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
@@ -104,7 +118,7 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
         name, value = names.get(key, key), getattr(plan, key)
         kind, said = type(declared.default), declared.metadata
         if kind is int:
-            _check_whole(name, value, said["least"], said["usual"] or said["least"])
+            check_whole(name, value, said["least"], said["usual"] or said["least"])
         elif kind is float and (not _is(value, numbers.Real) or not 0 <= value < math.inf):
             _refuse(name, value, "a number of at least 0", said["usual"] or 0.0)
         elif kind is bool and not isinstance(value, bool):
@@ -118,12 +132,14 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
         )
 
 
-def _check_whole(name: str, value: Any, least: int, usual: int) -> None:
+def check_whole(name: str, value: Any, least: int, usual: int) -> None:
+    """Errors: ConfigError for what is no whole number of at least `least`."""
     if not _is(value, numbers.Integral) or value < least:
         _refuse(name, value, f"a whole number of at least {least}", usual)
 
 
-def _check_layout(layout: Any) -> None:
+def check_layout(layout: Any) -> None:
+    """Errors: ConfigError for what is neither a name nor degrees."""
     if not isinstance(layout, str | Mapping):
         near = '"auto"' if layout is None else '{"tp": 2}'
         _refuse("layout", layout, "the name of a layout, or its degrees,", near)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.base.policies import CompilePolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
@@ -42,7 +43,7 @@ class Carried:
     def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
         self.module, self.notice = program.module, notice
         # A compiled block would be compiled anew under a mode, and threads have modes of their own.
-        self.looks = program.plan.compile == "none" and program.plan.layout.strategy != "dp"
+        self.looks = not program.plan.asks(CompilePolicy) and program.plan.layout.strategy != "dp"
         self.alone = program.data.size == 1
         # The tensors themselves are kept for two steps: a freed one's id may be another's soon.
         self._before = self._left = _written(states_of(self.module)) if self.looks else {}

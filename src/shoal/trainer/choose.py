@@ -19,7 +19,6 @@ from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.policies import check_compress
 from shoal.base.units import seconds_text
 from shoal.config.resolve import asked_layout
 from shoal.config.sections import Config
@@ -29,8 +28,8 @@ from shoal.parallel import precision as formats
 from shoal.planner.case_settings import beside
 from shoal.planner.measured import read_measured
 from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import space_of
-from shoal.planner.settle import Words, is_open, kept_plan, settle_batch
+from shoal.planner.search_space import ALL_POLICIES, space_of
+from shoal.planner.settle import Words, check_together, is_open, kept_plan, settle_batch
 from shoal.planner.states import WIDTHS
 from shoal.trainer.foresee import facts_of
 
@@ -65,8 +64,9 @@ def _choose(
         return None
     settled = replace(plan, compute=formats.resolve(plan.compute, device))
     width = WIDTHS[settled.compute]
-    portions = {"micro_batch": plan.micro_batch, "recompute": False, "built": True}
-    space = space_of(config.layout, cluster, **portions)
+    space = space_of(
+        config.layout, cluster, micro_batch=plan.micro_batch, given=ALL_POLICIES, built=True
+    )
     try:
         model = facts_of(config, source, kernels=cluster.device.kind, element_bytes=width)
         found = search(Case(model, cluster, settled, **beside(config)), space)
@@ -81,9 +81,8 @@ def _choose(
 
 def _carries(candidate: Candidate) -> bool:
     """Whether a layout can carry what else was asked for."""
-    plan = candidate.case.plan
     try:
-        check_compress(plan.compress, plan.layout.strategy)
+        check_together(candidate.case.plan)
     except ShoalError:
         return False
     return True

@@ -18,7 +18,7 @@ from shoal.base.cluster import Cluster
 from shoal.base.comm_volume import Travel
 from shoal.base.errors import PlanError, ShoalError
 from shoal.base.estimate import Case, ModelFacts
-from shoal.base.facts import MachineFacts, usable_cores
+from shoal.base.facts import this_machine
 from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
@@ -93,13 +93,8 @@ def cluster_here(processes: int, held_bytes: int = 0) -> Cluster:
 
     held_bytes   CPU: what this process holds before its model is there (data, libraries)
     """
-    machine = MachineFacts(
-        cores=usable_cores(),
-        memory_bytes=psutil.virtual_memory().total,
-        gpus=torch.cuda.device_count(),
-    )
     measured = read_measured(cache_folder(), processes, threads=torch.get_num_threads())
-    found = measured or this_cluster(machine, processes)
+    found = measured or this_cluster(this_machine(), processes)
     if held_bytes and found.device.kind == "cpu":
         found = replace(found, device=replace(found.device, reserved_bytes=held_bytes))
     return found

@@ -26,9 +26,10 @@ from shoal.base.files import cache_folder, write_whole
 from shoal.base.lines import is_number, read_object
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
+from shoal.base.policies import CompilePolicy
 from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
-from shoal.config.resolve import asked_layout
+from shoal.config.resolve import asked_layout, plan_of
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
@@ -36,7 +37,7 @@ from shoal.fabric import World, start_world
 from shoal.machine.matmul import distrust, matmul_flops_per_s
 from shoal.machine.measure import QUICK, measure_machine
 from shoal.machine.memory import forget_peak
-from shoal.parallel.offload import check_device
+from shoal.parallel.compose import check_here
 from shoal.parallel.program import dtype_of
 from shoal.planner.settle import Words, is_open
 from shoal.trace.flops import backward_flops
@@ -95,7 +96,7 @@ def _prepare(
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    check_device(config.memory.offload, world.device)  # what a second is enough to know
+    check_here(plan_of(config), world.device)  # what a second is enough to know
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
         measure_machine(world, cache_folder(), QUICK)
@@ -250,7 +251,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
             if run.step_count == first_step:
                 _count_flops(run, batch)
                 run.recorder.restart_clock()
-                compiled = run.plan.compile != "none"
+                compiled = run.plan.asks(CompilePolicy)
                 with phase("compile, first step" if compiled else "first step"):
                     run.step(batch)
             else:

@@ -15,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, UserError
-from shoal.base.facts import MachineFacts, usable_cores
+from shoal.base.facts import this_machine
 from shoal.base.frames import user_place
 from shoal.base.layout import Layout
 from shoal.base.phases import phase
@@ -32,8 +31,8 @@ from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import compose, divide, facts
-from shoal.parallel.program import Program, trainable
+from shoal.parallel.compose import compose, divide, facts, hand_to_policies
+from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.settle import Words, settle, words_of
 from shoal.trainer.arguments import (
@@ -42,6 +41,7 @@ from shoal.trainer.arguments import (
     POLICIES,
     check_arguments,
     check_policies,
+    plan_of_words,
     refuse_unknown,
 )
 from shoal.trainer.contract import BuildOptimizer, Loss
@@ -112,7 +112,7 @@ def parallelize(
         _refuse_beside(plan, locals())
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
-        plan = _plan_of(precision, policies)
+        plan = plan_of_words(precision, policies)
     given = {"batch": batch, "micro_batch": micro_batch}
     return start_run(
         model,
@@ -126,20 +126,6 @@ def parallelize(
         folder=Path(folder) if folder is not None else None,
         world=world,
     )
-
-
-def _plan_of(precision: str, policies: Mapping[str, Any]) -> Plan:
-    """The plan that arguments name, without its layout.
-
-    Errors: ConfigError for a value that means nothing
-    """
-    names = {} if "compute" in policies else {"compute": "precision"}
-    told = {"compute": precision, **policies}
-    if not isinstance(told.get("split", ()), str):
-        told["split"] = tuple(told.get("split", ()))
-    plan = Plan(Layout(), **told)
-    check_policies(plan, names)
-    return plan
 
 
 def _refuse_beside(plan: Plan, given: Mapping[str, Any]) -> None:
@@ -199,14 +185,14 @@ def start_run(
     hooks = hooked(parameters)
     program = divide(module, plan, world, look_at(sample, plan, world))
     _settle(module, plan.layout)
-    program = replace(program, plan=replace(plan, buckets=plan_buckets(facts(program))))
+    program = program.but(buckets=plan_buckets(facts(program)))
     plan, lines = cut_for(bound, program)
     program = compose(replace(program, plan=plan))
     notices += check_hooks(hooks, program)
     program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))
-    program = _streaming(program, bound)
+    program = hand_to_policies(program, bound)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
     run = Run(program, bound, loss or token_loss, Recorder(folder, world), length, given)
@@ -227,13 +213,8 @@ def _settled(
     count = sum(p.numel() for p in parameters.values())
     if said is None:
         return replace(plan, parameters=count)
-    machine = MachineFacts(
-        cores=usable_cores(),
-        memory_bytes=psutil.virtual_memory().total,
-        gpus=torch.cuda.device_count(),
-    )
     batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
-    return settle(replace(plan, batch=batch), said, world.size, count, machine)
+    return settle(replace(plan, batch=batch), said, world.size, count, this_machine())
 
 
 def _light_build() -> AbstractContextManager[None]:
@@ -248,16 +229,6 @@ def _settle(module: nn.Module, layout: Layout) -> None:
         from shoal.parallel.light_build import settle
 
         settle(module)
-
-
-def _streaming(program: Program, optimizer: torch.optim.Optimizer) -> Program:
-    """Keep the optimizer's state in the host's memory, if the plan says so."""
-    if program.plan.offload != "optimizer":
-        return program
-    from shoal.parallel.offload import stream_state
-
-    undo = stream_state(optimizer, program.world.device)
-    return replace(program, on_close=(*program.on_close, undo))
 
 
 def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:

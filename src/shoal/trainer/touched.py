@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.base.policies import OffloadPolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer.module_guard import layers_of, refuse_unlike
@@ -253,7 +254,9 @@ class Touched:
             if here == there or here is None or there is None:
                 continue
             moved = (
-                here[1] != there[1] and program.plan.layout.zero and program.plan.offload == "none"
+                here[1] != there[1]
+                and program.plan.layout.zero
+                and not program.plan.asks(OffloadPolicy)
             )
             if moved or here[2] != there[2]:
                 raise ConfigError(

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.policies import check_compile
+from shoal.base.plan import Plan
 from shoal.base.schedules import SPLIT_BACKWARD
 from shoal.parallel._torch import code_cache, function_modes, keep_saved_tensors, pytree
 from shoal.parallel.compiling.half_written import remove_half_written
@@ -37,25 +37,22 @@ from shoal.trace.blocks import is_single_layer
 from shoal.trace.stand_in import StandIn
 
 
-def check(policy: str, recompute: str, device: torch.device) -> None:
+def check(plan: Plan, device: torch.device) -> None:
     """Refuse what cannot be compiled here, before anything is cut or traced.
 
-    Errors: ConfigError for a policy that is none of COMPILE; PlanError where it does not go with
-    memory.recompute, or where nothing here can compile
+    Errors: PlanError where nothing here can compile
     """
-    check_compile(policy, recompute)
-    if policy != "none":
+    if plan.compile != "none":
         check_compiler(device)
 
 
-def apply(program: Program, policy: str) -> Program:
+def apply(program: Program) -> Program:
     """Compile every block of the program's module; before parameters split and blocks recompute.
 
-    policy   none or blocks
     Errors   as `check`. While a step runs, PlanError for a block whose code the compiler refuses
     """
-    check(policy, program.plan.recompute, program.world.device)
-    if policy == "none":
+    check(program.plan, program.world.device)
+    if program.plan.compile == "none":
         return program
     found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}
     if not found:

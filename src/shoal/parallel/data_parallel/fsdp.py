@@ -157,7 +157,7 @@ def _wrap(
 ) -> list[RemovableHandle]:
     """Shard some units, the root last; gives the hooks of ours that this needs."""
     module, plan = program.module, program.plan
-    host = CPUOffloadPolicy() if plan.offload == "parameters" else OffloadPolicy()
+    host = CPUOffloadPolicy() if plan.parks_parameters else OffloadPolicy()
     detours = []
     # Of other stages, or without an element, which torch's cutting fails on.
     ignored = {p for p in module.parameters() if p.is_meta or not p.numel()}

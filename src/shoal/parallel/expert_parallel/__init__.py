@@ -42,11 +42,6 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]
     layout = program.plan.layout
     if layout.ep == 1:
         return []
-    if program.plan.compress != "none":
-        raise PlanError(
-            f"layout.compress = {program.plan.compress}: sums over all data-parallel ranks, and "
-            f"layout.ep = {layout.ep} sums experts over some; nearest: layout.compress=none"
-        )
     return dealt(program.module, run, layout)
 
 

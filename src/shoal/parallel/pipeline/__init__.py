@@ -25,7 +25,8 @@ from shoal.base.actions import Schedule
 from shoal.base.errors import BugError, nearest
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.schedules import check_recompute, check_stages
+from shoal.base.schedules import check_recompute as check_recompute
+from shoal.base.schedules import check_stages
 from shoal.fabric import World
 from shoal.fabric.axes import among, members
 from shoal.parallel.pipeline.crossing import Crossing
@@ -49,7 +50,6 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> StageCut | None:
     layout = program.plan.layout
     if layout.pp == 1:
         return None
-    check_recompute(layout.schedule, program.plan.recompute)
     trunk = find_trunk(program.module, run)
     kind = type(program.module).__name__
     check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)

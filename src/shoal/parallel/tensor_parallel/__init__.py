@@ -15,8 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.base.errors import BugError
+from shoal.base.policies import TensorPolicy
 from shoal.fabric import World
 from shoal.parallel.light_build import light_build
 from shoal.parallel.program import Program
@@ -57,8 +59,16 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
     if trunk is not None and trunk.leaf:
         # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
         trunk = replace(trunk, leaf=False)
-    split = plan_split(
-        program.module,
+    split = split_by(policy, program.module, run, degree, trunk)
+    return checked(program.module, split, program.tensor, strict=policy.strict)
+
+
+def split_by(
+    policy: TensorPolicy, module: nn.Module, run: Run, degree: int, trunk: Trunk | None = None
+) -> ModelSplit:
+    """Find how a module is split over `degree` ranks under a policy; errors as `plan`."""
+    return plan_split(
+        module,
         run,
         degree,
         trunk=trunk,
@@ -66,7 +76,6 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
         overrides=policy.overrides,
         sequence=policy.sequence_parallel != "off",
     )
-    return checked(program.module, split, program.tensor, strict=policy.strict)
 
 
 class Crossing:

@@ -10,8 +10,8 @@ Sources: GPipe (Huang et al. 2019); Megatron (Narayanan et al. 2021), §2.2.
 from __future__ import annotations
 
 from shoal.base.errors import PlanError
+from shoal.base.schedules import canonical
 from shoal.planner.bubble import bubble_s
-from shoal.planner.schedule_names import canonical
 
 
 def bubble_of_ideal(

@@ -7,8 +7,8 @@ Every function takes options with units in their names and gives a `Screen`; the
 from __future__ import annotations
 
 from shoal.base.errors import PlanError
+from shoal.base.schedules import SCHEDULES
 from shoal.base.units import bytes_text
-from shoal.planner.schedule_names import SCHEDULES
 from shoal.teach.calculators import collectives as costs
 from shoal.teach.calculators.pipeline import bubble_of_step, least_micro_batches, micro_batches_for
 from shoal.teach.drawings.plot import Axis, Chart, Series

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError
+from shoal.base.schedules import canonical
 from shoal.base.timeline import Timeline
 from shoal.base.units import seconds_text as usual_text
-from shoal.planner.schedule_names import canonical
 from shoal.planner.schedules import make_schedule
 from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.schedules_simulate import bubble_of, simulate

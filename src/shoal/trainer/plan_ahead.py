@@ -1,0 +1,141 @@
+"""`shoal.plan`: which layout would train a model fastest on which machines, before anything starts.
+
+The answer is a `Plan`, as `shoal.parallelize(…, plan=…)` takes it. No other machine is needed for
+it: the model runs on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.estimate import Case, ModelFacts
+from shoal.base.facts import default_processes, this_machine
+from shoal.base.files import cache_folder
+from shoal.base.plan import Plan
+from shoal.base.units import bytes_text, seconds_text
+from shoal.planner.fixes import fixes
+from shoal.planner.machines import parse_machines
+from shoal.planner.search import Candidate, search
+from shoal.planner.search_space import format_on, section_of, space_of
+from shoal.planner.settle import Words, settle_batch, split_words
+from shoal.planner.states import WIDTHS
+from shoal.trace.facts import trace_facts
+from shoal.trainer.arguments import (
+    DEFAULT_BATCH,
+    POLICIES,
+    check_layout,
+    check_whole,
+    plan_of_words,
+    refuse_unknown,
+)
+from shoal.trainer.contract import Loss, split_batch
+from shoal.trainer.foresee import cluster_here
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    loss: Loss | None = None,
+    layout: Words = "auto",
+    *,
+    on: str = "",
+    batch: int = DEFAULT_BATCH,
+    micro_batch: int = 0,
+    precision: str = "auto",
+    optimizer_bytes: int = 8,
+    **policies: Any,
+) -> Plan:
+    """Rank the layouts on which a model can train, and give the plan of the fastest that fits.
+
+    model        an nn.Module, or a function without arguments that builds one, which is then built
+                 without its numbers
+    sample       a batch of a few samples, as `run.step` takes it; only its shapes matter
+    loss         as for `shoal.parallelize`; without one its share of memory and time is left out
+    layout       what is fixed of it: "auto" for nothing, a strategy, or some degrees, say {"tp": 2}
+    on           machines, as `shoal plan --on` names them: "8xH100-80GB"; "": this one
+    batch        samples per optimizer step · micro_batch  samples per forward pass; 0: the fastest
+    precision    `compute` of [precision] · optimizer_bytes  state per fp32 element: 8 for Adam
+    policies     further keys of a `shoal.Plan`; recompute is searched unless it is given
+    Gives        a settled `Plan`, whose `why` says the step time and the peak that are foreseen
+    Errors       PlanError where nothing is legal or nothing fits, with what would; ConfigError for
+                 a wrong argument
+    Source       docs/plan.md: what the figures are made of, and how far off they were
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> best = plan(net, (torch.zeros(2, 64), torch.zeros(2, 64)), on="8xH100-80GB", batch=64)
+    >>> best.layout.processes, best.batch, best.accumulate * best.micro_batch
+    (8, 64, 8)
+    """
+    refuse_unknown(plan, policies.keys() - POLICIES.keys(), {})
+    check_layout(layout)
+    for name, value, least in (("batch", batch, 1), ("micro_batch", micro_batch, 0)):
+        check_whole(name, value, least, DEFAULT_BATCH)
+    check_whole("optimizer_bytes", optimizer_bytes, 0, 8)
+    asked, words = split_words(plan_of_words(precision, policies), layout)
+    section = section_of(words)
+    here = this_machine()
+    ranks = prod(section.degrees().values()) if section.degrees() else default_processes(here)
+    cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks)
+    compute = format_on(asked, cluster, [])
+    case = Case(
+        _facts(model, sample, loss, asked.call, cluster.device.kind, WIDTHS[compute]),
+        cluster,
+        replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),
+        loss="full",
+        optimizer_bytes=optimizer_bytes,
+    )
+    given = frozenset(policies)
+    space = space_of(section, cluster, micro_batch=micro_batch, given=given, built=not on)
+    found = search(case, space)
+    best = found[0]
+    if not best.runs:
+        raise PlanError(_lacks(best))
+    parameters = case.model.trainable
+    return settle_batch(replace(best.case.plan, why=_why(best, len(found)), parameters=parameters))
+
+
+def _facts(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    loss: Loss | None,
+    call: str,
+    kernels: str,
+    element_bytes: int,
+) -> ModelFacts:
+    inputs, targets = split_batch(sample)
+    return trace_facts(
+        model,
+        dict(inputs) if call == "kwargs" else (inputs,),
+        kernels=kernels,
+        element_bytes=element_bytes,
+        autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
+        loss=loss,
+        targets=targets,
+    )
+
+
+def _why(best: Candidate, searched: int) -> str:
+    """The plan's reason: where, how fast, how full."""
+    cluster = best.case.cluster
+    name = cluster.name or f"{cluster.devices} × {cluster.device.name}"
+    return (
+        f"shoal.plan: {best.case.layout.text()} on {name}: {seconds_text(best.time.step_s)} per "
+        f"step and {bytes_text(best.memory.peak_bytes)} per rank foreseen, best of {searched}"
+    )
+
+
+def _lacks(best: Candidate) -> str:
+    """The line for a model that fits nowhere."""
+    near = fixes(best.case)
+    nearest = near[0][0] if near else "more devices, or larger ones"
+    return (
+        f"{best.case.layout.text()}: lacks {bytes_text(-best.verdict.margin_bytes)} of memory on "
+        f"{best.case.cluster.device.name}, and nothing else fits; nearest: {nearest}"
+    )

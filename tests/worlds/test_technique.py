@@ -1,0 +1,169 @@
+"""A technique is a policy, a file and a line: a toy one is added so, and is found everywhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "shoal"
+
+POLICY = '''
+@dataclass(frozen=True, kw_only=True)
+class ToyPolicy:
+    """What a block's output is handed through."""
+
+    toy: str = word(("none", "copies"))
+    """none, copies: every output of a block is copied once"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy(OffloadPolicy, RecomputePolicy, ToyPolicy):'''
+TECHNIQUE = '''"""Copies every output of a block."""
+
+from dataclasses import replace
+
+import torch
+
+from shoal.parallel.program import Program
+
+
+def apply(program: Program) -> Program:
+    """Copy the outputs of the module's parts."""
+    program.notices.append(f"memory.toy = {program.plan.toy}: outputs are copied")
+    hooks = [
+        part.register_forward_hook(lambda part, inputs, output: output.clone())
+        for part in program.module.children()
+        if isinstance(part, torch.nn.Linear)
+    ]
+    return replace(program, on_close=(*program.on_close, *(hook.remove for hook in hooks)))
+'''
+LINE = '    (ToyPolicy, "toy"),\n    (OffloadPolicy, "offload"),\n'
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Shoal that has one technique more."""
+    folder = tmp_path_factory.mktemp("toy")
+    shutil.copytree(SOURCE, folder / "src" / "shoal", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    (folder / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "test_configuration_page.py", folder / "tests")
+    room = folder / "src" / "shoal"
+
+    def change(path: Path, old: str, new: str) -> None:
+        text = path.read_text()
+        assert text.count(old) == 1, old
+        path.write_text(text.replace(old, new))
+
+    old = "\n@dataclass(frozen=True, kw_only=True)\nclass MemoryPolicy(OffloadPolicy, RecomputePolicy):"
+    change(room / "base" / "policies.py", old, POLICY)
+    (room / "parallel" / "toy.py").write_text(TECHNIQUE)
+    line = '    (OffloadPolicy, "offload"),\n'
+    change(room / "parallel" / "compose.py", line, LINE)
+    change(room / "parallel" / "compose.py", "OffloadPolicy, Re", "OffloadPolicy, ToyPolicy, Re")
+    path = f"{folder / 'src'}:{folder / 'tests'}"
+    cache = {"SHOAL_CACHE": str(folder / "cache")}
+    return {**os.environ, "PYTHONPATH": path, "FOLDER": str(folder), **cache}
+
+
+def said(toy: dict[str, str], *words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], env=toy, cwd=toy["FOLDER"], capture_output=True, text=True,
+        timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_command_knows_it(toy: dict[str, str]) -> None:
+    """Help, run.toml, the proof of two steps against one process, plan.json, and a wrong word."""
+    memory = [
+        line.split()
+        for line in said(toy, "-m", "shoal", "train", "--help").splitlines()
+        if line.strip().startswith("[memory]")
+    ]
+    assert [sorted(words) for words in memory] == [["[memory]", "offload", "recompute", "toy"]]
+    words = ["model.name=mlp", "data.source=digits", "train.steps=2", "layout.strategy=ddp"]
+    more = ["launch.processes=2", "run.name=x", "memory.toy=copies"]
+    told = said(toy, "-m", "shoal", "train", *words, *more)
+    assert "memory.toy = copies: outputs are copied" in told
+    assert "computes what one process computes" in told
+    run = Path(toy["FOLDER"]) / "runs" / "x"
+    assert 'toy = "copies"' in (run / "run.toml").read_text()
+    assert json.loads((run / "plan.json").read_text())["toy"] == "copies"
+    wrong = said(toy, "-m", "shoal", "train", *words, "memory.toy=copie", code=2)
+    assert "memory.toy = copie: not one of none, copies; nearest: copies" in wrong
+
+
+def test_an_own_loop_and_the_page_know_it(toy: dict[str, str]) -> None:
+    script = (
+        "import shoal, torch, test_configuration_page as page\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
+        "start = lambda **words: shoal.parallelize(net, lambda p: torch.optim.SGD(p, lr=0.1),\n"
+        "    lambda o, t: ((o - t) ** 2), **words)\n"
+        "run = start(toy='copies'); print(run.plan.toy); run.close()\n"
+        "run = start(plan=shoal.Plan(shoal.Layout(), toy='copies')); print(run.plan.toy)\n"
+        "print('| `toy` | `\"none\"` | none, copies: every output' in page.render())\n"
+    )
+    lines = [line for line in said(toy, "-c", script).splitlines() if "memory.toy" not in line]
+    assert lines == ["copies", "copies", "True"]
+
+
+KEYS = {
+    "recompute": ("parallel/recompute.py",),
+    "offload": ("parallel/offload.py",),
+    "compile": ("parallel/compiling/",),
+    "compress": ("parallel/data_parallel/compress.py",),
+    "defer_sync": ("parallel/data_parallel/zero.py", "parallel/data_parallel/fsdp.py"),
+    "strict": ("parallel/tensor_parallel/", "parallel/context_parallel/"),
+    "sequence_parallel": ("parallel/tensor_parallel/",),
+    "split": ("parallel/tensor_parallel/",),
+    "context": ("parallel/context_parallel/",),
+}
+"""Keys of techniques, and the files that are the technique."""
+
+HOMES = ("base/policies.py", "config/", "planner/", "teach/")
+"""Declared, read from run.toml, priced and explained here."""
+
+SCHEDULES = {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"}
+ORDERS = (
+    *("base/schedules.py", "planner/schedules.py", "planner/schedules_dualpipe.py"),
+    *("planner/bubble.py", "planner/check_schedule.py", "parallel/pipeline/", "teach/"),
+)
+
+
+def trees() -> list[tuple[str, ast.Module]]:
+    paths = sorted(SOURCE.rglob("*.py"))
+    return [(str(p.relative_to(SOURCE)), ast.parse(p.read_text())) for p in paths]
+
+
+def test_nobody_else_spells_a_techniques_key() -> None:
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or path.startswith(HOMES):
+                continue
+            held = ast.unparse(node.value).rpartition(".")[2]
+            of_plan = held in {"plan", "policy", "layout", "memory", "train", "asked"}
+            if node.attr in KEYS and of_plan and not path.startswith(KEYS[node.attr]):
+                found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_nobody_else_compares_a_schedules_name() -> None:
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare) and not path.startswith(ORDERS):
+                texts = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
+                if texts & SCHEDULES:
+                    found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
