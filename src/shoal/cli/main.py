@@ -23,7 +23,6 @@ STARTING = ("train", "compare", "prove")
 """Verbs that start processes, and so stand on what only some systems have."""
 
 
-
 def _keys() -> str | None:
     """Every key of run.toml by section, for whoever asks for help; else nothing is imported."""
     if "--help" not in sys.argv:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, ModelFacts
-from shoal.base.facts import default_processes, this_machine
+from shoal.base.facts import this_machine
 from shoal.base.files import cache_folder
 from shoal.base.plan import Plan
 from shoal.base.units import bytes_text, seconds_text
+from shoal.config.resolve import processes_of
 from shoal.planner.fixes import fixes
 from shoal.planner.machines import parse_machines
 from shoal.planner.search import Candidate, search
@@ -81,7 +81,7 @@ def plan(
     asked, words = split_words(plan_of_words(precision, policies), layout)
     section = section_of(words)
     here = this_machine()
-    ranks = prod(section.degrees().values()) if section.degrees() else default_processes(here)
+    ranks = processes_of(section, here)
     cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks)
     compute = format_on(asked, cluster, [])
     case = Case(

@@ -1,0 +1,94 @@
+"""`shoal.plan` gives a plan that `shoal.parallelize` takes; both refuse what means nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.base.errors import ShoalError
+
+SAMPLE = (torch.zeros(2, 64), torch.zeros(2, 64))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)])
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return ((outputs - targets) ** 2).sum(), outputs.numel()
+
+
+def test_the_best_of_a_server_is_settled_and_says_why() -> None:
+    plan = shoal.plan(net, SAMPLE, squares, on="8xH100-80GB", batch=64, clip=0.5)
+    assert plan.layout.processes == 8
+    assert plan.batch == plan.micro_batch * plan.accumulate * plan.layout.data_degree == 64
+    assert (plan.clip, plan.compute, plan.parameters) == (0.5, "bf16", 8 * 65 * 64)
+    assert "per rank foreseen, best of" in plan.why
+    assert "on 8xH100-80GB" in plan.why
+    assert shoal.Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_is_fixed_is_kept() -> None:
+    plan = shoal.plan(net, SAMPLE, layout={"pp": 2}, on="8xH100-80GB", recompute="full")
+    assert (plan.layout.pp, plan.recompute) == (2, "full")
+    assert shoal.plan(net, SAMPLE, layout="fsdp", on="8xH100-80GB").layout.zero == 3
+
+
+def test_a_plan_starts_a_run() -> None:
+    plan = shoal.plan(net, SAMPLE, squares, layout="single", batch=8, micro_batch=2)
+    run = shoal.parallelize(net(), lambda p: torch.optim.SGD(p, lr=0.1), squares, plan=plan)
+    assert replace(run.plan, why=plan.why, buckets=()) == plan
+    x = torch.randn(8, 64)
+    (result,) = run.steps([(x, x)])
+    assert result.step == 1
+    run.close()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"layout": {"tpp": 2}}, "nearest: tp"),
+    ({"layout": 3}, 'nearest: layout={"tp": 2}'),
+    ({"recompute": "ful"}, "recompute = ful: not one of none, selective, full; nearest: full"),
+    ({"recomput": "full"}, "shoal.plan has no argument recomput; nearest: recompute"),
+    ({"on": "8xH99"}, '"H99" is no device of the catalogue'),
+    ({"batch": 0}, "batch = 0: a whole number of at least 1 is wanted; nearest: batch=32"),
+    ({"micro_batch": -1}, "micro_batch = -1: a whole number of at least 0 is wanted"),
+    ({"layout": {"pp": 16}, "on": "2x8xH100-80GB"}, "layout.pp = 16"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), WRONG, ids=lambda v: str(v)[:40])
+def test_what_means_nothing_is_one_line(words: dict[str, Any], line: str) -> None:
+    with pytest.raises(ShoalError) as failure:
+        shoal.plan(net, SAMPLE, **{"on": "8xH100-80GB", **words})
+    assert line in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_what_fits_nowhere_says_what_would() -> None:
+    def huge() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(2**15, 2**15) for _ in range(16)])
+
+    sample = (torch.zeros(2, 2**15, device="meta"), torch.zeros(2, 2**15, device="meta"))
+    with pytest.raises(shoal.PlanError, match=r"lacks .* of memory on .*; nearest: "):
+        shoal.plan(huge, sample, on="1xL4")
+
+
+def test_words_beside_a_plan_are_refused() -> None:
+    plan = shoal.Plan(shoal.Layout(), batch=8)
+    for words, line in (
+        ({"plan": 3}, "plan = int: a shoal.Plan is wanted"),
+        ({"plan": plan, "batch": 3}, "batch = 3: stands beside a plan, which says it itself; "
+         "nearest: plan=dataclasses.replace(plan, batch=…)"),
+        ({"plan": plan, "precision": "bf16"}, "replace(plan, compute=…)"),
+        ({"plan": plan, "clip": 1.0}, "replace(plan, clip=…)"),
+        ({"plan": replace(plan, recompute="ful")}, "nearest: full"),
+        ({"plan": replace(plan, layout=shoal.Layout(tp=2))}, "tp 2 = 2 processes"),
+    ):  # fmt: skip
+        with pytest.raises(shoal.ShoalError) as failure:
+            shoal.parallelize(net(), lambda p: torch.optim.SGD(p, lr=0.1), squares, **words)
+        assert line in str(failure.value)
