@@ -13,14 +13,12 @@ from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout, expand
 from shoal.base.plan import Plan
 from shoal.base.policies import TensorPolicy, check_compress
 from shoal.base.schedules import (
-    ALIASES,
     SCHEDULES,
     SPLIT_BACKWARD,
     check_recompute,
     copies,
     stages_per_rank,
 )
-from shoal.planner import schedule_names
 from shoal.planner.guide import check_micro_batches, choose_layout
 from shoal.planner.schedules import make_schedule
 
@@ -80,10 +78,6 @@ def test_what_people_read() -> None:
 def test_on_one_process_every_name_is_single(name: str) -> None:
     assert choose(name, {}, 1) == Layout()
 
-
-def test_schedules_are_the_planners() -> None:
-    assert schedule_names.SCHEDULES == SCHEDULES
-    assert schedule_names.ALIASES == ALIASES
     for name in SCHEDULES:
         chunks = 3 if name == "interleaved" else 1
         made = make_schedule(name, 2, 4, chunks)

@@ -16,7 +16,7 @@ from shoal.planner.machines import parse_machines
 from shoal.planner.published import published
 from shoal.planner.record import plan_record
 from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import SearchSpace
+from shoal.planner.search_space import ALL_POLICIES, SearchSpace
 from shoal.planner.transformer import model_facts
 
 NODE = parse_machines("8xH100-80GB")
@@ -88,7 +88,7 @@ def test_a_schedule_that_cannot_run_is_told() -> None:
         ("dualpipe", 1, "none")
     }
     for change, said in (
-        ({"recompute": False}, r"schedule = dualpipe runs a backward in two halves"),
+        ({"given": ALL_POLICIES}, r"schedule = dualpipe runs a backward in two halves"),
         ({"micro_batch": 8}, r"at least 16 \(twice layout\.pp\), got 8 .* train\.micro_batch=4"),
     ):
         with pytest.raises(PlanError, match=said):
@@ -118,7 +118,7 @@ def test_degrees_that_do_not_divide_are_told() -> None:
 
 
 def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
-    space = SearchSpace(layout=Layout(dp_replicate=8), micro_batch=4, recompute=False)
+    space = SearchSpace(layout=Layout(dp_replicate=8), micro_batch=4, given=ALL_POLICIES)
     best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
     made = fixes(best.case)
@@ -133,7 +133,7 @@ def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
 def test_a_fix_is_what_a_user_can_type() -> None:
     """Beside other axes a stage is degrees: a strategy is a whole layout."""
     layout = Layout(dp_replicate=4, tp=2)
-    space = SearchSpace(layout=layout, micro_batch=8, recompute=False)
+    space = SearchSpace(layout=layout, micro_batch=8, given=ALL_POLICIES)
     best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
     texts = [text for text, _ in fixes(best.case)]

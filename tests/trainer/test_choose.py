@@ -17,11 +17,14 @@ from shoal.base.plan import Plan
 from shoal.config.load import load
 from shoal.config.resolve import plan_of
 from shoal.config.sections import Config
+from shoal.data.fetch import first_samples
 from shoal.data.sources import open_source
 from shoal.planner.measured import this_cluster
 from shoal.planner.settle import keep_choice
 from shoal.trainer import choose as room
+from shoal.trainer import rank_layouts
 from shoal.trainer.foresee import case_of, facts_of, prediction
+from shoal.trainer.job import build_model, import_loss
 
 
 class TwoRanks(SimpleNamespace):
@@ -44,7 +47,7 @@ def digits() -> tuple[Any, Any]:
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     monkeypatch.setattr(
-        room, "read_measured", lambda cache, ranks, **more: this_cluster(machine, ranks)
+        rank_layouts, "read_measured", lambda cache, ranks, **more: this_cluster(machine, ranks)
     )
 
 
@@ -107,7 +110,7 @@ def test_an_unknown_machine_leaves_it_to_the_guide(
     digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, source = digits
-    monkeypatch.setattr(room, "read_measured", lambda cache, ranks, **more: None)
+    monkeypatch.setattr(rank_layouts, "read_measured", lambda cache, ranks, **more: None)
     assert chosen(config, source, tmp_path) == (plan_of(config), {"strategy": "auto"})
 
 
@@ -120,3 +123,23 @@ def test_a_prediction_adds_up(digits) -> None:
     assert sum(said["time"].values()) == pytest.approx(said["step_s"])
     # 2(n−1)/n times 4 bytes per parameter
     assert said["sent_bytes"] == pytest.approx(4 * facts.trainable)
+
+
+def test_an_own_loop_gets_the_answer_of_the_command(digits, tmp_path: Path) -> None:
+    """`auto` is one answer: the same model, batch, loss and optimizer, by its sample."""
+    config, source = digits
+    plan, _ = chosen(config, source, tmp_path)
+    module = build_model(config.model, source, config.data.sequence)
+    optimizer = torch.optim.AdamW(module.parameters())
+    sample = first_samples(source.train, source.collate)
+    asked = replace(plan_of(config), compute="fp32")
+    told = [module, lambda: sample, import_loss(config.model), optimizer, asked]
+    own = rank_layouts.choose_for(*told, "auto", TwoRanks())
+    assert own is not None
+    assert (own.layout, own.accumulate, own.why) == (plan.layout, plan.accumulate, plan.why)
+    assert rank_layouts.choose_for(*told, "ddp", TwoRanks()) is None
+    assert rank_layouts.choose_for(*told, {"tp": 2}, TwoRanks()) is None
+    assert rank_layouts.choose_for(*told, "auto", TwoRanks(size=1)) is None
+    staged = rank_layouts.choose_for(*told, {"zero": 2}, TwoRanks())
+    assert staged is not None
+    assert staged.layout.zero == 2

@@ -32,11 +32,11 @@ from shoal.config.sections import Config, keys
 from shoal.planner.measured import this_cluster
 from shoal.planner.own_family import own_family
 from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import SearchSpace
+from shoal.planner.search_space import ALL_POLICIES, SearchSpace
 from shoal.planner.settle import is_open, settle_layout, words_of
 from shoal.planner.transformer import model_facts
 from shoal.trainer import choose as auto
-from shoal.trainer import job
+from shoal.trainer import job, rank_layouts
 from shoal.trainer import parallelize as room
 from shoal.trainer.foresee import case_of
 
@@ -490,9 +490,11 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         told.append((case, space))
         return search(case, space)
 
-    monkeypatch.setattr(auto, "search", look)
+    monkeypatch.setattr(rank_layouts, "search", look)
     monkeypatch.setattr(auto, "facts_of", lambda *given, **more: model)
-    monkeypatch.setattr(auto, "read_measured", lambda *given, **more: this_cluster(machine, 2))
+    monkeypatch.setattr(
+        rank_layouts, "read_measured", lambda *given, **more: this_cluster(machine, 2)
+    )
     for key in KEYS:
         loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
         resolve_batch(loaded, 2)
@@ -511,7 +513,8 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert (case.loss, case.optimizer_bytes) == (
             wanted.case.loss, wanted.case.optimizer_bytes,
         ), key  # fmt: skip
-        assert space == wanted.space, key
+        assert replace(space, given=wanted.space.given) == wanted.space, key
+        assert space.given == ALL_POLICIES, "a run recomputes what it is told to"
         assert replace(chosen, layout=Layout(), why="", accumulate=0) == replace(
             plan_of(config), accumulate=0
         ), key

@@ -22,12 +22,13 @@ def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any
     return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
 
 
-def number(default: float, *, least: float, usual: float | None = None) -> Any:
+def number(default: float, *, least: float, usual: float | None = None, **more: Any) -> Any:
     """Declare a key that is a number of at least `least`.
 
     usual   proposed in the place of a number that means nothing; default: `least`
+    more    of `dataclasses.field`
     """
-    return field(default=default, metadata={"least": least, "usual": usual})
+    return field(default=default, metadata={"least": least, "usual": usual}, **more)
 
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
@@ -90,7 +91,7 @@ class OptimizerPolicy(UpdatePolicy):
     """for sgd"""
     weight_decay: float = number(0.1, least=0, usual=0.1)
     """on matrices; never on vectors and scalars (norms, biases)"""
-    clip: float = number(1.0, least=0, usual=1.0)
+    clip: float = number(1.0, least=0, usual=1.0, kw_only=True)
     """largest global gradient norm; 0 leaves gradients as they are"""
     schedule: str = word(SCHEDULES)
     """cosine, wsd, one-cycle, linear, constant"""

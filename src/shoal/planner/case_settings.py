@@ -23,7 +23,7 @@ def beside(config: Config) -> dict[str, Any]:
     >>> beside(Config())
     {'loss': 'chunked', 'optimizer_bytes': 8}
     """
-    return {"loss": loss_form(config.model), "optimizer_bytes": _state_bytes(config.optimizer)}
+    return {"loss": loss_form(config.model), "optimizer_bytes": state_bytes_of(config.optimizer)}
 
 
 def left_out(plan: Plan) -> list[str]:
@@ -33,7 +33,7 @@ def left_out(plan: Plan) -> list[str]:
     return [f"layout.compress = {plan.compress} is left out of the figures"]
 
 
-def _state_bytes(optimizer: OptimizerPolicy) -> int:
+def state_bytes_of(optimizer: OptimizerPolicy) -> int:
     """Optimizer state per fp32 element; plain SGD has none."""
     name = optimizer.name.lower()
     return 0 if name == "sgd" and not optimizer.momentum else STATE_BYTES.get(name, 8)

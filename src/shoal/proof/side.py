@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.trainer.contract import BuildOptimizer, Loss
-from shoal.trainer.parallelize import parallelize
+from shoal.trainer.optimizer_guard import Length
+from shoal.trainer.parallelize import start_run
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
 
@@ -87,21 +90,28 @@ class Side:
             perturb(module, label)
             return jittered(module) if self.jitter else module
 
-        run = parallelize(
-            made,
-            self.optimizer,
-            loss,
-            self.layout,
-            batch=batch,
-            micro_batch=micro_batch,
-            precision=self.precision,
+        plan = Plan(
+            Layout(),
+            batch or 0,
+            micro_batch or 0,
+            compute=self.precision,
             clip=self.clip,
             seed=self.seed,
             skip_limit=self.steps + 1,
             call=call,
+            **self.policies,
+        )
+        portions = {"batch": batch, "micro_batch": micro_batch}
+        run = start_run(
+            made,
+            self.optimizer,
+            loss,
+            plan,
+            self.layout,
+            given=[name for name, value in portions.items() if value],
+            length=Length(),
             sample=sample,
             world=self.world,
-            **self.policies,
         )
         run.touched.watching = False  # a proof says itself what differs, and where
         self.runs[label] = run

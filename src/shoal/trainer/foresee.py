@@ -38,9 +38,9 @@ from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
 from shoal.planner.travel import busiest
 from shoal.planner.validation import validation_micro_batch
-from shoal.trace.facts import trace_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
+from shoal.trainer.rank_layouts import facts_by_sample
 
 LEAST_STEPS = 20
 """Steps of a run that says something about the machine."""
@@ -76,14 +76,13 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
     with kept_draws():
         samples = [source.train[place] for place in range(min(EXAMPLES, len(source.train)))]
         inputs, targets = split_batch(join(samples, source.collate, "the first samples"))
-    return trace_facts(
+    return facts_by_sample(
         lambda: build_model(section, source, config.data.sequence),
-        dict(inputs) if section.call == "kwargs" else (inputs,),
+        (inputs, targets),
+        import_loss(section),
+        section.call,
         kernels=kernels,
         element_bytes=element_bytes,
-        autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
-        loss=import_loss(section),
-        targets=targets,
         name=section.build or section.name,
     )
 

@@ -81,9 +81,11 @@ def parallelize(
     optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
                  on integer targets, ignoring −100
-    layout       "auto", a strategy ("single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp",
-                 "pp", "cp", "3d", a pipeline's schedule), or degrees, say {"tp": 2, "dp_shard": 2},
-                 with whatever else [layout] may say: zero, schedule, chunks, strict, split, …
+    layout       "auto" (what the planner finds best, where a `sample` is given and this machine was
+                 measured; else a rule by size), a strategy ("single", "dp", "ddp", "zero1",
+                 "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline's schedule), or
+                 degrees, say {"tp": 2, "dp_shard": 2}, with whatever else [layout] may say: zero,
+                 schedule, chunks, strict, split, …
     plan         all that is said by words here, as one `shoal.Plan`, in their place
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
@@ -123,6 +125,7 @@ def parallelize(
         given=[name for name, value in given.items() if value],
         length=Length(schedule, total_steps),
         sample=sample,
+        ranks_layouts=sample is not None,
         folder=Path(folder) if folder is not None else None,
         world=world,
     )
@@ -159,12 +162,14 @@ def start_run(
     sample: Any = None,
     folder: Path | None = None,
     world: World | None = None,
+    ranks_layouts: bool = False,
 ) -> Run:
     """Start a run under a plan: what `parallelize` does with its arguments, and `shoal train`.
 
     plan     settled, or with open fields where `said` is given
     said     the layout in words, from which the plan is settled; None: it is settled
     given    portions of the batch that the user fixed
+    ranks_layouts   a layout that is left open is chosen by the planner, by what it sees in `sample`
     Errors   as `parallelize`
     """
     install()
@@ -181,7 +186,15 @@ def start_run(
     _refuse_untrainable(module, parameters, world)
     bound = rebind(optimizer, module, parameters)
     _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss or token_loss)})
-    plan = _settled(plan, said, world, parameters)
+    batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
+    plan = replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
+    if said is not None:
+        chosen = None
+        if ranks_layouts:
+            from shoal.trainer.rank_layouts import choose_for
+
+            chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)
+        plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
     hooks = hooked(parameters)
     program = divide(module, plan, world, look_at(sample, plan, world))
     _settle(module, plan.layout)
@@ -204,17 +217,6 @@ def start_run(
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
     return run
-
-
-def _settled(
-    plan: Plan, said: Words | None, world: World, parameters: Mapping[str, nn.Parameter]
-) -> Plan:
-    """The plan without an open field."""
-    count = sum(p.numel() for p in parameters.values())
-    if said is None:
-        return replace(plan, parameters=count)
-    batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
-    return settle(replace(plan, batch=batch), said, world.size, count, this_machine())
 
 
 def _light_build() -> AbstractContextManager[None]:

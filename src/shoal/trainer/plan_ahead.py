@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.estimate import Case, ModelFacts
+from shoal.base.estimate import Case
 from shoal.base.facts import this_machine
 from shoal.base.files import cache_folder
 from shoal.base.plan import Plan
@@ -25,7 +25,6 @@ from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import format_on, section_of, space_of
 from shoal.planner.settle import Words, settle_batch, split_words
 from shoal.planner.states import WIDTHS
-from shoal.trace.facts import trace_facts
 from shoal.trainer.arguments import (
     DEFAULT_BATCH,
     POLICIES,
@@ -34,8 +33,9 @@ from shoal.trainer.arguments import (
     plan_of_words,
     refuse_unknown,
 )
-from shoal.trainer.contract import Loss, split_batch
+from shoal.trainer.contract import Loss
 from shoal.trainer.foresee import cluster_here
+from shoal.trainer.rank_layouts import facts_by_sample
 
 
 def plan(
@@ -85,7 +85,14 @@ def plan(
     cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks)
     compute = format_on(asked, cluster, [])
     case = Case(
-        _facts(model, sample, loss, asked.call, cluster.device.kind, WIDTHS[compute]),
+        facts_by_sample(
+            model,
+            sample,
+            loss,
+            asked.call,
+            kernels=cluster.device.kind,
+            element_bytes=WIDTHS[compute],
+        ),
         cluster,
         replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),
         loss="full",
@@ -99,26 +106,6 @@ def plan(
         raise PlanError(_lacks(best))
     parameters = case.model.trainable
     return settle_batch(replace(best.case.plan, why=_why(best, len(found)), parameters=parameters))
-
-
-def _facts(
-    model: nn.Module | Callable[[], nn.Module],
-    sample: Any,
-    loss: Loss | None,
-    call: str,
-    kernels: str,
-    element_bytes: int,
-) -> ModelFacts:
-    inputs, targets = split_batch(sample)
-    return trace_facts(
-        model,
-        dict(inputs) if call == "kwargs" else (inputs,),
-        kernels=kernels,
-        element_bytes=element_bytes,
-        autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
-        loss=loss,
-        targets=targets,
-    )
 
 
 def _why(best: Candidate, searched: int) -> str:

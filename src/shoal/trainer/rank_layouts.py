@@ -1,0 +1,162 @@
+"""Ranks the layouts of a run that leaves its layout open: facts of its model, then the planner.
+
+Rank 0 looks and tells the others, so that all ranks take the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.batches import default_micro_batch
+from shoal.base.errors import ShoalError
+from shoal.base.estimate import Case, ModelFacts
+from shoal.base.facts import usable_cores
+from shoal.base.files import cache_folder
+from shoal.base.phases import phase
+from shoal.base.plan import Plan
+from shoal.base.policies import OptimizerPolicy
+from shoal.base.units import seconds_text
+from shoal.config.sections import LayoutSection
+from shoal.fabric import World
+from shoal.parallel import precision as formats
+from shoal.planner.case_settings import state_bytes_of
+from shoal.planner.measured import read_measured
+from shoal.planner.search import Candidate, search
+from shoal.planner.search_space import ALL_POLICIES, section_of, space_of
+from shoal.planner.settle import Words, check_together, is_open, settle_batch, split_words
+from shoal.planner.states import WIDTHS
+from shoal.trace.facts import trace_facts
+from shoal.trainer.contract import Loss, split_batch
+
+SHOWN = 3
+"""Further layouts that the line names."""
+
+
+def facts_by_sample(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    loss: Loss | None,
+    call: str,
+    *,
+    kernels: str,
+    element_bytes: int,
+    name: str = "",
+) -> ModelFacts:
+    """Trace a model on the shapes of a batch of a few samples, as `run.step` takes it.
+
+    kernels, element_bytes   as `facts_of` · call  as `shoal.parallelize`
+    Errors                   PlanError for a model that shapes alone cannot run, naming the module
+    """
+    inputs, targets = split_batch(sample)
+    return trace_facts(
+        model,
+        dict(inputs) if call == "kwargs" else (inputs,),
+        kernels=kernels,
+        element_bytes=element_bytes,
+        autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
+        loss=loss,
+        targets=targets,
+        name=name,
+    )
+
+
+@phase("plan")
+def choose_for(
+    module: nn.Module,
+    sample: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    said: Words,
+    world: World,
+) -> Plan | None:
+    """Choose for a loop of one's own as for `shoal train`; None where nothing can be ranked.
+
+    sample   a batch, as `run.step` takes it, or a function that gives one
+    plan     with its batch and its formats
+    """
+    plan, words = split_words(plan, said)
+    if world.size == 1 or not is_open({"strategy": "auto", **words}):
+        return None
+    given = sample() if callable(sample) else sample  # on every rank: it may take from its data
+    model = partial(
+        facts_by_sample, module, given, loss, plan.call, element_bytes=WIDTHS[plan.compute]
+    )
+    group = optimizer.param_groups[0]
+    rule = OptimizerPolicy(name=type(optimizer).__name__, momentum=float(group.get("momentum", 0)))
+    further = {"loss": "full", "optimizer_bytes": state_bytes_of(rule)}
+    micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
+    settled = replace(plan, micro_batch=micro_batch)
+    return best_plan(model, settled, section_of(words), further, world)
+
+
+def best_plan(
+    model: Callable[..., ModelFacts],
+    plan: Plan,
+    section: LayoutSection,
+    further: Mapping[str, Any],
+    world: World,
+) -> Plan | None:
+    """What rank 0 finds best, on every rank; None where nothing can be ranked here."""
+    found = _rank(model, plan, section, further, world) if world.is_first else None
+    told = world.broadcast_json(found.to_json() if found else "")
+    return Plan.from_json(told) if told else None
+
+
+def _rank(
+    model: Callable[..., ModelFacts],
+    plan: Plan,
+    section: LayoutSection,
+    further: Mapping[str, Any],
+    world: World,
+) -> Plan | None:
+    cluster = read_measured(cache_folder(), world.size, threads=torch.get_num_threads())
+    if cluster is None:
+        return None
+    settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
+    space = space_of(section, cluster, micro_batch=plan.micro_batch, given=ALL_POLICIES, built=True)
+    try:
+        case = Case(model(kernels=cluster.device.kind), cluster, settled, **further)
+        found = search(case, space)
+        candidates = [candidate for candidate in found if candidate.fits and _carries(candidate)]
+        if not candidates:
+            return None
+        best = replace(plan, layout=candidates[0].case.layout, why=_why(candidates, world.size))
+        return settle_batch(best)
+    except ShoalError:
+        return None
+
+
+def _carries(candidate: Candidate) -> bool:
+    """Whether a layout can carry what else was asked for."""
+    try:
+        check_together(candidate.case.plan)
+    except ShoalError:
+        return False
+    return True
+
+
+def _why(candidates: list[Candidate], processes: int) -> str:
+    """The line for the user."""
+    best = candidates[0]
+    names: set[str] = set()
+    others = []
+    for candidate in candidates[1:]:
+        name = candidate.case.layout.strategy
+        if name not in names | {best.case.layout.strategy}:
+            names.add(name)
+            others.append(f"{name} {seconds_text(candidate.time.step_s)}")
+    rest = f"; also possible: {', '.join(others[:SHOWN])}" if others else ""
+    cores = usable_cores()
+    on_cores = best.case.cluster.device.kind == "cpu" and cores <= processes
+    aside = f" (on {cores} cores one process may be as fast)" if on_cores else ""
+    return (
+        f"auto: {best.case.layout.strategy} on {processes} processes: "
+        f"{seconds_text(best.time.step_s)} per step foreseen{rest}{aside}"
+    )
