@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,14 @@ def test_what_a_reader_of_the_plain_path_must_load() -> None:
     files = [path for path in files if path.name != "single.py"]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
     assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000
+
+
+def test_the_picture_of_the_house_is_the_contract() -> None:
+    """Rooms of docs/architecture.md stand in the order that import-linter holds."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"]
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    places = [[picture.index(f"{room}/") for room in floor.split(" | ")] for floor in layers[1:]]
+    assert [min(floor) for floor in places] == sorted(min(floor) for floor in places)
+    for above, below in itertools.pairwise(places):
+        assert max(above) < min(below)
