@@ -17,6 +17,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from shoal.base.errors import PlanError
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.fabric.traffic import wire_bytes
 from shoal.models.llama import Llama
@@ -238,7 +240,7 @@ def equality(
 
 def program_of(module: nn.Module, world: World) -> Program:
     """As much of a program as recomputing needs."""
-    plan: Any = None
+    plan = Plan(Layout(tp=world.size), 8, 2)
     return Program(module, world, plan, {}, {}, world, world, world, world, ())
 
 
