@@ -55,7 +55,7 @@ NEEDED = {"cold": ("plan the model", "check the layers"), "from cache": ("for ot
 BESIDE = (
     ("parallelize, all of it", "shoal.trainer.parallelize", "parallelize"),
     ("build the model", "shoal.trainer.parallelize", "build_module"),
-    ("compare weights", "shoal.parallel.same_weights", "apply"),
+    ("compare weights", "shoal.parallel.compare_weights", "apply"),
     ("cut and install", "shoal.parallel.tensor_parallel.cut", "apply_split"),
 )
 """The rest of a start, for orientation."""

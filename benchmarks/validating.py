@@ -60,8 +60,8 @@ def work(job: dict[str, Any]) -> None:
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
     from shoal.machine.measure import QUICK, measure_machine
-    from shoal.trainer.foresee import cluster_here, foresee
     from shoal.trainer.job import open_run
+    from shoal.trainer.predict import cluster_here, foresee
 
     overrides = (
         f"model.dim=64 model.layers={job['layers']} data.source=synthetic data.sequence=64 "

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_tests import CASES, FILLS, STEADY, Fill, small_fill, t5_facts
+from planned_case import case_of
 
-from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout

@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import mean, median
 
 from fit import fit_steps
+from planned_case import case_of
 from rows import memory_rows
 
-from cases import case_of
 from shoal.base.cluster import Calibration, Cluster
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout

@@ -29,8 +29,8 @@ from pathlib import Path
 from statistics import mean
 
 from fit import fit_steps
+from planned_case import case_of
 
-from cases import case_of
 from shoal.base.cluster import Calibration
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout

@@ -10,7 +10,7 @@ import torch
 from shoal.base.shards import Shard
 from shoal.checkpoint.write import Piece, Saved, save
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 
 RECORD = {"position": 4096, "seed": 7, "lr": 0.1, "betas": [0.9, 0.95], "note": "größer"}
 

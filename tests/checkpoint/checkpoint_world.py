@@ -20,7 +20,7 @@ from checkpoint_cases import Heard, assert_same, cut, whole
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.shards import Shard
-from shoal.checkpoint import shardfile, shares, write
+from shoal.checkpoint import shardfile, shared_read, write
 from shoal.checkpoint.catalog import find, read_manifest, verify
 from shoal.checkpoint.export import export
 from shoal.checkpoint.manifest import Manifest
@@ -164,13 +164,13 @@ def check_all_ranks_fall_back_together(world: World, root: Path) -> None:
 
 def check_what_all_want_is_read_once_and_handed_on(world: World, root: Path) -> None:
     read: list[str] = []
-    plain, least = StoredReader.read, shares.LEAST_BYTES
+    plain, least = StoredReader.read, shared_read.LEAST_BYTES
 
     def noted(self: StoredReader, name: str, *more: Any) -> None:
         read.append(name)
         plain(self, name, *more)
 
-    shares.LEAST_BYTES = 0
+    shared_read.LEAST_BYTES = 0
     StoredReader.read = noted
     try:
         for degree, once in (
@@ -187,12 +187,12 @@ def check_what_all_want_is_read_once_and_handed_on(world: World, root: Path) -> 
             if degree == 1:
                 assert 0 < len(read) < len(everyone)
     finally:
-        StoredReader.read, shares.LEAST_BYTES = plain, least
+        StoredReader.read, shared_read.LEAST_BYTES = plain, least
 
 
 def check_a_flipped_byte_in_a_share_is_named_and_all_fall_back(world: World, root: Path) -> None:
-    least, file, damaged = shares.LEAST_BYTES, Path(), b""
-    shares.LEAST_BYTES = 0
+    least, file, damaged = shared_read.LEAST_BYTES, Path(), b""
+    shared_read.LEAST_BYTES = 0
     try:
         if world.is_first:
             (piece,) = read_manifest(root / "step-3").tensors["model.c"].slices
@@ -212,7 +212,7 @@ def check_a_flipped_byte_in_a_share_is_named_and_all_fall_back(world: World, roo
             file.write_bytes(damaged)
         world.barrier()
     finally:
-        shares.LEAST_BYTES = least
+        shared_read.LEAST_BYTES = least
 
 
 def check_same_step_again_verifies_on_all_ranks_and_renames(world: World, root: Path) -> None:

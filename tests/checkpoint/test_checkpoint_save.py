@@ -28,7 +28,7 @@ from checkpoint_cases import (
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.shards import Shard
-from shoal.checkpoint import deal as deals
+from shoal.checkpoint import assign_slices as deals
 from shoal.checkpoint import read, tensorfile, write
 from shoal.checkpoint.boxes import untiled
 from shoal.checkpoint.catalog import find, read_manifest, verify

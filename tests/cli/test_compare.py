@@ -21,7 +21,7 @@ from shoal.base.facts import MachineFacts
 from shoal.cli import compare_measure, main
 from shoal.cli.compare_rows import NOISE, check_memory, needed_bytes, plan_rows
 from shoal.machine.states import peak_extra_bytes, state_bytes
-from shoal.trainer.sample import relative_difference
+from shoal.trainer.benchmark_row import relative_difference
 
 MIB = 2**20
 

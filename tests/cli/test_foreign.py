@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.cli.foreign import continued
 from shoal.cli.start import prepare, write_folder
+from shoal.cli.torchrun import continued
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
 AGAIN = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}

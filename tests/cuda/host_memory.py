@@ -15,7 +15,7 @@ from shoal.base.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.parallel import offload, randomness, recompute
+from shoal.parallel import dropout_rng, offload, recompute
 from shoal.parallel.program import Program, undivided
 
 DIM, LAYERS, SEQUENCE, BATCH = pick((512, 8, 512, 8), (64, 3, 32, 2))
@@ -30,7 +30,7 @@ def program_of(dropout: float = 0.1) -> Program:
     world = start_world({})
     world.device = DEVICE
     plan = Plan(Layout(), BATCH, BATCH, 1, compute="bf16")
-    return randomness.apply(undivided(model, plan, world), 3)
+    return dropout_rng.apply(undivided(model, plan, world), 3)
 
 
 def parking(program: Program, least_bytes: int = LEAST_PARKED) -> Program:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric import links
+from shoal.fabric.heartbeat import IslandLost
 from shoal.fabric.links import Deadline, Flight, Links
-from shoal.fabric.pulse import IslandLost
 
 DEADLINE_S = 5.0
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
+from shoal.fabric.uneven_collectives import PendingSum, gather_parts, scatter_sum
 
 WAIT = timedelta(seconds=30)
 CUTS = [

@@ -17,7 +17,7 @@ from shoal.cli.islands import _set_aside, _share_out
 from shoal.cli.start import _check_goes_on, _in_folders
 from shoal.islands.history import Resume
 from shoal.planner.codings import CODINGS
-from shoal.trainer.joining import (
+from shoal.trainer.island_join import (
     FEEDS_BACK,
     OWN,
     _alike,

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from shoal.base.errors import ClusterError
-from shoal.islands.ballot import Ballot, Outcome, count, decide, name_islands, read_object
+from shoal.islands.commit_vote import Ballot, Outcome, count, decide, name_islands, read_object
 
 ONE = Ballot(round=7, fragment=1, ok=True, digest="a" * 64, tokens=4096, steps_per_s=2.5, used=128)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.fabric.codecs import Feedback, find_codec
-from shoal.islands.leftovers import Leftovers
+from shoal.islands.residuals import Leftovers
 
 PIECES = {"islands.index": 1, "islands.count": 3, "layout": "fsdp", "islands.codec": "sign"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.base.islands import IslandsPolicy
-from shoal.islands.ballot import NOBODY_ADMITTED, NOT_FINITE, Ballot, cure
+from shoal.islands.commit_vote import NOBODY_ADMITTED, NOT_FINITE, Ballot, cure
 from shoal.islands.methods import find_method
 from shoal.islands.methods.noloco import OwnWeights
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.islands.stream import Span, Stream
-from shoal.trainer.common import Common
-from shoal.trainer.rounds import Rounds
+from shoal.trainer.island_loop import Rounds
+from shoal.trainer.island_state import Common
 
 
 class Nothing:

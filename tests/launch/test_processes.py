@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.base.facts import usable_cores
-from shoal.fabric.place import find_place
+from shoal.fabric.process_info import find_place
 from shoal.launch import supervise
 from shoal.launch.processes import private_socket, shared_environment, worker_environment
 

@@ -11,7 +11,7 @@ import torch
 
 from shoal.base.facts import MachineFacts, usable_cores
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.machine import measure as machine
 from shoal.machine.links import fit_line
 from shoal.machine.measure import Sizes, best_of, measure_machine, write_bytes_per_s

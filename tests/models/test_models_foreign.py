@@ -25,7 +25,7 @@ from shoal.models.catalog import build
 from shoal.models.generate import generate
 from shoal.models.loss import token_loss
 from shoal.planner.model_facts import parameters
-from shoal.trace.facts import trace_facts
+from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.job import build_model
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 import shoal
 from shoal.trainer.contract import sum_and_count
-from shoal.trainer.feed import Feed
+from shoal.trainer.loaders import Feed
 
 
 def small_run(loss: object, **settings: object) -> shoal.Run:

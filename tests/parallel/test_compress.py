@@ -21,7 +21,7 @@ from shoal.fabric import World
 from shoal.fabric.codecs.feedback import Residual
 from shoal.fabric.coded_sums import Int8Sum, LargestSum, ScatteredInt8Sum, Sender
 from shoal.fabric.low_rank import LowRankSum, Matrix
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.parallel.data_parallel import compress
 from shoal.parallel.program import Program, undivided
 

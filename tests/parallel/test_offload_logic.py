@@ -16,7 +16,7 @@ from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, recompute

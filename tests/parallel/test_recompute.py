@@ -18,7 +18,12 @@ from shoal.base.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.parallel import batch_norm, loose_buffers, randomness, recompute
+from shoal.parallel import (
+    batch_norm,
+    dropout_rng,
+    recompute,
+    sync_buffers,
+)
 from shoal.parallel.program import Program, undivided
 
 POLICIES = ["selective", "full"]
@@ -36,9 +41,9 @@ def one_thread():
 def program_of(model: nn.Module, policy: str) -> Program:
     plan = Plan(Layout(), 8, 2, 4, compute="fp64")
     program = undivided(model, plan, start_world({}))
-    program = randomness.apply(program, 3)
+    program = dropout_rng.apply(program, 3)
     program = batch_norm.apply(program)
-    program = loose_buffers.apply(program)
+    program = sync_buffers.apply(program)
     return recompute.apply(program.but(recompute=policy))
 
 

@@ -4,4 +4,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "planner"))  # fit.py, cases.py
+sys.path.append(
+    str(Path(__file__).parents[2] / "benchmarks" / "planner")
+)  # fit.py, planned_case.py

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cases import run_of
+from planned_case import run_of
+
 from shoal.planner.advice import advice
 from shoal.planner.machines import parse_machines
 from shoal.planner.published import published

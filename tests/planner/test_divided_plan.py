@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planned_case import case_of
 
-from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
+from shoal.planner.comm_volume import busiest, sent_by
 from shoal.planner.memory import predict_memory
+from shoal.planner.model_states import Elements, state_bytes
 from shoal.planner.stage_cut import cut, put_off
-from shoal.planner.states import Elements, state_bytes
-from shoal.planner.transients import rank_sum
-from shoal.planner.travel import busiest, sent_by
+from shoal.planner.transient_memory import rank_sum
 
 LINK = Link("wire", 1e-6, 1e9)
 CPU = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from planned_case import case_of
 
 import shoal
-from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, MemoryEstimate, ModelFacts
@@ -22,11 +22,11 @@ from shoal.planner.bubble import in_flight
 from shoal.planner.check_schedule import check
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.memory import predict_memory
+from shoal.planner.model_states import Elements, shard_counts, state_bytes
 from shoal.planner.own_family import own_family
 from shoal.planner.published import published
 from shoal.planner.schedules import make_schedule
 from shoal.planner.stage_cut import block_count, cut
-from shoal.planner.states import Elements, shard_counts, state_bytes
 from shoal.planner.transformer import model_facts
 from shoal.planner.verdict import verdict
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planned_case import case_of
 
-from cases import case_of
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
 from shoal.parallel.data_parallel import zero
+from shoal.planner.bytes_in_flight import BUCKETS_IN_FLIGHT, arriving_bytes, on_way, sharded_on_gloo
 from shoal.planner.memory import predict_memory
-from shoal.planner.on_way import BUCKETS_IN_FLIGHT, arriving_bytes, on_way, sharded_on_gloo
+from shoal.planner.model_states import Elements
 from shoal.planner.stage_cut import cut
-from shoal.planner.states import Elements
 
 MIB = 2**20
 LINK = Link("wire", 1e-6, 1e9)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planned_case import case_of, run_of
 
-from cases import case_of, run_of
 from shoal.base.degrees import planned_degrees
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.planner.explain import ask_guide, dies_first, guide_layout, why_before
-from shoal.planner.fixes import fixes
 from shoal.planner.machines import parse_machines
+from shoal.planner.plan_document import plan_record
 from shoal.planner.published import published
-from shoal.planner.record import plan_record
 from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import ALL_POLICIES, SearchSpace
+from shoal.planner.suggest import fixes
 from shoal.planner.transformer import model_facts
 
 NODE = parse_machines("8xH100-80GB")

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import pytest
 from fit import fit_steps, nnls_normal
+from planned_case import case_of
 
-from cases import case_of
 from shoal.base.cluster import Calibration, Cluster, Device, Link
 from shoal.base.errors import PlanError
 from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.shape import Transformer
 from shoal.planner.calibrations import CPU, FITTED, GPU, calibration_of
+from shoal.planner.comm_volume import data_traffic
+from shoal.planner.model_states import rank_elements
 from shoal.planner.published import published
 from shoal.planner.stage_cut import cut
-from shoal.planner.states import rank_elements
 from shoal.planner.step_sync import BUCKET_BYTES
 from shoal.planner.step_terms import step_terms
 from shoal.planner.step_time import Table, effective, predict_time
 from shoal.planner.step_work import peak_flops_per_s
 from shoal.planner.traffic import Payload, step_traffic
 from shoal.planner.transformer import Kernels, model_facts
-from shoal.planner.travel import data_traffic
 
 SMALL = Transformer("small", 6, 256, 4, 4, 768, 2048)
 FACTS = model_facts(SMALL, 256, 4, Kernels(fused_norm=False))

@@ -55,7 +55,7 @@ import shoal  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
 from shoal.fabric import links, start_world  # noqa: E402
 from shoal.fabric._torch import knock  # noqa: E402
-from shoal.fabric.pulse import Pulse  # noqa: E402
+from shoal.fabric.heartbeat import Pulse  # noqa: E402
 
 SIZE, QUIET_S, SLOW_S, STACKS_S = 2, 20.0, 120.0, 15.0
 DEADLINE_S, LATE_S, BUSY_S = 5.0, 1.0, 2.5

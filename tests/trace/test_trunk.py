@@ -13,7 +13,7 @@ from torch import nn
 from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers, tokens
 
 from shoal.models.catalog import build
-from shoal.planner.foreign import foreign_layers
+from shoal.planner.huggingface import foreign_layers
 from shoal.trace.trunk import find_trunk, without_trace
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}

@@ -21,10 +21,10 @@ from shoal.data.fetch import first_samples
 from shoal.data.sources import open_source
 from shoal.planner.measured import this_cluster
 from shoal.planner.settle import keep_choice
-from shoal.trainer import choose as room
+from shoal.trainer import auto_layout as room
 from shoal.trainer import rank_layouts
-from shoal.trainer.foresee import case_of, facts_of, prediction
 from shoal.trainer.job import build_model, import_loss
+from shoal.trainer.predict import case_of, facts_of, prediction
 
 
 class TwoRanks(SimpleNamespace):

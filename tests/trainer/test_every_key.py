@@ -35,10 +35,10 @@ from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import ALL_POLICIES, SearchSpace
 from shoal.planner.settle import is_open, settle_layout, words_of
 from shoal.planner.transformer import model_facts
-from shoal.trainer import choose as auto
+from shoal.trainer import auto_layout as auto
 from shoal.trainer import job, rank_layouts
 from shoal.trainer import parallelize as room
-from shoal.trainer.foresee import case_of
+from shoal.trainer.predict import case_of
 
 KEYS = [
     f"{section.name}.{key.name}"

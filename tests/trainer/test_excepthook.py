@@ -13,7 +13,7 @@ import torch
 
 from shoal.base.errors import ConfigError, TrainingError
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.trainer.excepthook import ShoalErrorHook, install, user_place
 
 SCRIPT = """\

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.base.errors import UNSAVED_CODE, TrainingError
 from shoal.base.files import saved_steps
-from shoal.trainer.rounds import STOPPED, Rounds
+from shoal.trainer.island_loop import STOPPED, Rounds
 from shoal.trainer.run import Run
 from shoal.view import summary
 

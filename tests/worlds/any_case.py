@@ -23,14 +23,14 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.fabric import World
-from shoal.parallel.light_build import light_build
+from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.spmd.labels import Whole
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
 from shoal.trace.casts import CastsLifted
 from shoal.trainer.contract import call_model, split_batch
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.result import StepResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
@@ -157,7 +157,7 @@ def split_share(model: str, degree: int) -> float:
         split_batch(few)[0],
     )
     try:
-        with light_build():
+        with mmap_init():
             split = plan_split(module, lambda m: call_model(m, inputs, call), degree)
     except PlanError:
         return 0.0

@@ -15,7 +15,7 @@ from torch import nn
 
 from bytes_case import Stack, count_sent, lo_sent_bytes, squares
 from shoal.base.errors import ShoalError
-from shoal.fabric import World, parts
+from shoal.fabric import World, uneven_collectives
 from shoal.fabric.coded_sums import ScatteredInt8Sum
 from shoal.fabric.traffic import wire_bytes
 from shoal.planner.buckets import plan_buckets
@@ -165,7 +165,11 @@ def wire(world: World) -> Iterator[list[tuple[str, float]]]:
     """Bytes that this rank puts into collectives, seen where torch takes them."""
     sent: list[tuple[str, float]] = []
     ranks, rank = world.size, world.rank
-    reduce, exchange, gather = dist.all_reduce, dist.all_to_all_single, parts.all_gather_single
+    reduce, exchange, gather = (
+        dist.all_reduce,
+        dist.all_to_all_single,
+        uneven_collectives.all_gather_single,
+    )
 
     def all_reduce(tensor, *given, **named):
         sent.append(("all_reduce", 2 * (ranks - 1) / ranks * tensor.nbytes))
@@ -182,7 +186,7 @@ def wire(world: World) -> Iterator[list[tuple[str, float]]]:
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
-        mock.patch.object(parts, "all_gather_single", all_gather),
+        mock.patch.object(uneven_collectives, "all_gather_single", all_gather),
     ):
         yield sent
 

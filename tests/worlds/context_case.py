@@ -22,11 +22,11 @@ from shoal.models.loss import find_logits, token_loss
 from shoal.parallel import context_parallel
 from shoal.parallel.data_parallel import joined
 from shoal.parallel.program import Program
-from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd import autograd_collectives
 from shoal.proof import Battery
 from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
 
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -70,12 +70,12 @@ def nothing() -> Iterator[None]:
 @contextmanager
 def restarted() -> Iterator[None]:
     """Every rank takes the first part of tables: its own tokens count from 0."""
-    right = exchange.cut
+    right = autograd_collectives.cut
 
     def cut(value: Any, label: Any, rank: int, degree: int) -> Any:
         return right(value, label, rank if value.requires_grad else 0, degree)
 
-    with patch.object(exchange, "cut", cut):
+    with patch.object(autograd_collectives, "cut", cut):
         yield
 
 
@@ -257,7 +257,7 @@ def same_as_one(world: World, case: str) -> dict[str, Any]:
 
 
 def _place() -> Any:
-    from shoal.fabric.place import Place
+    from shoal.fabric.process_info import Place
 
     return Place()
 

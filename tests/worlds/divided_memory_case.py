@@ -15,12 +15,12 @@ from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
+from shoal.planner.comm_volume import sent_by
 from shoal.planner.memory import predict_memory
+from shoal.planner.model_states import state_bytes as assigned_bytes
 from shoal.planner.stage_cut import cut
-from shoal.planner.states import state_bytes as assigned_bytes
-from shoal.planner.transients import rank_sum, wide_elements
-from shoal.planner.travel import sent_by
-from shoal.trace.facts import trace_facts
+from shoal.planner.transient_memory import rank_sum, wide_elements
+from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

@@ -29,7 +29,7 @@ from shoal.parallel.program import Program
 from shoal.proof import Battery, Side
 from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.result import StepResult
 
 LAYOUTS: dict[str, dict[str, Any]] = {

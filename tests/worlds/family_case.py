@@ -17,7 +17,7 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import World
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
 

@@ -30,10 +30,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.parallel.spmd.labels import Split, cut, divides, join
-from shoal.proof.atoms import Again
 from shoal.proof.clue import Clue
-from shoal.proof.held import Held
-from shoal.proof.record import Record, Tensors
+from shoal.proof.micro_batch_gradients import Again
+from shoal.proof.ownership import Held
+from shoal.proof.trajectory_record import Record, Tensors
 
 SAME, SAME_ROUNDED = 1e-10, 1e-5
 """Losses nearer than this share are one: in float64, in shorter formats."""

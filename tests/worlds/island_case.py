@@ -19,11 +19,11 @@ from shoal.base.errors import ClusterError, TrainingError
 from shoal.base.islands import IslandsPolicy
 from shoal.base.phases import listen
 from shoal.fabric import World
-from shoal.fabric.place import Place
-from shoal.fabric.plane import IslandLost
-from shoal.parallel.whole import gather_weights, held
-from shoal.trainer.joining import Joined, join, movable
-from shoal.trainer.rounds import Rounds
+from shoal.fabric.island_group import IslandLost
+from shoal.fabric.process_info import Place
+from shoal.parallel.full_state import gather_weights, held
+from shoal.trainer.island_join import Joined, join, movable
+from shoal.trainer.island_loop import Rounds
 from shoal.trainer.run import Run
 
 LR = 0.05

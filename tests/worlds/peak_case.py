@@ -22,9 +22,9 @@ from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut
-from shoal.planner.transients import gathered_elements
+from shoal.planner.transient_memory import gathered_elements
 from shoal.planner.validation import validation_micro_batch
-from shoal.trace.facts import trace_facts
+from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

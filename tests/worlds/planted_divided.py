@@ -22,7 +22,7 @@ from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
 from shoal.parallel.data_parallel import joined
 from shoal.parallel.pipeline.runtime import PipeRuntime, _Step
-from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labels import Split, Tiled
 from shoal.proof import Battery
 from shoal.proof.battery import SGD
@@ -68,19 +68,19 @@ def backward_not_summed() -> Iterator[None]:
     def backward(context: Any, upstream: torch.Tensor) -> Any:
         return upstream, None
 
-    with patch.object(exchange._Enter, "backward", staticmethod(backward)):
+    with patch.object(autograd_collectives._Enter, "backward", staticmethod(backward)):
         yield
 
 
 @contextmanager
 def backward_not_scattered() -> Iterator[None]:
     """The same under sequence parallelism: parts of the gradient are cut and not summed."""
-    right = exchange.gather
+    right = autograd_collectives.gather
 
     def gather(value: Any, axis: Any, split: Any, part_gradients: bool) -> Any:
         return right(value, axis, split, False)
 
-    with patch.object(exchange, "gather", gather):
+    with patch.object(autograd_collectives, "gather", gather):
         yield
 
 
@@ -91,14 +91,14 @@ def forward_not_summed() -> Iterator[None]:
     def forward(context: Any, value: torch.Tensor, axis: Any) -> torch.Tensor:
         return value.clone()
 
-    with patch.object(exchange._Reduce, "forward", staticmethod(forward)):
+    with patch.object(autograd_collectives._Reduce, "forward", staticmethod(forward)):
         yield
 
 
 @contextmanager
 def row_bias() -> Iterator[None]:
     """Every rank adds the bias of a row-parallel layer to its summand."""
-    with patch.object(exchange, "_Zeros", SimpleNamespace(apply=lambda value: value)):
+    with patch.object(autograd_collectives, "_Zeros", SimpleNamespace(apply=lambda value: value)):
         yield
 
 
@@ -138,14 +138,14 @@ def parts_not_summed() -> Iterator[None]:
 @contextmanager
 def neighbours_heads() -> Iterator[None]:
     """Query heads meet the key/value heads of other ranks."""
-    right = exchange.cut
+    right = autograd_collectives.cut
 
     def cut(value: Any, label: Any, rank: int, degree: int) -> Any:
         return right(
             value, label, (rank + 2) % degree if isinstance(label, Tiled) else rank, degree
         )
 
-    with patch.object(exchange, "cut", cut):
+    with patch.object(autograd_collectives, "cut", cut):
         yield
 
 

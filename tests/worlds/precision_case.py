@@ -11,8 +11,8 @@ import torch
 import cases
 import shoal
 from shoal.fabric import World
-from shoal.fabric.place import Place
-from shoal.parallel.whole import gather_weights
+from shoal.fabric.process_info import Place
+from shoal.parallel.full_state import gather_weights
 
 
 def alone() -> World:

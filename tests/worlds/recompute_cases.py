@@ -17,7 +17,7 @@ from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
-from shoal.parallel import randomness, recompute
+from shoal.parallel import dropout_rng, recompute
 from shoal.parallel.program import Program, undivided
 
 POLICIES = ("none", "selective", "full")
@@ -73,7 +73,7 @@ def _fsdp(world: World, policy: str) -> dict[str, Any]:
     model = cases.build("llama").double()
     plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
     program = undivided(model, plan, world)
-    program = recompute.apply(randomness.apply(program, 3).but(recompute=policy))
+    program = recompute.apply(dropout_rng.apply(program, 3).but(recompute=policy))
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

@@ -19,7 +19,7 @@ from shoal.models.catalog import build as catalog
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.parallel.whole import assembled, gather_weights
+from shoal.parallel.full_state import assembled, gather_weights
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

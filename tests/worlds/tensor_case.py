@@ -25,8 +25,8 @@ from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.parallel import recompute
+from shoal.parallel.dropout_rng import key
 from shoal.parallel.program import Program
-from shoal.parallel.randomness import key
 from shoal.parallel.spmd import trial
 from shoal.parallel.spmd.check import check_class, checked
 from shoal.parallel.spmd.labels import Split

@@ -17,10 +17,10 @@ import trajectory
 from shoal.base.batches import cut_step
 from shoal.data.order import samples_at
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.proof.battery import OPTIMIZERS, SGD
-from shoal.proof.record import Record
 from shoal.proof.side import perturb
+from shoal.proof.trajectory_record import Record
 from shoal.proof.verdict import share, whole_norm
 from shoal.view.proof import proof_text
 
@@ -96,7 +96,7 @@ def test_perturbed_weights_hide_nothing() -> None:
 @pytest.mark.parametrize("case", ["llama", "mlp", "gpt"])
 def test_one_process_equals_a_loop_by_hand(case: str) -> None:
     """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
-    from shoal.parallel.randomness import key
+    from shoal.parallel.dropout_rng import key
     from shoal.trace.blocks import blocks
 
     expected = alone(case)

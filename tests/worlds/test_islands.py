@@ -15,7 +15,7 @@ from cli_run import lines
 from netns import Forbidden, Net, skip
 from shoal.checkpoint.catalog import find, read_manifest
 from shoal.islands.methods.noloco import pairs
-from shoal.trainer.joining import rounds_held
+from shoal.trainer.island_join import rounds_held
 from worlds import Islands
 
 DILOCO = {"method": "diloco", "period": 3}

@@ -32,8 +32,8 @@ from typing import Any
 from shoal.base.errors import CheckpointError, ClusterError, ShoalError
 from shoal.base.events import Emit
 from shoal.base.shards import Shard
-from shoal.checkpoint.deal import Offer
-from shoal.checkpoint.exchange import exchange
+from shoal.checkpoint.assign_slices import Offer
+from shoal.checkpoint.collective_phase import exchange
 from shoal.checkpoint.faults import RankFailed, explain, shown
 from shoal.checkpoint.hostcopy import HostCopy
 from shoal.checkpoint.manifest import plain
@@ -49,7 +49,7 @@ from shoal.checkpoint.pieces import (
 )
 from shoal.checkpoint.write import Saved, Target, save_collected
 from shoal.fabric import World
-from shoal.fabric.twin import leave
+from shoal.fabric.second_group import leave
 
 DEADLINE_S = 3600.0
 """How long a training thread waits for a save that does not end, before it gives the run up."""

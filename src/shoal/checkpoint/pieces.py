@@ -16,8 +16,8 @@ import torch
 from shoal.base.errors import CheckpointError
 from shoal.base.shards import Box, Shard
 from shoal.checkpoint import boxes
-from shoal.checkpoint.deal import Offer, deal
-from shoal.checkpoint.exchange import exchange
+from shoal.checkpoint.assign_slices import Offer, deal
+from shoal.checkpoint.collective_phase import exchange
 from shoal.checkpoint.tensorfile import DTYPES
 from shoal.fabric import World
 

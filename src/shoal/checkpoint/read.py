@@ -25,13 +25,13 @@ from shoal.base.errors import CheckpointError, ShoalError, nearest
 from shoal.base.events import Emit
 from shoal.base.phases import phase
 from shoal.base.shards import Shard
-from shoal.checkpoint import boxes, folders, shares
+from shoal.checkpoint import boxes, folders, shared_read
 from shoal.checkpoint.catalog import Found, find, read_manifest, step_folder, verify
-from shoal.checkpoint.exchange import exchange, first_only
+from shoal.checkpoint.collective_phase import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.manifest import Manifest, StoredSlice, StoredTensor
 from shoal.checkpoint.pieces import seen
-from shoal.checkpoint.shares import Key, Target, place
+from shoal.checkpoint.shared_read import Key, Target, place
 from shoal.checkpoint.storedfile import StoredReader
 from shoal.fabric import World
 
@@ -131,11 +131,11 @@ def _open_newest(
                     f"{shown(path)}: ranks read different manifests; the run folder must be on "
                     f"one file system that all machines share"
                 )
-            readers = shares.deal(attempt.manifest, [answer["wanted"] for answer in answers])
+            readers = shared_read.deal(attempt.manifest, [answer["wanted"] for answer in answers])
             read = partial(attempt.read, world.rank, readers)
             damage = _damage(exchange(world, partial(attempt.run, read)))
         if not damage:
-            shares.hand_on(world, readers, attempt.plan)
+            shared_read.hand_on(world, readers, attempt.plan)
             return Loaded(path, attempt.manifest.step, attempt.manifest, attempt.tensors)
         rank, fields = damage[0]
         tensor = f"{fields['tensor']} " if fields["tensor"] else ""
@@ -187,7 +187,7 @@ class _Attempt:
         self.manifest = read_manifest(self.path)
         for shard in self.wanted_from(self.manifest):
             self.tensors[shard.name] = _plan_shard(self.path, self.manifest, shard, self.plan)
-        wanted = shares.wanted_whole(self.manifest, self.plan)
+        wanted = shared_read.wanted_whole(self.manifest, self.plan)
         return {"digest": self.manifest.digest, "wanted": wanted}
 
     def read(self, rank: int, readers: Mapping[Key, int]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.events import Emit
 from shoal.checkpoint import folders
 from shoal.checkpoint.catalog import file_problems, read_manifest, slices_by_file, step_folder
-from shoal.checkpoint.exchange import exchange, first_only
+from shoal.checkpoint.collective_phase import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.manifest import FILE_NAME, Manifest, encode, plain
 from shoal.checkpoint.pieces import Agreement, Collected, Piece, collect

@@ -61,12 +61,12 @@ def compare(
     Overrides are section.key=value, as for `shoal train`. Nothing is trained to keep: a few steps
     per row. Exit status: 0 with a table, 2 something to correct, 1 anything else.
     """
-    from shoal.cli import foreign
+    from shoal.cli import torchrun
     from shoal.cli.compare_measure import measure
     from shoal.view.chart import check_drawable, draw
     from shoal.view.compare import print_comparison
 
-    if foreign.launched():
+    if torchrun.launched():
         raise PlanError("shoal compare: starts its own processes; run it without torchrun or srun")
     if png is not None:
         check_drawable("--png")

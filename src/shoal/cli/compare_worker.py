@@ -32,7 +32,7 @@ def main() -> int:
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
         from shoal.machine.measure import QUICK, measure_machine
-        from shoal.trainer.sample import measure_row
+        from shoal.trainer.benchmark_row import measure_row
 
     request = json.loads((folder / "request.json").read_text())
     config = load(folder / "run.toml").config

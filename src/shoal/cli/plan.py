@@ -85,7 +85,7 @@ def _planned(arguments: list[str], on: str, top: int) -> tuple[dict[str, Any], A
     from shoal.base.errors import ConfigError
     from shoal.cli.plan_subject import find_subject
     from shoal.config.load import load
-    from shoal.planner.record import plan_record
+    from shoal.planner.plan_document import plan_record
     from shoal.planner.search import search
 
     paths = [Path(a) for a in arguments if "=" not in a]

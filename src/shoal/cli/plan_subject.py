@@ -26,10 +26,10 @@ from shoal.planner.machines import parse_machines
 from shoal.planner.measured import read_measured, this_cluster
 from shoal.planner.model_facts import FAMILIES, LANGUAGE
 from shoal.planner.model_facts import PUBLISHED as BUILDABLE
+from shoal.planner.model_states import WIDTHS
 from shoal.planner.own_family import own_family
 from shoal.planner.published import from_config, published
 from shoal.planner.search_space import SearchSpace, format_on, space_of
-from shoal.planner.states import WIDTHS
 from shoal.planner.transformer import model_facts
 
 TOKENS_PER_STEP = 4 * 2**20
@@ -159,7 +159,7 @@ def _vocabulary(config: Config) -> int:
 def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
     """A module that has no arithmetic of its own: one unit of each kind is looked at with torch."""
     from shoal.data.sources import open_source
-    from shoal.trainer.foresee import facts_of
+    from shoal.trainer.predict import facts_of
 
     source = open_source(config.data, config.train.seed)
     return facts_of(config, source, kernels=cluster.device.kind, element_bytes=element_bytes)

@@ -38,9 +38,9 @@ def prove(arguments: list[str] = ARGUMENTS, quick: bool = QUICK, as_json: bool =
     Exit status: 0 equal, 3 different, 1 not proven (the reason is told), 2 something to correct.
     """
     from shoal.base.errors import ConfigError
-    from shoal.cli import foreign
+    from shoal.cli import torchrun
 
-    if foreign.launched():
+    if torchrun.launched():
         raise ConfigError(
             "prove: starts its own processes on this machine, and another launcher started this "
             "one; nearest: the same command alone, with launch.processes=N"

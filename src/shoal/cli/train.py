@@ -36,10 +36,10 @@ def train(arguments: list[str] = ARGUMENTS, resume: Path = RESUME, dry_run: bool
     Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also
     a stop that could not save, and an end without its checkpoint.
     """
-    from shoal.cli import foreign, start
+    from shoal.cli import start, torchrun
 
-    if foreign.launched():
-        raise typer.Exit(foreign.run(arguments or [], resume))
+    if torchrun.launched():
+        raise typer.Exit(torchrun.run(arguments or [], resume))
     typer.echo(f"shoal {__version__}: {'resuming ' + str(resume) if resume else 'preparing a run'}")
     sys.stdout.flush()
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
-from shoal.planner.foreign import is_foreign
+from shoal.planner.huggingface import is_foreign
 
 
 def imports_of(model: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.fabric.codecs.base import Codec
-from shoal.fabric.codecs.exchange import PendingRows, exchange
+from shoal.fabric.codecs.coded_scatter import PendingRows, exchange
 from shoal.fabric.codecs.feedback import Residual, encode_rest
 from shoal.fabric.codecs.int8 import Int8
 from shoal.fabric.world import World

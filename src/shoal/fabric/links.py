@@ -10,7 +10,7 @@
 
 A group is built on the islands' store, beside any default process group. It listens on the local
 address from which `host` is reached and on no other. gloo neither encrypts nor authenticates: see
-`meeting.py`.
+`rendezvous.py`.
 
 Source: torch.distributed.ProcessGroupGloo
 Limits: gloo sends what its receiver has asked for, so an exchange takes a round trip longer than
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import BugError
 from shoal.fabric._torch import exchange_bytes, gloo_group, knock
-from shoal.fabric.pulse import IslandLost, Pulse
+from shoal.fabric.heartbeat import IslandLost, Pulse
 
 THREADS = 2
 """Of each group, and so its exchanges under way at a time.

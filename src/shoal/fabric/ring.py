@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from shoal.fabric.all_to_all import to_each
-from shoal.fabric.parts import PendingSum
 from shoal.fabric.point_to_point import PointToPoint, Transfer
+from shoal.fabric.uneven_collectives import PendingSum
 from shoal.fabric.world import World
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
-from shoal.fabric.parts import let_go, scatter_sum
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
+from shoal.fabric.uneven_collectives import let_go, scatter_sum
 
 
 class GatherParameters:

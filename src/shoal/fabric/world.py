@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.base.errors import ClusterError, PlanError
 from shoal.base.systems import loopback
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
-from shoal.fabric.parts import PendingSum, gather_parts, scatter_sum
-from shoal.fabric.place import Place, find_place
+from shoal.fabric.process_info import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Traffic
+from shoal.fabric.uneven_collectives import PendingSum, gather_parts, scatter_sum
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)

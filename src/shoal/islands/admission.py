@@ -43,7 +43,7 @@ from statistics import median_low
 from typing import Any
 
 from shoal.base.errors import CheckpointError
-from shoal.islands.ballot import name_islands
+from shoal.islands.commit_vote import name_islands
 
 ROUNDS = 20
 LEAST_SPREAD = 0.2

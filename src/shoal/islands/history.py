@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.base.errors import CheckpointError, ClusterError
-from shoal.islands.ballot import name_islands, read_object
+from shoal.islands.commit_vote import name_islands, read_object
 
 Held = Mapping[int, str]
 """Round → digest of the state after it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.islands.admission import Verdict
-from shoal.islands.ballot import Ballot
+from shoal.islands.commit_vote import Ballot
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One worker process: how it is started, and how it and all it started are ended.
 
-A worker is told its place by environment variables (read by `fabric/place.py`):
+A worker is told its place by environment variables (read by `fabric/process_info.py`):
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   as torchrun names them
   SHOAL_STORE_PORT, SHOAL_STORE_FD                 where the ranks meet; rank 0 gets the socket
   SHOAL_ATTEMPT, SHOAL_RUN_FOLDER                  how many restarts came before; where to report

@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.models.foreign import build_foreign
 from shoal.models.gpt import GPT
+from shoal.models.huggingface import build_foreign
 from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.models.moe import MoE, balanced_loss
 from shoal.models.resnet import ResNet
 from shoal.models.vit import ViT
-from shoal.planner.foreign import is_foreign
+from shoal.planner.huggingface import is_foreign
 from shoal.planner.model_facts import family_of, resolve
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

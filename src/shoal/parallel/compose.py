@@ -21,11 +21,11 @@ from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, Re
 from shoal.fabric import World
 from shoal.parallel import (
     batch_norm,
-    loose_buffers,
-    placement,
+    compare_weights,
+    dropout_rng,
     precision,
-    randomness,
-    same_weights,
+    sync_buffers,
+    to_device,
 )
 from shoal.parallel.program import Program, dtype_of, undivided
 
@@ -58,15 +58,15 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
 
         program = replace(program, twin=meta_twin(module))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
-    program = same_weights.apply(program)
+    program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
-    program = placement.apply(program)
+    program = to_device.apply(program)
     program = precision.apply(program)
     if look is None:
         return program
     # Modules that other layouts do without.
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
-    from shoal.parallel.travel import travel_of
+    from shoal.parallel.comm_volume import travel_of
 
     run = partial(look, program)
     # Experts are found by how whole parts of the model call each other.
@@ -126,10 +126,10 @@ def compose(program: Program) -> Program:
     """What `divide` left to this rank, made ready to run by the program's plan."""
     plan = program.plan
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
-    program = randomness.apply(program, plan.seed)
+    program = dropout_rng.apply(program, plan.seed)
     program = batch_norm.apply(program)
     # After BatchNorm's rule: what is left over has no rule.
-    program = loose_buffers.apply(program)
+    program = sync_buffers.apply(program)
     for technique in _asked(plan, AROUND_BLOCKS):
         program = technique.apply(program)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
@@ -152,9 +152,9 @@ def _by_layout(program: Program) -> Program:
 
         return fsdp.apply(program)
     if layout.threads > 1:
-        from shoal.parallel.data_parallel import dp
+        from shoal.parallel.data_parallel import threads
 
-        return dp.apply(program)
+        return threads.apply(program)
     if program.apart:
         from shoal.parallel.data_parallel import apart
 

@@ -21,8 +21,8 @@ from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.schedules import canonical
 from shoal.planner.bubble import in_flight
 from shoal.planner.frameworks import Framework
+from shoal.planner.model_states import WIDTHS
 from shoal.planner.stage_cut import Stage, is_block, put_off, repeated
-from shoal.planner.states import WIDTHS
 
 PUT_OFF = ("gpipe", "zero-bubble")
 """Schedules in which other passes come between the last stage's forward and its whole backward."""

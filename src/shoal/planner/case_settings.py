@@ -13,8 +13,8 @@ from shoal.base.plan import Plan
 from shoal.base.policies import CompressPolicy, OptimizerPolicy
 from shoal.config.sections import Config, ModelSection
 from shoal.planner.model_facts import LANGUAGE, family_of
+from shoal.planner.model_states import STATE_BYTES
 from shoal.planner.published import find
-from shoal.planner.states import STATE_BYTES
 
 
 def beside(config: Config) -> dict[str, Any]:

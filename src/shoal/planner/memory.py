@@ -22,12 +22,12 @@ from shoal.base.errors import PlanError, one_of
 from shoal.base.estimate import Case, MemoryEstimate
 from shoal.base.policies import RECOMPUTE
 from shoal.planner.activations import Activations, activations, shares, waiting_head_bytes
+from shoal.planner.bytes_in_flight import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
 from shoal.planner.frameworks import Framework, framework
-from shoal.planner.on_way import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
+from shoal.planner.model_states import WIDTHS, Elements, state_bytes
 from shoal.planner.stage_cut import Stage, cut, is_block
 from shoal.planner.start_up import start_bytes
-from shoal.planner.states import WIDTHS, Elements, state_bytes
-from shoal.planner.transients import (
+from shoal.planner.transient_memory import (
     Sharded,
     block_share,
     carried_bytes,

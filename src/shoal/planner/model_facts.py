@@ -2,7 +2,7 @@
 
 The command line checks `[model]` and counts parameters with this page before any process starts;
 `shoal.models.catalog` builds the modules from the same page. Tables: `families.py`; formulas of the
-counts: `model_counts.py`; transformers models (`hf:PATH`): `foreign.py`.
+counts: `model_counts.py`; transformers models (`hf:PATH`): `huggingface.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, nearest
 from shoal.planner.families import FAMILIES, LANGUAGE, PUBLISHED, Argument, Value
-from shoal.planner.foreign import foreign_config, foreign_layers, is_foreign
+from shoal.planner.huggingface import foreign_config, foreign_layers, is_foreign
 from shoal.planner.model_counts import COUNTS
 
 __all__ = ["FAMILIES", "LANGUAGE", "PUBLISHED", "Resolved", "family_of", "parameters", "resolve"]

@@ -14,7 +14,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import Policies
 from shoal.base.schedules import canonical, settle_schedule
 from shoal.config.sections import LayoutSection, keys
-from shoal.planner.states import WIDTHS
+from shoal.planner.model_states import WIDTHS
 
 ALL_POLICIES = frozenset(key.name for key in fields(Policies))
 

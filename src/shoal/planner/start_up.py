@@ -10,7 +10,7 @@
             tensors are what is kept
     zero3   gathers every unit once, to see its parameters: flat, and as parameters
 
-On a CPU tp and pp build in mapped files (parallel/light_build.py), which are no memory of the
+On a CPU tp and pp build in mapped files (parallel/mmap_init.py), which are no memory of the
 process; other layouts hold the whole there too. So a model whose weights alone exceed a device does
 not start on it, whatever the layout, until ranks build no more than their part.
 
@@ -21,9 +21,9 @@ Source: shoal.trainer.parallelize (`module.to`), shoal.parallel.compose; torch: 
 from __future__ import annotations
 
 from shoal.base.estimate import Case
+from shoal.planner.model_states import WIDTHS, shard_counts
 from shoal.planner.stage_cut import cut
-from shoal.planner.states import WIDTHS, shard_counts
-from shoal.planner.transients import gathered_elements, rank_sum
+from shoal.planner.transient_memory import gathered_elements, rank_sum
 
 
 def start_bytes(case: Case) -> float:

@@ -24,8 +24,8 @@ from shoal.planner.collectives import (
     group_of,
     send,
 )
-from shoal.planner.states import rank_elements
-from shoal.planner.step_habits import Habits
+from shoal.planner.model_states import rank_elements
+from shoal.planner.peers import Habits
 from shoal.planner.step_work import unit_work
 
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from shoal.base.estimate import Case
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.collectives import NOTHING, Cost, Group, all_gather, all_reduce, group_of
-from shoal.planner.states import Elements
-from shoal.planner.step_habits import Habits
+from shoal.planner.model_states import Elements
+from shoal.planner.peers import Habits
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 from shoal.base.estimate import Case, UnitFacts
 from shoal.base.schedules import canonical, copies
 from shoal.planner.collectives import Cost, Group, all_reduce, group_of
+from shoal.planner.model_states import Elements, shard_counts
+from shoal.planner.peers import Habits, habits_of
 from shoal.planner.stage_cut import root_share
-from shoal.planner.states import Elements, shard_counts
-from shoal.planner.step_habits import Habits, habits_of
 from shoal.planner.step_parts import (
     Part,
     between_stages,

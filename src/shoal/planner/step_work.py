@@ -23,8 +23,8 @@ from math import log
 from shoal.base.cluster import Device
 from shoal.base.errors import PlanError, nearest
 from shoal.base.estimate import Case, UnitFacts
-from shoal.planner.states import rank_elements
-from shoal.planner.step_habits import Habits
+from shoal.planner.model_states import rank_elements
+from shoal.planner.peers import Habits
 
 PRODUCTS_PER_BLOCK = 4
 """Large products of one block (qkv, output, up, down): the ladder is asked for their mean size."""

@@ -12,7 +12,7 @@ safe side, as does counting it whole where tensor parallelism splits it.
 from __future__ import annotations
 
 from shoal.base.estimate import Case, MemoryEstimate
-from shoal.planner.transients import CHUNK_BYTES
+from shoal.planner.transient_memory import CHUNK_BYTES
 
 MOST = 16
 """Training micro-batches at once: beyond that single operations cost little beside their work."""

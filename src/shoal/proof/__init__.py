@@ -1,11 +1,11 @@
 """Does a layout compute what one process computes? The battery that tests and `shoal prove` share.
 
 trial      the user's model, data and loss, trained for a few steps          side.py, proof_case.py
-record     losses, norms, whole gradients of every step, final weights       record.py
+record     losses, norms, whole gradients of every step, final weights       trajectory_record.py
 twin       the same trial in one process, on the same list of micro-batches  battery.py
 verdict    the two records, compared by the definition of design §6          bounds.py, verdict.py
 cause      which micro-batches the wrong gradient is made of, and what that means
-                                                                             atoms.py, causes.py
+                                                         micro_batch_gradients.py, causes.py
 quick      two small steps before a training run on several processes        quick.py
 """
 

@@ -29,9 +29,8 @@ from shoal.base import errors
 from shoal.base.errors import ConfigError, ShoalError
 from shoal.base.phases import phase
 from shoal.fabric import World
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.parallel.rewritten import RewrittenError
-from shoal.proof.atoms import Atoms, watch_micro_batches
 from shoal.proof.bounds import AS_IS, bounds_for, within
 from shoal.proof.causes import explain
 from shoal.proof.gradients import Forward
@@ -45,9 +44,10 @@ from shoal.proof.limits import (
     on_all,
     reason,
 )
-from shoal.proof.record import Record, record
+from shoal.proof.micro_batch_gradients import Atoms, watch_micro_batches
 from shoal.proof.report import SMOOTH, Report, far, in_float32, judged, no_farther, trajectory
 from shoal.proof.side import Side, Trial
+from shoal.proof.trajectory_record import Record, record
 from shoal.proof.verdict import Comparison, compare
 from shoal.trace.alone import alone
 from shoal.trace.casts import CastsLifted, casts_text

@@ -2,7 +2,7 @@
 
 Causes are tried in the order in which they explain each other: a weight that should not move, or
 ranks that decide differently, make all later gradients wrong, so they are looked at first; then the
-first wrong gradient is taken apart (atoms.py); what is left is told as it was seen.
+first wrong gradient is taken apart (micro_batch_gradients.py); what is left is told as it was seen.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.proof.atoms import Atoms
 from shoal.proof.clue import Clue
 from shoal.proof.divided import AXES, DROPPED
 from shoal.proof.gradients import Forward, wrong_gradient
+from shoal.proof.micro_batch_gradients import Atoms
 from shoal.proof.norms import norms_along
-from shoal.proof.record import Record, Row
+from shoal.proof.trajectory_record import Record, Row
 from shoal.proof.verdict import Comparison, apart
 
 UNMOVED_SHARE = 0.02
@@ -168,7 +168,7 @@ def _buffers_drift(case: Case) -> Clue | None:
         "running statistics move by each rank's own micro-batches only"
         if running
         else "the forward pass writes a buffer from this rank's samples",
-        "parallel/batch_norm.py" if running else "parallel/loose_buffers.py",
+        "parallel/batch_norm.py" if running else "parallel/sync_buffers.py",
     )
 
 

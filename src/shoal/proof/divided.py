@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import torch
 
-from shoal.proof.atoms import Atoms, Shares
 from shoal.proof.clue import Clue
-from shoal.proof.record import Record
+from shoal.proof.micro_batch_gradients import Atoms, Shares
 from shoal.proof.sums import TOLERANCE, Sums, factor_of, fits, near, norm_of, solve
+from shoal.proof.trajectory_record import Record
 
 DROPPED = "micro-batch dropped"
 """Name of a cause."""

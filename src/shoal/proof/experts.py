@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.proof.atoms import Atoms, Shares
 from shoal.proof.clue import Clue
-from shoal.proof.record import Record
+from shoal.proof.micro_batch_gradients import Atoms, Shares
 from shoal.proof.sums import TOLERANCE, Sums, factor_of, fits, groups, near, norm_of
+from shoal.proof.trajectory_record import Record
 
 NAME = "factor of ep"
 

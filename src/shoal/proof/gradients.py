@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 
-from shoal.proof.atoms import Again, Atoms, Shares
 from shoal.proof.clue import Clue
 from shoal.proof.divided import (
     border,
@@ -22,8 +21,8 @@ from shoal.proof.divided import (
     where,
 )
 from shoal.proof.experts import experts
+from shoal.proof.micro_batch_gradients import Again, Atoms, Shares
 from shoal.proof.norms import wrong_norm
-from shoal.proof.record import Record
 from shoal.proof.sums import (
     TOLERANCE,
     Sums,
@@ -36,6 +35,7 @@ from shoal.proof.sums import (
     solve,
     sums_of,
 )
+from shoal.proof.trajectory_record import Record
 from shoal.proof.verdict import whole_norm
 
 Forward = Callable[[Record, Record, Again | None, int], Clue | None]

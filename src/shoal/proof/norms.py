@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shoal.proof.clue import Clue
-from shoal.proof.held import coordinates
-from shoal.proof.record import Record
+from shoal.proof.ownership import coordinates
 from shoal.proof.sums import coefficient, near, norm_of
+from shoal.proof.trajectory_record import Record
 
 
 def wrong_norm(expected: Record, got: Record, number: int) -> Clue | None:

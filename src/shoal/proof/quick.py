@@ -41,9 +41,9 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.planner.settle import Words
 from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
-from shoal.proof.estimate import expected_seconds
 from shoal.proof.limits import collective
 from shoal.proof.proof_case import ProofCase, case_of
+from shoal.proof.seconds import expected_seconds
 from shoal.trace.alone import CollectiveAlone, alone
 from shoal.trainer.parallelize import build_module
 

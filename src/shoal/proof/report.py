@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.proof.bounds import Bounds
-from shoal.proof.record import Record
+from shoal.proof.trajectory_record import Record
 from shoal.proof.verdict import Comparison
 
 Report = dict[str, Any]

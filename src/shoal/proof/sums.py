@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal.proof.atoms import Atoms, Shares, shares
 from shoal.proof.bounds import SUM_EPSILON
-from shoal.proof.held import Apart
-from shoal.proof.record import Record, Tensors
+from shoal.proof.micro_batch_gradients import Atoms, Shares, shares
+from shoal.proof.ownership import Apart
+from shoal.proof.trajectory_record import Record, Tensors
 from shoal.proof.verdict import whole_norm
 
 TOLERANCE = 1e-4

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.proof.bounds import Bounds
-from shoal.proof.record import Record, Row, Tensors
+from shoal.proof.trajectory_record import Record, Row, Tensors
 
 
 @dataclass(frozen=True)

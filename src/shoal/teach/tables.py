@@ -21,8 +21,8 @@ from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.planner.memory import predict_memory
+from shoal.planner.model_states import Elements, state_bytes
 from shoal.planner.published import SHAPES, published
-from shoal.planner.states import Elements, state_bytes
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
 from shoal.teach.calculators.scaling import FOLK_GPUS, FOLK_SPEEDUPS

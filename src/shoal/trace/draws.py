@@ -51,7 +51,7 @@ class InnerKeys:
     """Layers that hold blocks with dropout keys of their own, of a model that draws.
 
     A graph of such a layer calls none of them, so no key would be set at their entries, nor for
-    what follows: other masks than in one process (parallel/randomness.py), which a check of one
+    what follows: other masks than in one process (parallel/dropout_rng.py), which a check of one
     layer does not see, since it gives both sides one generator.
     """
 

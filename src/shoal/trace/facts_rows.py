@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.base.estimate import ModelFacts, UnitFacts
 from shoal.trace.blocks import ROOT, Blocks
-from shoal.trace.units import CONTAINERS
+from shoal.trace.model_units import CONTAINERS
 from shoal.trace.watch import Tally
 
 

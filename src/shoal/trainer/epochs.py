@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.trainer.feed import Feed
+from shoal.trainer.loaders import Feed
 
 
 class Epochs:

@@ -41,7 +41,7 @@ from shoal.parallel.compose import check_here
 from shoal.parallel.program import dtype_of
 from shoal.planner.settle import Words, is_open
 from shoal.trace.flops import backward_flops
-from shoal.trainer.choose import choose
+from shoal.trainer.auto_layout import choose
 from shoal.trainer.contract import (
     batch_length,
     call_model,
@@ -50,15 +50,10 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
-from shoal.trainer.foresee import (
-    Learner,
-    cluster_here,
-    foresee,
-    held_now_bytes,
-)
+from shoal.trainer.island_join import Joined, foresee_rounds, join
+from shoal.trainer.island_loop import STOPPED, train_rounds
 from shoal.trainer.job import import_object, open_run, steps_of
-from shoal.trainer.joining import Joined, foresee_rounds, join
-from shoal.trainer.rounds import STOPPED, train_rounds
+from shoal.trainer.predict import Learner, cluster_here, foresee, held_now_bytes
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 

@@ -14,7 +14,7 @@ from shoal.base.policies import OptimizerPolicy
 from shoal.checkpoint.tensorfile import check_savable
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
-from shoal.trainer.movement import MovementCheck
+from shoal.trainer.weights_move import MovementCheck
 
 
 @dataclass

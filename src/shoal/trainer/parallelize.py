@@ -47,12 +47,12 @@ from shoal.trainer.arguments import (
 from shoal.trainer.contract import BuildOptimizer, Loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.gradient_hooks import check_hooks, hooked
-from shoal.trainer.hand_over import cut_for, hand_over
-from shoal.trainer.look import divides, look_at
 from shoal.trainer.module_guard import enter_run, ready, refuse_unlike
 from shoal.trainer.optimizer_guard import Length
-from shoal.trainer.record import Recorder
+from shoal.trainer.rebind_optimizer import cut_for, hand_over
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
+from shoal.trainer.sample_forward import divides, look_at
 from shoal.trainer.whole_state import give_masters
 
 
@@ -210,7 +210,7 @@ def start_run(
         module.train()
     run = Run(program, bound, loss or token_loss, Recorder(folder, world), length, given)
     if folder is not None:
-        from shoal.trainer.own_folder import own
+        from shoal.trainer.folder_lease import own
         from shoal.trainer.state import model_parts
 
         run.lease = own(folder, world)
@@ -220,15 +220,15 @@ def start_run(
 
 
 def _light_build() -> AbstractContextManager[None]:
-    from shoal.parallel.light_build import light_build
+    from shoal.parallel.mmap_init import mmap_init
 
-    return light_build()
+    return mmap_init()
 
 
 def _settle(module: nn.Module, layout: Layout) -> None:
     """Give what is left of a lightly built module to the process's own memory."""
     if layout.tp * layout.pp > 1:
-        from shoal.parallel.light_build import settle
+        from shoal.parallel.mmap_init import settle
 
         settle(module)
 

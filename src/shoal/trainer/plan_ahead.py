@@ -19,12 +19,12 @@ from shoal.base.files import cache_folder
 from shoal.base.plan import Plan
 from shoal.base.units import bytes_text, seconds_text
 from shoal.config.resolve import processes_of
-from shoal.planner.fixes import fixes
 from shoal.planner.machines import parse_machines
+from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import format_on, section_of, space_of
 from shoal.planner.settle import Words, settle_batch, split_words
-from shoal.planner.states import WIDTHS
+from shoal.planner.suggest import fixes
 from shoal.trainer.arguments import (
     DEFAULT_BATCH,
     POLICIES,
@@ -34,7 +34,7 @@ from shoal.trainer.arguments import (
     refuse_unknown,
 )
 from shoal.trainer.contract import Loss
-from shoal.trainer.foresee import cluster_here
+from shoal.trainer.predict import cluster_here
 from shoal.trainer.rank_layouts import facts_by_sample
 
 

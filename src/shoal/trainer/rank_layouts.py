@@ -27,11 +27,11 @@ from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.case_settings import state_bytes_of
 from shoal.planner.measured import read_measured
+from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import ALL_POLICIES, section_of, space_of
 from shoal.planner.settle import Words, check_together, is_open, settle_batch, split_words
-from shoal.planner.states import WIDTHS
-from shoal.trace.facts import trace_facts
+from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.contract import Loss, split_batch
 
 SHOWN = 3

@@ -26,11 +26,11 @@ from shoal.trainer.brought import Brought
 from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
-from shoal.trainer.feed import Feed
 from shoal.trainer.gradient_hooks import check_hooks, hooked
-from shoal.trainer.meeting import count_forwards, meeting_of, together
+from shoal.trainer.loaders import Feed
+from shoal.trainer.lockstep import count_forwards, meeting_of, together
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.result import StepResult, counted, row_of
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
@@ -188,7 +188,7 @@ class Run:
             )
         folder = self.recorder.folder
         if folder is not None and folder not in self._restored:
-            from shoal.trainer.own_folder import refuse_old_checkpoints
+            from shoal.trainer.folder_lease import refuse_old_checkpoints
 
             refuse_old_checkpoints(folder, self.world)
             self._restored.add(folder)

@@ -47,7 +47,7 @@ class Saving:
         """
         if self._saver is None:
             from shoal.checkpoint.background import BackgroundSaver
-            from shoal.fabric.twin import twin
+            from shoal.fabric.second_group import twin
 
             self._saver = BackgroundSaver(twin(self.world), self._emit)
         return self._saver

@@ -28,13 +28,13 @@ from shoal.checkpoint.tensorfile import check_savable
 from shoal.checkpoint.write import Piece
 from shoal.optim.average import WeightAverage
 from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
+from shoal.parallel.full_state import held
 from shoal.parallel.program import Local, Part, Program, dtype_of
-from shoal.parallel.whole import held
 from shoal.trainer.epochs import Epochs
-from shoal.trainer.feed import Feed
+from shoal.trainer.loaders import Feed
 from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.optimizer_guard import OptimizerGuard
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.saving import Saving
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

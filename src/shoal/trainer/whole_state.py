@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.parallel.full_state import assembled, held
 from shoal.parallel.program import Part, Program
-from shoal.parallel.whole import assembled, held
 
 
 def full_state(program: Program) -> dict[str, torch.Tensor]:

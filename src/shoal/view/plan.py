@@ -1,6 +1,6 @@
 """Shows a plan: the ranked layouts, what fills memory and time of the best, and why it is the best.
 
-All of it comes from the plan's JSON document (planner/record.py). One screen of at most 100
+All of it comes from the plan's JSON document (planner/plan_document.py). One screen of at most 100
 columns: a table, two bars with their parts, and sentences.
 """
 

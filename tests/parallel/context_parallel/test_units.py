@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from shoal.models.attention import causal_attention
 from shoal.models.catalog import build
 from shoal.parallel.context_parallel.ring import ring_attention
-from shoal.parallel.context_parallel.units import find_units
+from shoal.parallel.context_parallel.split_units import find_units
 from shoal.parallel.spmd import split_block as split_block_module
 from shoal.parallel.spmd.split_block import again, split_block
-from shoal.trainer.look import _shortened
+from shoal.trainer.sample_forward import _shortened
 
 
 class Layer(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.models.catalog import build
 from shoal.parallel.expert_parallel.balance import balance_line
 from shoal.parallel.expert_parallel.check import NotExperts, checked
-from shoal.trace.experts import ExpertLayer, find_layers
+from shoal.trace.find_experts import ExpertLayer, find_layers
 
 
 class Stacked(nn.Module):

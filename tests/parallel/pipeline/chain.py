@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.pipeline import drop_foreign
-from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Stage, Stages
 from shoal.trace.shapes import tensors_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from user_modules import EXAMPLES, Example, made
 
 from shoal.parallel.pipeline.cut import cut_stages
-from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.trunk import find_trunk
 
 

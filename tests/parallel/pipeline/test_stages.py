@@ -13,7 +13,7 @@ from user_modules import EXAMPLES, Example, made, numbers, tokens
 
 from shoal.models.catalog import build
 from shoal.parallel.pipeline.cut import cut_stages
-from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.shapes import tensors_of
 from shoal.trace.trunk import find_trunk
 

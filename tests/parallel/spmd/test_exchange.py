@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from threads import on_ranks
 
-from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labels import WHOLE, Split, Tiled, cut, join
 
 SPLITS = [Split(0), Split(1), Split(1, 2)]
@@ -33,7 +33,7 @@ def passes(function, *shape: int):
 
 
 def test_enter_sums_gradients_only() -> None:
-    ranks = passes(exchange.enter, 3, 4)
+    ranks = passes(autograd_collectives.enter, 3, 4)
     total = sum(r[2] for r in ranks)
     for value, out, _, grad in ranks:
         assert torch.equal(out, value)
@@ -43,14 +43,14 @@ def test_enter_sums_gradients_only() -> None:
 def test_enter_is_free_without_gradients() -> None:
     def work(axis):
         value = torch.ones(2)
-        assert exchange.enter(value, axis) is value
+        assert autograd_collectives.enter(value, axis) is value
         return sum(axis.counts.values())
 
     assert on_ranks(SIZE, work) == [0, 0]
 
 
 def test_reduce_sums_values_only() -> None:
-    ranks = passes(exchange.reduce, 3, 4)
+    ranks = passes(autograd_collectives.reduce, 3, 4)
     total = sum(r[0] for r in ranks)
     for value, out, upstream, grad in ranks:
         torch.testing.assert_close(out, total)
@@ -60,7 +60,7 @@ def test_reduce_sums_values_only() -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_scatter_is_reduce_then_cut(split: Split) -> None:
-    ranks = passes(lambda v, axis: exchange.scatter(v, axis, split), 4, 8)
+    ranks = passes(lambda v, axis: autograd_collectives.scatter(v, axis, split), 4, 8)
     total = sum(r[0] for r in ranks)
     whole = join([r[2] for r in ranks], split)
     for rank, (_, out, _, grad) in enumerate(ranks):
@@ -71,7 +71,7 @@ def test_scatter_is_reduce_then_cut(split: Split) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("parts", [True, False])
 def test_gather(split: Split, parts: bool) -> None:
-    ranks = passes(lambda v, axis: exchange.gather(v, axis, split, parts), 4, 8)
+    ranks = passes(lambda v, axis: autograd_collectives.gather(v, axis, split, parts), 4, 8)
     whole = join([r[0] for r in ranks], split)
     total = sum(r[2] for r in ranks)
     for rank, (_, out, upstream, grad) in enumerate(ranks):
@@ -86,7 +86,9 @@ def test_gather_from_ranks_that_hold_copies() -> None:
 
     def work(axis):
         value = numbers(axis.rank // 2, 3).requires_grad_()
-        exchange.gather(value, axis, label, True).backward(torch.ones(6, dtype=torch.float64))
+        autograd_collectives.gather(value, axis, label, True).backward(
+            torch.ones(6, dtype=torch.float64)
+        )
         return value.grad.tolist()
 
     assert on_ranks(4, work) == [[4] * 3, [0] * 3, [4] * 3, [0] * 3]
@@ -94,17 +96,17 @@ def test_gather_from_ranks_that_hold_copies() -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_part_of_a_whole_value(split: Split) -> None:
-    ranks = passes(lambda v, axis: exchange.part(v, axis, split, False), 4, 8)
+    ranks = passes(lambda v, axis: autograd_collectives.part(v, axis, split, False), 4, 8)
     whole = join([r[2] for r in ranks], split)
     for rank, (value, out, _, grad) in enumerate(ranks):
         assert torch.equal(out, cut(value, split, rank, SIZE))
         assert torch.equal(grad, whole)
-    ranks = passes(lambda v, axis: exchange.part(v, axis, split, True), 4, 8)
+    ranks = passes(lambda v, axis: autograd_collectives.part(v, axis, split, True), 4, 8)
     torch.testing.assert_close(sum(r[3] for r in ranks), join([r[2] for r in ranks], split))
 
 
 def test_a_bias_is_added_by_rank_0_alone() -> None:
-    ranks = passes(exchange.once, 5)
+    ranks = passes(autograd_collectives.once, 5)
     assert torch.equal(ranks[0][1], ranks[0][0])
     assert torch.equal(ranks[0][3], ranks[0][2])
     assert not ranks[1][1].any()
@@ -128,7 +130,7 @@ def test_dropout_keeps_its_part_of_the_mask_of_one_process(
     torch.manual_seed(9)
     parts = on_ranks(
         degree,
-        lambda axis: exchange.dropout(
+        lambda axis: autograd_collectives.dropout(
             cut(value, label, axis.rank, axis.size), axis, label, 0.4, order
         ),
     )
@@ -140,7 +142,7 @@ def test_a_buffer_is_complete_after_every_rank_wrote_its_part() -> None:
         buffer = torch.zeros(6)
         own = buffer[3 * axis.rank : 3 * axis.rank + 3]
         own += axis.rank + 1
-        exchange.complete(own, axis, buffer, Split(0))
+        autograd_collectives.complete(own, axis, buffer, Split(0))
         return buffer
 
     for buffer in on_ranks(SIZE, work):
@@ -148,7 +150,7 @@ def test_a_buffer_is_complete_after_every_rank_wrote_its_part() -> None:
 
 
 def test_whole_shapes() -> None:
-    assert exchange.whole_shape(torch.zeros(3, 4), Split(1), 2) == [3, 8]
-    assert exchange.whole_shape(torch.zeros(3, 4), WHOLE, 2) == [3, 4]
+    assert autograd_collectives.whole_shape(torch.zeros(3, 4), Split(1), 2) == [3, 8]
+    assert autograd_collectives.whole_shape(torch.zeros(3, 4), WHOLE, 2) == [3, 4]
     tiled = Tiled(((2, Split(0)), (2, WHOLE)))
-    assert exchange.whole_shape(torch.zeros(3, 4), tiled, 4) == [6, 4]
+    assert autograd_collectives.whole_shape(torch.zeros(3, 4), tiled, 4) == [6, 4]

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.models.llama import Llama
-from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labels import WHOLE, Split
 from shoal.parallel.spmd.split_block import NotSplit, Untraceable, again, split_block
 
@@ -373,7 +373,7 @@ def planted(block: nn.Module, x: torch.Tensor, degree: int = 2) -> float:
 
 
 def test_a_missing_backward_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "enter", lambda value, axis: value)
+    monkeypatch.setattr(autograd_collectives, "enter", lambda value, axis: value)
     block, x = llama(), sample(3, 12, 32)
     split = split_block(block, (x,), {}, 2)
     expected, _ = whole_pass(split, block, (x,), {})
@@ -383,7 +383,7 @@ def test_a_missing_backward_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_row_bias_that_every_rank_adds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "once", lambda value, axis: value)
+    monkeypatch.setattr(autograd_collectives, "once", lambda value, axis: value)
     assert planted(gpt(), sample(2, 12, 48)) > 1e-2
 
 

@@ -29,9 +29,9 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.fabric.ring import Ring
 from shoal.parallel.context_parallel.ring import ring_attention
+from shoal.parallel.context_parallel.split_units import Units, find_units
 from shoal.parallel.context_parallel.stand_in import ContextForward, ContextLookup, ContextPrograms
 from shoal.parallel.context_parallel.ulysses import ulysses_attention
-from shoal.parallel.context_parallel.units import Units, find_units
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import check_class
 from shoal.parallel.spmd.model_split import BlockClass

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis
 
 
 class Turn(Protocol):

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd import exchange
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd import autograd_collectives
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, cut, is_shard, rebuild, show
 
@@ -161,7 +161,7 @@ def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     if deal.cuts[-1] % deal.axis.size:
         return None
     order = tuple(range(value.dim()))
-    dropped = exchange.dropout(value.local, deal.axis, Split(deal.dim), p, order)
+    dropped = autograd_collectives.dropout(value.local, deal.axis, Split(deal.dim), p, order)
     return show(dropped, deal, ContextShard)
 
 

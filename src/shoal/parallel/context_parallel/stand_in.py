@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree
 from shoal.parallel.context_parallel.shard import once, shown
-from shoal.parallel.spmd import exchange
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd import autograd_collectives
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Label, Split
 from shoal.parallel.spmd.sequence import Deal, is_shard, local_of, whole_of
 from shoal.parallel.spmd.split_block import BlockSplit
@@ -96,7 +96,7 @@ class ContextForward(SplitForward):
     def _leaves(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):
             return shown(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
-        return exchange.enter(value, self.axis) if value.is_floating_point() else value
+        return autograd_collectives.enter(value, self.axis) if value.is_floating_point() else value
 
 
 class ContextLookup(StandIn):

@@ -28,7 +28,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plan import Bucket
 from shoal.fabric import World
-from shoal.fabric.parts import PendingSum
+from shoal.fabric.uneven_collectives import PendingSum
 from shoal.parallel.program import Local, laid_out_like
 
 REDUCE = {"fp32": "float32", "bf16": "bfloat16"}

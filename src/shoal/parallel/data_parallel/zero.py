@@ -24,7 +24,7 @@ from shoal.base.errors import BugError
 from shoal.base.plan import Bucket
 from shoal.base.shards import Shard
 from shoal.fabric import World
-from shoal.fabric.parts import PendingSum
+from shoal.fabric.uneven_collectives import PendingSum
 from shoal.parallel.data_parallel.buckets import REDUCE, BucketReducer, places, second_gradient
 from shoal.parallel.program import Local, Part, Program
 

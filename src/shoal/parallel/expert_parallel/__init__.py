@@ -30,7 +30,7 @@ from shoal.parallel.expert_parallel.balance import Loads
 from shoal.parallel.expert_parallel.check import NotExperts, checked
 from shoal.parallel.expert_parallel.stand_in import RoutedForward
 from shoal.parallel.program import Program, dtype_of
-from shoal.trace.experts import ExpertLayer, find_layers
+from shoal.trace.find_experts import ExpertLayer, find_layers
 
 
 def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]:

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from shoal.parallel.expert_parallel.stand_in import telling
 from shoal.trace.copies import copied_module
-from shoal.trace.experts import ExpertLayer
+from shoal.trace.find_experts import ExpertLayer
 
 TOKENS = 24
 """How many are sent through the layer; few, as it runs with all its experts in float64."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.fabric import World
 from shoal.parallel.expert_parallel.balance import Loads
 from shoal.parallel.expert_parallel.route import combine, dispatch, find_route
-from shoal.trace.experts import ExpertLayer
+from shoal.trace.find_experts import ExpertLayer
 from shoal.trace.stand_in import StandIn
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from shoal.parallel.pipeline.deal import StageCut, deal
+from shoal.parallel.pipeline.partition_model import StageCut, deal
 from shoal.parallel.pipeline.verify import verify
 from shoal.trace.liveness import alike, merged, watch
 from shoal.trace.trunk import Run, Trunk, attributes_kept

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import PlanError
-from shoal.parallel.pipeline.deal import CallPlan, StageCut
+from shoal.parallel.pipeline.partition_model import CallPlan, StageCut
 from shoal.trace.shapes import first_line, map_tensors, tensors_of
 
 

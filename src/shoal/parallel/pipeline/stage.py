@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import BugError, PlanError
-from shoal.parallel.pipeline.deal import CallPlan, StageCut
+from shoal.parallel.pipeline.partition_model import CallPlan, StageCut
 from shoal.parallel.pipeline.shapes import Shapes
 from shoal.trace.liveness import Leaf
 from shoal.trace.shapes import map_tensors, tensors_of

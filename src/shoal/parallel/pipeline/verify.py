@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Passage, Stages, Unit
 from shoal.trace.liveness import Flow
 from shoal.trace.shapes import first_line, map_tensors, tensors_of

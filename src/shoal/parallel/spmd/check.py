@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.base.phases import counting
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Label, Split, divides
 from shoal.parallel.spmd.model_split import BlockClass, ModelSplit, without
 from shoal.parallel.spmd.trial import Results, Trial

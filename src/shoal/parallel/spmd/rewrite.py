@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd import exchange
+from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.arguments import divided
 from shoal.parallel.spmd.gradients import Held, Sums, differentiable, held_as, need_gradients
 from shoal.parallel.spmd.label import Labelling
@@ -113,7 +113,7 @@ class _Writer:
         for place, (one, want) in enumerate(zip(slots, step.wants, strict=True)):
             value = self._handed(one, want, stays_whole)
             if place in step.once:
-                value = self._call(exchange.once, value)
+                value = self._call(autograd_collectives.once, value)
             handed.append(value)
         if step.rule.joint and self.attention is not None:
             options: dict[str, Any] = dict(node.kwargs)
@@ -140,11 +140,11 @@ class _Writer:
         if label == WHOLE:
             return
         self._note("all_gather", "forward", buffer)
-        self._call(exchange.complete, own, self.local[buffer], split=label)
+        self._call(autograd_collectives.complete, own, self.local[buffer], split=label)
 
     def _dropout(self, node: fx.Node, value: fx.Node, label: Label) -> fx.Node:
         return self._call(
-            exchange.dropout,
+            autograd_collectives.dropout,
             value,
             label=label,
             probability=node.args[1],
@@ -178,12 +178,12 @@ class _Writer:
 
     def _reduced(self, node: fx.Node) -> fx.Node:
         self._note("all_reduce", "forward", node)
-        return self._call(exchange.reduce, self.local[node])
+        return self._call(autograd_collectives.reduce, self.local[node])
 
     def _scattered(self, node: fx.Node, want: Label) -> fx.Node:
         self._note("reduce_scatter", "forward", node)
         self._note("all_gather", "backward", node)
-        return self._call(exchange.scatter, self.local[node], split=want)
+        return self._call(autograd_collectives.scatter, self.local[node], split=want)
 
     def _gathered(self, held: Held, label: Label) -> fx.Node:
         node = held[0]
@@ -191,7 +191,9 @@ class _Writer:
         self._note("all_gather", "forward", node)
         if parts:
             self._note("reduce_scatter", "backward", node)
-        return self._call(exchange.gather, self.local[node], split=label, part_gradients=parts)
+        return self._call(
+            autograd_collectives.gather, self.local[node], split=label, part_gradients=parts
+        )
 
     def _entered(self, held: Held, value: fx.Node) -> fx.Node:
         if held not in self.sums.entered or not differentiable(held[0]):
@@ -199,7 +201,7 @@ class _Writer:
 
         def make() -> fx.Node:
             self._note("all_reduce", "backward", held[0])
-            return self._call(exchange.enter, value)
+            return self._call(autograd_collectives.enter, value)
 
         return self._once_for((*held, "entered"), make)
 
@@ -208,7 +210,7 @@ class _Writer:
         value = self._entered(held, value)
         if not parts:
             self._note("all_gather", "backward", held[0])
-        return self._call(exchange.part, value, label=want, part_gradients=parts)
+        return self._call(autograd_collectives.part, value, label=want, part_gradients=parts)
 
     def _once_for(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
         if key not in self.made:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Label, Split
 
 

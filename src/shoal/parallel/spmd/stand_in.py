@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import function_modes, pytree, unwatched
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Label, Split
 from shoal.parallel.spmd.rewrite import between_exchanges
 from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
 from shoal.parallel.spmd.model_split import BlockClass
 from shoal.parallel.spmd.sequence import handed_on, whole_of

@@ -20,7 +20,7 @@ from torch import nn
 from shoal.base.errors import BugError
 from shoal.base.policies import TensorPolicy
 from shoal.fabric import World
-from shoal.parallel.light_build import light_build
+from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import checked
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
@@ -33,7 +33,7 @@ def apply(program: Program, split: ModelSplit | None) -> Program:
     """Cut the module's parameters in place, and let its blocks run as their split graphs."""
     if split is None:
         return program
-    with light_build():  # other stages' parts are let go before they take private memory
+    with mmap_init():  # other stages' parts are let go before they take private memory
         done = apply_split(program.module, split, program.tensor)
     program.notices.extend(split.notices)
     return replace(

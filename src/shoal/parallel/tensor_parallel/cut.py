@@ -15,7 +15,7 @@ from torch import nn
 from shoal.base.errors import BugError
 from shoal.base.shards import Box, Shard
 from shoal.parallel.program import dtype_of
-from shoal.parallel.spmd.exchange import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Label, Split, Tiled, Whole, boxes, cut, grid_place
 from shoal.parallel.spmd.model_split import ModelSplit
 from shoal.parallel.spmd.sequence import even_cuts

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.exchange import Axis, enter, reduce, scatter
+from shoal.parallel.spmd.autograd_collectives import Axis, enter, reduce, scatter
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, even_cuts, show, whole_of
 from shoal.trace.stand_in import StandIn

@@ -30,15 +30,15 @@ from shoal.base.phases import phase
 from shoal.config.sections import Config
 from shoal.data.loader import Loader
 from shoal.data.sources import Source
-from shoal.fabric.plane import IslandLost
-from shoal.islands.ballot import cure, decide
+from shoal.fabric.island_group import IslandLost
+from shoal.islands.commit_vote import cure, decide
 from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Moment
 from shoal.islands.outer import all_finite
 from shoal.islands.report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
-from shoal.trainer.joining import Joined, agree, movable, take_merged
+from shoal.trainer.island_join import Joined, agree, movable, take_merged
 from shoal.trainer.run import Run
 from shoal.trainer.step import reducer_of
 from shoal.trainer.validate import validator

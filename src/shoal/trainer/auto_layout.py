@@ -19,9 +19,9 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.case_settings import beside
+from shoal.planner.model_states import WIDTHS
 from shoal.planner.settle import Words, is_open, kept_plan
-from shoal.planner.states import WIDTHS
-from shoal.trainer.foresee import facts_of
+from shoal.trainer.predict import facts_of
 from shoal.trainer.rank_layouts import best_plan
 
 

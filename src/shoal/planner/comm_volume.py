@@ -16,11 +16,11 @@ from __future__ import annotations
 from shoal.base.actions import Schedule
 from shoal.base.comm_volume import Travel
 from shoal.base.estimate import Case
+from shoal.planner.model_states import WIDTHS, shard_counts
 from shoal.planner.schedules import make_schedule
 from shoal.planner.stage_cut import Stage, cut, root_share
-from shoal.planner.states import WIDTHS, shard_counts
 from shoal.planner.traffic import Payload, StepTraffic, pipe_traffic, step_traffic, tensor_traffic
-from shoal.planner.transients import rank_sum, wide_elements
+from shoal.planner.transient_memory import rank_sum, wide_elements
 
 
 def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:

@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.models.catalog import build
-from shoal.parallel.light_build import is_mapped, light_build, settle
+from shoal.parallel.mmap_init import is_mapped, mmap_init, settle
 
 LEAST_BYTES = 4096
 
@@ -63,7 +63,7 @@ def test_same_bits_as_a_plain_build(name: str) -> None:
     plain = MODELS[name]()
     after = torch.get_rng_state()
     torch.manual_seed(3)
-    with light_build(LEAST_BYTES):
+    with mmap_init(LEAST_BYTES):
         light = MODELS[name]()
     assert torch.equal(torch.get_rng_state(), after)
     one, other = plain.state_dict(), light.state_dict()
@@ -82,7 +82,7 @@ def test_same_bits_as_a_plain_build(name: str) -> None:
 def test_conversion_and_training_work_on_it() -> None:
     """fp64 stays in files, a shard's copy does not, and what is trained is as it would be."""
     losses = []
-    for context in (light_build(LEAST_BYTES), torch.enable_grad()):
+    for context in (mmap_init(LEAST_BYTES), torch.enable_grad()):
         torch.manual_seed(3)
         with context:
             model = MODELS["gpt"]().double()
@@ -100,7 +100,7 @@ def test_conversion_and_training_work_on_it() -> None:
 
 
 def test_settled_models_share_what_they_shared_and_lie_in_memory() -> None:
-    with light_build(LEAST_BYTES):
+    with mmap_init(LEAST_BYTES):
         model = MODELS["llama"]()
         model.register_buffer("corner", model.embedding.weight.detach()[3:5, :7])
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -118,7 +118,7 @@ def test_settled_models_share_what_they_shared_and_lie_in_memory() -> None:
 
 def test_what_is_none_of_its_business_stays_as_it_is() -> None:
     source = torch.zeros(64, 64)
-    with light_build(LEAST_BYTES):
+    with mmap_init(LEAST_BYTES):
         assert not is_mapped(torch.zeros(4))
         assert torch.empty(64, 64, device="meta").is_meta
         assert source.view(32, 128).data_ptr() == source.data_ptr()
@@ -126,7 +126,7 @@ def test_what_is_none_of_its_business_stays_as_it_is() -> None:
         assert not is_mapped(source)
         assert torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).shape == (64, 64)
     again = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    with light_build(LEAST_BYTES):
+    with mmap_init(LEAST_BYTES):
         here = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     assert is_mapped(here)
     assert torch.equal(here, again)
@@ -134,7 +134,7 @@ def test_what_is_none_of_its_business_stays_as_it_is() -> None:
 
 def test_files_are_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with light_build(LEAST_BYTES):
+    with mmap_init(LEAST_BYTES):
         weight = torch.ones(64, 64)
     assert is_mapped(weight)
     assert list(tmp_path.iterdir()) == []
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError) as caught, light_build():
+    with pytest.raises(ConfigError) as caught, mmap_init():
         torch.empty(2**20)
     assert str(caught.value) == (
         f"{tmp_path}: no room for 4.0 MiB of initial weights (No space left on device); nearest: "
@@ -164,9 +164,9 @@ LIMITED = """
 import resource
 import torch
 from shoal.models.catalog import build
-from shoal.parallel.light_build import light_build
+from shoal.parallel.mmap_init import mmap_init
 
-with light_build(0):
+with mmap_init(0):
     build("llama", {"dim": 8, "layers": 1, "heads": 1, "vocabulary": 8})  # what is imported late
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 baseline = int(status["VmData"].split()[0]) * 1024
@@ -176,7 +176,7 @@ try:
     build("llama", sizes)
 except RuntimeError as failure:
     print("plain:", "memory" in str(failure))
-with light_build():
+with mmap_init():
     model = build("llama", sizes)
 size = sum(p.numel() * p.element_size() for p in model.parameters())
 part = [p.detach()[: len(p) // 4].clone() for p in model.parameters()]

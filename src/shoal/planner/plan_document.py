@@ -26,9 +26,9 @@ from shoal.base.cluster import Cluster
 from shoal.base.estimate import ModelFacts
 from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, starting, why_before
-from shoal.planner.fixes import fixes
 from shoal.planner.search import Candidate, least_memory_bytes
 from shoal.planner.search_space import SearchSpace
+from shoal.planner.suggest import fixes
 
 VERSION = 1
 

@@ -2,7 +2,7 @@
 
 Where a rank keeps only a part of every weight, the whole weight is there for a moment all the same:
 initialisation draws it whole, so that every layout starts from the same numbers. Inside
-`light_build` large tensors are mapped from unlinked temporary files, shared. Their pages belong to
+`mmap_init` large tensors are mapped from unlinked temporary files, shared. Their pages belong to
 the page cache: the system writes them out when memory is short and drops them with the tensor; they
 are no private memory of the process, and no limit on that (RLIMIT_DATA) counts them.
 
@@ -40,13 +40,13 @@ LEAST_BYTES = 2**20
 
 
 @contextmanager
-def light_build(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+def mmap_init(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
     """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
 
     Errors   ConfigError when the folder of temporary files is full
     Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
 
-    >>> with light_build(least_bytes=4096):
+    >>> with mmap_init(least_bytes=4096):
     ...     weight = torch.ones(32, 32)
     >>> float(weight.sum()), is_mapped(weight)
     (1024.0, True)
@@ -73,9 +73,9 @@ def settle(module: nn.Module) -> None:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a file of `light_build`'s.
+    """Whether a tensor lies in a file of `mmap_init`'s.
 
-    >>> with light_build(least_bytes=0):
+    >>> with mmap_init(least_bytes=0):
     ...     is_mapped(torch.ones(2)), is_mapped(torch.ones(2, device="meta"))
     (True, False)
     """

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
-from shoal.parallel.pipeline.deal import StageCut
+from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.splits import ModelSplit
 from shoal.trace.shapes import tensors_of

@@ -122,7 +122,7 @@ class Pulse:
     def start(self, deadline_s: float) -> None:
         """Wait for everybody's first beat, then beat and listen in the background.
 
-        Errors  ClusterError where one does not come; those who met (`meeting.py`) have set out
+        Errors  ClusterError where one does not come; those who met (`rendezvous.py`) have set out
         """
         keys = [f"beat/{index}" for index in range(self.count)]
         try:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.place import Place
+from shoal.fabric.process_info import Place
 from shoal.fabric.world import World
 
 TWIN_TIMEOUT = timedelta(hours=1)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shoal.parallel.program import Pass, Program, Reducer
-from shoal.proof.record import Tensors
+from shoal.proof.trajectory_record import Tensors
 from shoal.trainer._torch import pytree
 from shoal.trainer.micro_batch import MicroBatch
 from shoal.trainer.run import Run

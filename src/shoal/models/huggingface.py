@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.planner.foreign import foreign_config
+from shoal.planner.huggingface import foreign_config
 
 
 def build_foreign(

@@ -17,8 +17,8 @@ import torch
 from shoal.base.shards import Shard
 from shoal.checkpoint.manifest import Manifest
 from shoal.islands.admission import Admission, Refusals
-from shoal.islands.leftovers import Leftovers
 from shoal.islands.outer import Outer
+from shoal.islands.residuals import Leftovers
 from shoal.islands.stream import Span, Stream
 from shoal.parallel.program import Part
 

@@ -28,9 +28,9 @@ from shoal.data.sources import Source
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes, state_bytes
-from shoal.parallel.whole import gather_weights
-from shoal.trainer.foresee import cluster_here, foresee
+from shoal.parallel.full_state import gather_weights
 from shoal.trainer.job import open_run, steps_of
+from shoal.trainer.predict import cluster_here, foresee
 from shoal.trainer.run import Run
 
 WARMUP_STEPS = 2

@@ -1,9 +1,9 @@
 """Facts of any nn.Module, from one look at each kind of part, without allocating the model.
 
 A twin of the model has shapes and no data. It runs forward once. The first of equal units (see
-`units.py`) runs forward and backward while every operation is counted; the others are not run: they
-give outputs of the shapes that the first one gave. What runs outside of units (residual sums,
-activations between layers, positions) counts to the unit before it, or to a unit "inputs".
+`model_units.py`) runs forward and backward while every operation is counted; the others are not
+run: they give outputs of the shapes that the first one gave. What runs outside of units (residual
+sums, activations between layers, positions) counts to the unit before it, or to a unit "inputs".
 
     kernels="cpu"   FakeTensors on the CPU: what this machine's kernels keep
     kernels="gpu"   meta tensors and the stand-ins of `kernels.py`: what a GPU's keep; the loss is
@@ -31,6 +31,7 @@ from shoal.trace._torch import FakeTensorMode, pytree
 from shoal.trace.facts_rows import Call, Rows
 from shoal.trace.flops import meta_twin
 from shoal.trace.kernels import GpuKernels
+from shoal.trace.model_units import find_units, kind_of
 from shoal.trace.shapes import (
     first_line,
     is_record,
@@ -39,7 +40,6 @@ from shoal.trace.shapes import (
     shapes_of,
     tensors_of,
 )
-from shoal.trace.units import find_units, kind_of
 from shoal.trace.watch import Tally, Watch
 
 FORMATS = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal.base.shards import Shard
-from shoal.parallel import whole
-from shoal.parallel.whole import assembled
+from shoal.parallel import full_state
+from shoal.parallel.full_state import assembled
 
 RANKS = 3
 
@@ -86,7 +86,7 @@ def parts_of(rank: int) -> dict[str, tuple[torch.Tensor, Shard]]:
 def test_every_rank_gets_all_of_it(
     monkeypatch: pytest.MonkeyPatch, message_bytes: int, messages: int
 ) -> None:
-    monkeypatch.setattr(whole, "MESSAGE_BYTES", message_bytes)
+    monkeypatch.setattr(full_state, "MESSAGE_BYTES", message_bytes)
     together = Together()
     found: list[dict[str, torch.Tensor]] = [{} for _ in range(RANKS)]
 

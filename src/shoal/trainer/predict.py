@@ -27,16 +27,16 @@ from shoal.data.fetch import is_indexed, join, kept_draws
 from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.planner.case_settings import beside
+from shoal.planner.comm_volume import busiest
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.measured import machine_path, read_measured, this_cluster
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_facts import LANGUAGE, family_of
+from shoal.planner.model_states import WIDTHS
 from shoal.planner.own_family import own_family
 from shoal.planner.refit import learnt, note_run, share_of
-from shoal.planner.states import WIDTHS
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
-from shoal.planner.travel import busiest
 from shoal.planner.validation import validation_micro_batch
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss

@@ -2,7 +2,7 @@
 
 PATH is a folder with a config.json (and safetensors weights, if there are any) or the config.json
 itself, whose weights are then drawn anew. Nothing is imported here: transformers is searched for,
-the file is read as JSON. `shoal.models.foreign` builds the model.
+the file is read as JSON. `shoal.models.huggingface` builds the model.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@
                  next block is gathered ahead; gradients that were sent stay until the next are
 
 gloo (CPU) receives from every rank before it adds up: as much as was sent. NCCL receives the sum of
-the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero; shoal.fabric.parts; torch:
-ProcessGroupGloo.cpp (_allgather_base), _fsdp_param_group.py (post_backward, reduce_scatter_state).
+the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero;
+shoal.fabric.uneven_collectives; torch: ProcessGroupGloo.cpp (_allgather_base),
+_fsdp_param_group.py (post_backward, reduce_scatter_state).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import NamedTuple
 from shoal.base.estimate import Case
 from shoal.base.schedules import canonical, copies
 from shoal.planner.buckets import BUCKET_BYTES
+from shoal.planner.model_states import WIDTHS, Elements, shard_counts
 from shoal.planner.stage_cut import Stage, is_bare, is_block
-from shoal.planner.states import WIDTHS, Elements, shard_counts
-from shoal.planner.transients import gathered_elements, head_elements
+from shoal.planner.transient_memory import gathered_elements, head_elements
 
 BUCKETS_IN_FLIGHT = 1
 """Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""

@@ -3,8 +3,8 @@
     meet at islands.at ── the same configuration? ── which rounds does each hold? ── the newest that
     all hold with equal hashes is restored, else all begin with the same weights
 
-What islands have in common (`common.py`) lies in the checkpoints of every island, beside its own
-model and optimizer.
+What islands have in common (`island_state.py`) lies in the checkpoints of every island, beside its
+own model and optimizer.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.folders import temporary
 from shoal.fabric import World
 from shoal.fabric.codecs import Feedback, find_codec
-from shoal.fabric.meeting import meet
-from shoal.fabric.plane import Plane, open_plane
-from shoal.fabric.twin import leave, twin
+from shoal.fabric.island_group import Plane, open_plane
+from shoal.fabric.rendezvous import meet
+from shoal.fabric.second_group import leave, twin
 from shoal.islands.admission import Admission, Refusals
-from shoal.islands.exchange import Merger
+from shoal.islands.deadline import Patience
 from shoal.islands.history import Resume, from_bytes, resume_point, to_bytes
-from shoal.islands.leftovers import Leftovers
 from shoal.islands.method import Method
 from shoal.islands.methods import find_method
-from shoal.islands.patience import Patience
-from shoal.islands.shares import Shares
+from shoal.islands.residuals import Leftovers
+from shoal.islands.round_exchange import Merger
+from shoal.islands.send_slices import Shares
 from shoal.islands.stream import Stream
+from shoal.parallel.full_state import held
 from shoal.parallel.program import Part
-from shoal.parallel.whole import held
 from shoal.planner.islands import IslandsFacts, islands_cost
-from shoal.trainer.common import Common
+from shoal.trainer.island_state import Common
 from shoal.trainer.run import Run
 from shoal.trainer.step import reducer_of
 

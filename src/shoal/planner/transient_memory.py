@@ -25,8 +25,8 @@ from shoal.planner.activations import (
     waiting_head_bytes,
 )
 from shoal.planner.frameworks import Framework
+from shoal.planner.model_states import WIDTHS, Elements, keeps_gathered, rank_elements, shard_counts
 from shoal.planner.stage_cut import Stage, root_share
-from shoal.planner.states import WIDTHS, Elements, keeps_gathered, rank_elements, shard_counts
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
 """Budget of Shoal's chunked loss in wide logits (`shoal.models.loss.default_chunk_rows`)."""

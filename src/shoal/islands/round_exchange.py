@@ -28,10 +28,10 @@ import torch
 from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.fabric.codecs import Codec, Feedback, find_codec
-from shoal.fabric.halves import is_of_sum
-from shoal.fabric.plane import Arrived, IslandLost, Plane
+from shoal.fabric.coded_all_reduce import is_of_sum
+from shoal.fabric.island_group import Arrived, IslandLost, Plane
 from shoal.islands.admission import Admission, Verdict
-from shoal.islands.ballot import (
+from shoal.islands.commit_vote import (
     NOBODY_ADMITTED,
     NOT_FINITE,
     Ballot,
@@ -39,11 +39,11 @@ from shoal.islands.ballot import (
     decide,
     read_object,
 )
+from shoal.islands.deadline import Patience
 from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Method
 from shoal.islands.outer import Outer
-from shoal.islands.patience import Patience
-from shoal.islands.shares import Shares
+from shoal.islands.send_slices import Shares
 
 Value = TypeVar("Value")
 

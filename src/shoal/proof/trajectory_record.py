@@ -16,10 +16,10 @@ import torch
 
 from shoal.base.phases import counting
 from shoal.fabric import World
+from shoal.parallel.compare_weights import tensor_digest
+from shoal.parallel.full_state import gather_gradients, gather_weights
 from shoal.parallel.program import Program
-from shoal.parallel.same_weights import tensor_digest
-from shoal.parallel.whole import gather_gradients, gather_weights
-from shoal.proof.held import Apart, Held, replicas_apart, who_holds
+from shoal.proof.ownership import Apart, Held, replicas_apart, who_holds
 from shoal.proof.side import Side, Trial
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run

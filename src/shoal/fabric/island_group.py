@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import BugError, ClusterError
-from shoal.fabric.halves import Arrived
+from shoal.fabric.coded_all_reduce import Arrived
+from shoal.fabric.heartbeat import IslandLost, Pulse
 from shoal.fabric.links import Links
-from shoal.fabric.meeting import local_address, meet
-from shoal.fabric.pulse import IslandLost, Pulse
+from shoal.fabric.rendezvous import local_address, meet
 
 if TYPE_CHECKING:
     from shoal.fabric.codecs import Codec, Feedback

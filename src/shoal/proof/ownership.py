@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from shoal.base.shards import Shard
+from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Program
-from shoal.parallel.same_weights import tensor_digest
 
 AXES = ("tp", "cp", "pp")
 """Along which several ranks may hold the same part of one model."""

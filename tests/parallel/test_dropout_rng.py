@@ -161,15 +161,15 @@ def test_threads_of_one_process_notice_draws_of_the_gpus_generator(monkeypatch) 
     from shoal.base.layout import Layout
     from shoal.base.plan import Plan
     from shoal.fabric import World
-    from shoal.fabric.place import Place
-    from shoal.parallel.data_parallel import dp
+    from shoal.fabric.process_info import Place
+    from shoal.parallel.data_parallel import threads
     from shoal.parallel.program import undivided
 
     gpu = torch.Generator().manual_seed(5)  # stands in for the device's own
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     plan = Plan(Layout(threads=2), 4, 2, 2, compute="fp32")
     program = undivided(nn.Linear(2, 2), plan, World(Place(), torch.device("cuda", 0), None))
-    replicas = dp.Replicas(program)
+    replicas = threads.Replicas(program)
     torch.manual_seed(0)  # building drew
     replicas._note()
     assert not replicas.in_turn
