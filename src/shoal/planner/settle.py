@@ -57,7 +57,7 @@ def settle_layout(
     named = {key: words.pop(key) for key in NAMED if key in words}
     strategy = words.pop("strategy", "dp" if named.get("threads") else "auto")
     layout, why = choose_layout(strategy, words, processes, parameters, machine, **named)
-    settled = replace(plan, layout=layout, why=why, parameters=parameters or 0)
+    settled = replace(plan, layout=layout, why=plan.why or why, parameters=parameters or 0)
     check_together(settled)
     return settled
 
