@@ -143,3 +143,14 @@ def test_an_own_loop_gets_the_answer_of_the_command(digits, tmp_path: Path) -> N
     staged = rank_layouts.choose_for(*told, {"zero": 2}, TwoRanks())
     assert staged is not None
     assert staged.layout.zero == 2
+
+
+def test_the_guide_speaks_of_the_model_that_it_counted(
+    digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start without torch could not count a model of the user's own."""
+    config, source = digits
+    monkeypatch.setattr(rank_layouts, "read_measured", lambda cache, ranks, **more: None)
+    said = replace(plan_of(config), why="auto: a model of unknown size")
+    (tmp_path / "plan.json").write_text(said.to_json({"chosen": False}))
+    assert room.choose(config, source, TwoRanks(), tmp_path)[0].why == ""

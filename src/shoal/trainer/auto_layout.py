@@ -8,6 +8,7 @@ decides (planner/guide.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,11 +35,12 @@ def choose(config: Config, source: Source, world: World, folder: Path) -> tuple[
     """
     plan = Plan.from_json((folder / "plan.json").read_text())
     asked = asked_layout(config.layout)
+    open_plan = replace(plan, why="")  # the guide speaks anew, of a model that it can count
     if not is_open(asked) or kept_plan(folder, world.size):
         return plan, None
     if world.size == 1:
-        return plan, asked
+        return open_plan, asked
     compute = formats.resolve(plan.compute, world.device)
     model = partial(facts_of, config, source, element_bytes=WIDTHS[compute])
     found = best_plan(model, plan, config.layout, beside(config), world)
-    return (found, None) if found else (plan, asked)
+    return (found, None) if found else (open_plan, asked)
