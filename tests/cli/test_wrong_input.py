@@ -38,7 +38,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.lr=3", "train.lr: no such key; nearest: optimizer.lr"),
         ("train.steps", "train.steps: has no value; nearest: train.steps=…"),
         ("train.seed=99999999999999999999", "more than 2^63 − 1; nearest: train.seed=0"),
-        ("optimizer.lr=inf", "optimizer.lr = inf: no weight would stay finite; nearest: optimizer.lr=0.001"),
+        ("optimizer.lr=inf", "optimizer.lr = inf: a finite number is wanted; nearest: optimizer.lr=0.001"),
         ("run.name=../../evil", "run.name = ../../evil: leads out of run.folder = runs; nearest: "
                                 "run.name=evil, or another run.folder"),
         ("run.name=/evil", "run.name = /evil: leads out of run.folder"),
@@ -103,7 +103,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.batch=10 train.accumulate=3 launch.processes=2", "nearest legal: train.batch=12"),
         ("memory.recompute=some", "memory.recompute = some: not one of none, selective, full"),
         ("memory.offload=disk", "memory.offload = disk: not one of none, optimizer, parameters"),
-        ("optimizer.average=1.5", "a decay is below 1; nearest: optimizer.average=0.999"),
+        ("optimizer.average=1.5", "less than 1 is wanted; nearest: optimizer.average=0.999"),
         ("train.prove=slow", "train.prove = slow: not one of quick, off"),
         ("precision.reduce=int8", "precision.reduce = int8: not one of auto, fp32, bf16"),
         ("precision.loss_scale=128", "only fp16 has a loss scale"),

@@ -10,12 +10,13 @@ from planned_case import case_of, run_of
 from shoal.base.degrees import planned_degrees
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
+from shoal.base.policies import POLICIES
 from shoal.planner.explain import ask_guide, dies_first, guide_layout, why_before
 from shoal.planner.machines import parse_machines
 from shoal.planner.plan_document import plan_record
 from shoal.planner.published import published
 from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import ALL_POLICIES, SearchSpace
+from shoal.planner.search_space import SearchSpace
 from shoal.planner.suggest import fixes
 from shoal.planner.transformer import model_facts
 
@@ -88,7 +89,7 @@ def test_a_schedule_that_cannot_run_is_told() -> None:
         ("dualpipe", 1, "none")
     }
     for change, said in (
-        ({"given": ALL_POLICIES}, r"schedule = dualpipe runs a backward in two halves"),
+        ({"given": frozenset(POLICIES)}, r"schedule = dualpipe runs a backward in two halves"),
         ({"micro_batch": 8}, r"at least 16 \(twice layout\.pp\), got 8 .* train\.micro_batch=4"),
     ):
         with pytest.raises(PlanError, match=said):
@@ -118,7 +119,7 @@ def test_degrees_that_do_not_divide_are_told() -> None:
 
 
 def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
-    space = SearchSpace(layout=Layout(dp_replicate=8), micro_batch=4, given=ALL_POLICIES)
+    space = SearchSpace(layout=Layout(dp_replicate=8), micro_batch=4, given=frozenset(POLICIES))
     best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
     made = fixes(best.case)
@@ -133,7 +134,7 @@ def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
 def test_a_fix_is_what_a_user_can_type() -> None:
     """Beside other axes a stage is degrees: a strategy is a whole layout."""
     layout = Layout(dp_replicate=4, tp=2)
-    space = SearchSpace(layout=layout, micro_batch=8, given=ALL_POLICIES)
+    space = SearchSpace(layout=layout, micro_batch=8, given=frozenset(POLICIES))
     best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
     texts = [text for text, _ in fixes(best.case)]

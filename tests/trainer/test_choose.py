@@ -69,7 +69,9 @@ def test_the_planner_chooses_and_says_what_else(digits, tmp_path: Path) -> None:
 
 def test_a_restart_keeps_its_layout(digits, tmp_path: Path) -> None:
     config, source = digits
-    kept = replace(plan_of(config, Layout(dp_shard=2, zero=2)), accumulate=4, why="as before")
+    kept = replace(
+        plan_of(config), layout=Layout(dp_shard=2, zero=2), accumulate=4, why="as before"
+    )
     (tmp_path / "plan.json").write_text(kept.to_json({"chosen": True}))
     assert chosen(config, source, tmp_path) == (kept, None)
     other = replace(kept, layout=Layout(dp_shard=4, zero=2))
@@ -79,9 +81,11 @@ def test_a_restart_keeps_its_layout(digits, tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_its_layout_and_takes_a_new_batch(digits, tmp_path: Path) -> None:
     config, _ = digits
-    kept = replace(plan_of(config, Layout(dp_shard=2, zero=2)), accumulate=4, why="as before")
+    kept = replace(
+        plan_of(config), layout=Layout(dp_shard=2, zero=2), accumulate=4, why="as before"
+    )
     (tmp_path / "plan.json").write_text(kept.to_json({"chosen": True}))
-    now = replace(plan_of(config, Layout(dp_replicate=2)), batch=32)
+    now = replace(plan_of(config), layout=Layout(dp_replicate=2), batch=32)
     plan, known = keep_choice(now, {"strategy": "auto"}, tmp_path)
     assert (plan.layout, plan.why, plan.batch, plan.accumulate, known) == (
         kept.layout, "as before", 32, 8, True,

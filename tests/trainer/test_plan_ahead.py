@@ -78,6 +78,49 @@ def test_what_fits_nowhere_says_what_would() -> None:
         shoal.plan(huge, sample, on="1xL4")
 
 
+def test_what_would_not_start_says_so() -> None:
+    """Steps that fit are no run while every rank must first hold the whole model."""
+
+    def large() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(2**15, 2**15) for _ in range(64)])
+
+    sample = (torch.zeros(2, 2**15, device="meta"), torch.zeros(2, 2**15, device="meta"))
+    with pytest.raises(shoal.PlanError, match=r"its steps would fit, but every rank first puts"):
+        shoal.plan(large, sample, on="8x8xH100-80GB", batch=64)
+
+
+def test_the_plan_is_one_that_carries_what_was_asked_for() -> None:
+    """The fastest of these divides weights, and no sum that is encoded goes with that."""
+
+    def best(layout: Any, **words: Any) -> shoal.Layout:
+        return shoal.plan(net, SAMPLE, squares, layout, on="8xH100-80GB", **words).layout
+
+    assert best({"dp_shard": 4}).zero == 3
+    assert best({"dp_shard": 4}, compress="int8").zero in (1, 2)
+    with pytest.raises(shoal.PlanError, match=r"layout\.compress = int8: fsdp .*nearest: "):
+        best("fsdp", compress="int8")
+
+
+def test_samples_may_be_dictionaries() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, *, values: torch.Tensor) -> torch.Tensor:
+            return self.body(values)
+
+    sample = ({"values": SAMPLE[0]}, SAMPLE[1])
+    plan = shoal.plan(Named, sample, squares, on="8xH100-80GB", call="kwargs")
+    assert (plan.call, plan.layout.processes) == ("kwargs", 8)
+
+
+def test_one_pattern_may_be_a_word() -> None:
+    for words in ({"split": "*=whole"}, {"split": ["*=whole"]}, {"layout": {"split": "*=whole"}}):
+        with pytest.raises(shoal.ConfigError, match=r"layout\.split = \*=whole: says how layers"):
+            shoal.parallelize(net(), lambda p: torch.optim.SGD(p, lr=0.1), squares, **words)
+
+
 def test_words_beside_a_plan_are_refused() -> None:
     plan = shoal.Plan(shoal.Layout(), batch=8)
     for words, line in (

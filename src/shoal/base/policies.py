@@ -7,7 +7,7 @@ A key is said once, here. The section of run.toml that inherits a policy has its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -22,13 +22,22 @@ def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any
     return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
 
 
-def number(default: float, *, least: float, usual: float | None = None, **more: Any) -> Any:
-    """Declare a key that is a number of at least `least`.
+def number(
+    default: float,
+    *,
+    least: float,
+    below: float = math.inf,
+    usual: float | None = None,
+    **more: Any,
+) -> Any:
+    """Declare a key that is a number of at least `least` and less than `below`.
 
     usual   proposed in the place of a number that means nothing; default: `least`
     more    of `dataclasses.field`
     """
-    return field(default=default, metadata={"least": least, "usual": usual}, **more)
+    near = least if usual is None else usual
+    bounds = {"least": least, "below": below, "usual": near}
+    return field(default=default, metadata=bounds, **more)
 
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
@@ -40,7 +49,6 @@ OTHER_FORMATS = {
 """What others call the formats, and the nearest one where there is none (fp8)."""
 OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
 
-PROOFS = ("quick", "off")
 COMPILE = ("none", "blocks")
 REDUCTIONS = ("auto", "fp32", "bf16")
 COMPRESS = ("none", "int8", "powersgd", "topk")
@@ -66,6 +74,17 @@ class PrecisionPolicy:
         """The format in which gradients are summed; "" as they are kept, which fp64 always is."""
         return "" if self.reduce == "auto" or self.compute == "fp64" else self.reduce
 
+    def check_loss_scale(self, name: str, compute: str, fp16: str) -> None:
+        """Errors: ConfigError for a loss scale of a format that needs none.
+
+        name, compute   what the user calls the two keys · fp16  how the format is written there
+        """
+        if self.loss_scale and self.compute != "fp16":
+            raise ConfigError(
+                f"{name} = {self.loss_scale}: only fp16 has a loss scale, {compute} = "
+                f"{self.compute}; nearest: {compute}={fp16}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePolicy:
@@ -73,7 +92,7 @@ class UpdatePolicy:
 
     clip: float = number(0.0, least=0, usual=1.0)
     """largest global gradient norm; 0 leaves gradients as they are"""
-    average: float = number(0.0, least=0, usual=0.999)
+    average: float = number(0.0, least=0, below=1, usual=0.999)
     """decay of an average of the weights, with which runs then validate, e.g. 0.999; 0: none"""
 
 
@@ -317,11 +336,24 @@ class Policies(
         return any(getattr(self, key.name) != key.default for key in fields(policy))
 
 
+POLICIES: Mapping[str, Field[Any]] = {key.name: key for key in fields(Policies)}
+"""Every key of every policy, with its declaration."""
+
+
 MOST = 2**30
 """No count of samples, tokens, steps or processes in a run is larger."""
 
 MOST_SEED = 2**63 - 1
 """What torch's generators take."""
+
+
+def patterns_of(split: str | Iterable[str]) -> tuple[str, ...]:
+    """Give layout.split as a tuple, also where one pattern stands alone.
+
+    >>> patterns_of("*.q=row"), patterns_of(["*.q=row"])
+    (('*.q=row',), ('*.q=row',))
+    """
+    return (split,) if isinstance(split, str) else tuple(split)
 
 
 def check_value(name: str, key: Field[Any], value: Any) -> None:
@@ -343,19 +375,19 @@ nearest: full
         return
     if "least" not in said:
         return
-    low, usual = said["least"], said["usual"]
+    low, below, near = said["least"], said["below"], said["usual"]
     if not value >= low:
-        near = low if usual is None else usual
         raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={near}")
-    if value == math.inf:
-        raise ConfigError(f"{name} = inf: no weight would stay finite; nearest: {name}={usual}")
+    if not value < below:
+        wanted = "a finite number" if below == math.inf else f"less than {below}"
+        raise ConfigError(f"{name} = {value}: {wanted} is wanted; nearest: {name}={near}")
     if key.name == "seed":
         if value > MOST_SEED:
-            raise ConfigError(f"{name} = {value}: more than 2^63 − 1; nearest: {name}=0")
+            raise ConfigError(f"{name} = {value}: more than 2^63 − 1; nearest: {name}={near}")
     elif isinstance(value, int) and value > MOST:
         raise ConfigError(
             f"{name} = {value}: more than {MOST} is no number that a run could have; nearest: "
-            f"{name}={MOST if usual is None else usual}"
+            f"{name}={near}"
         )
 
 

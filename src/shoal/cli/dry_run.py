@@ -10,13 +10,13 @@ from dataclasses import replace
 import typer
 
 from shoal.base.errors import PlanError
+from shoal.base.policies import POLICIES
 from shoal.base.units import bytes_text, seconds_text
 from shoal.cli.plan_subject import find_subject
 from shoal.cli.start import Prepared
 from shoal.planner.islands import IslandsFacts
 from shoal.planner.islands_choice import RATES_BYTES_PER_S, by_link
 from shoal.planner.search import search
-from shoal.planner.search_space import ALL_POLICIES
 from shoal.view.islands import link_lines
 
 
@@ -38,7 +38,7 @@ def show(prepared: Prepared) -> None:
     try:
         subject = find_subject(loaded, "")
         # A plan would try what recompute saves; a run recomputes what it is told to.
-        best = search(subject.case, replace(subject.space, given=ALL_POLICIES))[0]
+        best = search(subject.case, replace(subject.space, given=frozenset(POLICIES)))[0]
     except PlanError as refusal:
         typer.echo(f"not foreseen: {refusal}")
         return

@@ -19,7 +19,7 @@ from shoal.base.units import count_text
 from shoal.config.load import Loaded
 from shoal.config.resolve import plan_of, resolve_batch
 from shoal.config.sections import Config
-from shoal.planner.case_settings import beside, left_out
+from shoal.planner.case_settings import beside, format_on, left_out
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.hf_config import assumed
 from shoal.planner.machines import parse_machines
@@ -29,7 +29,7 @@ from shoal.planner.model_facts import PUBLISHED as BUILDABLE
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.own_family import own_family
 from shoal.planner.published import from_config, published
-from shoal.planner.search_space import SearchSpace, format_on, space_of
+from shoal.planner.search_space import SearchSpace, space_of
 from shoal.planner.transformer import model_facts
 
 TOKENS_PER_STEP = 4 * 2**20

@@ -269,8 +269,7 @@ def write_folder(prepared: Prepared) -> EventLog:
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
     # What an attempt before this one knew of another model is not this one's.
     known = read_object(folder / "plan.json") if prepared.resumed else {}
-    beside = {key: value for key, value in known.items() if not hasattr(prepared.plan, key)}
-    write_whole(folder / "plan.json", prepared.plan.to_json({**beside, "chosen": prepared.chosen}))
+    write_whole(folder / "plan.json", prepared.plan.to_json({**known, "chosen": prepared.chosen}))
     events = EventLog(folder / "events.jsonl", None)
     config = prepared.loaded.config
     events.emit(

@@ -238,16 +238,7 @@ def _check_values(config: Config) -> None:
         values = getattr(config, section.name)
         for key in keys(values):
             check_value(f"{section.name}.{key.name}", key, getattr(values, key.name))
-    if precision.loss_scale and precision.compute != "fp16":
-        raise ConfigError(
-            f"precision.loss_scale = {precision.loss_scale}: only fp16 has a loss scale, "
-            f"precision.compute = {precision.compute}; nearest: precision.compute=fp16"
-        )
-    if optimizer.average >= 1:
-        raise ConfigError(
-            f"optimizer.average = {optimizer.average}: a decay is below 1; nearest: "
-            f"optimizer.average=0.999"
-        )
+    precision.check_loss_scale("precision.loss_scale", "precision.compute", "fp16")
     config.islands.settled()
     layout = config.layout
     check_compile(config.train.compile, config.memory.recompute)

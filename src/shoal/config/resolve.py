@@ -174,8 +174,8 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
     return given
 
 
-def plan_of(config: Config, layout: Layout = Layout()) -> Plan:  # noqa: B008
-    """Make the plan that a configuration asks for, under a layout; formats and buckets are open.
+def plan_of(config: Config) -> Plan:
+    """Make the plan that a configuration asks for; layout, formats and buckets are open.
 
     Every key of every section that a `Plan` has by the same name is taken, so that none can be
     forgotten.
@@ -191,7 +191,7 @@ def plan_of(config: Config, layout: Layout = Layout()) -> Plan:  # noqa: B008
     batch, micro_batch = found["batch"], found["micro_batch"]
     found["micro_batch"] = micro_batch or (batch and default_micro_batch(batch))
     found["accumulate"] = 0  # follows from the layout
-    return Plan(layout, **found)
+    return Plan(Layout(), **found)
 
 
 def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:

@@ -37,7 +37,6 @@ from shoal.base.plan import Plan
 from shoal.parallel.program import Program
 from shoal.trace.blocks import blocks
 
-POLICIES = ("none", "optimizer", "parameters", "activations")
 LEAST_BYTES = 2**20
 PIECE_BYTES = 64 * 2**20
 AHEAD = 2

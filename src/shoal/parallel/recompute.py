@@ -41,8 +41,6 @@ from shoal.parallel.program import Program, own_blocks
 from shoal.trace.blocks import is_single_layer
 from shoal.trace.stand_in import StandIn
 
-POLICIES = ("none", "selective", "full")
-
 
 def apply(program: Program) -> Program:
     """Make every block of the program's module recompute; to be applied before parameters split.

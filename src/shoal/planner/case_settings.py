@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.base.cluster import Cluster
+from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.policies import CompressPolicy, OptimizerPolicy
 from shoal.config.sections import Config, ModelSection
 from shoal.planner.model_facts import LANGUAGE, family_of
-from shoal.planner.model_states import STATE_BYTES
+from shoal.planner.model_states import STATE_BYTES, WIDTHS
 from shoal.planner.published import find
 
 
@@ -31,6 +33,35 @@ def left_out(plan: Plan) -> list[str]:
     if not plan.asks(CompressPolicy):
         return []
     return [f"layout.compress = {plan.compress} is left out of the figures"]
+
+
+def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
+    """The number format: the user's, or bf16 where the device is fast in it."""
+    asked, parts = plan.compute, (cluster, *cluster.groups)
+    if any(part.device.kind != cluster.device.kind for part in parts):
+        raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
+    if cluster.device.kind != "gpu":
+        if plan.offload != "none":
+            raise PlanError(
+                f"memory.offload = {plan.offload}: there is no device to offload from on a CPU; "
+                f"nearest: memory.offload=none"
+            )
+        if asked == "fp16":
+            raise PlanError(
+                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "
+                "precision.compute=bf16"
+            )
+        return "fp32" if asked == "auto" else asked
+    every = [part.device.matrix_flops_per_s for part in parts]
+    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}
+    if asked == "auto":
+        return "bf16" if rates["bf16"] > rates["fp32"] else "fp16"
+    narrow = {"bf16": "fp16", "fp16": "bf16"}.get(asked, "")
+    if narrow and rates[narrow] > 2 * rates[asked]:
+        slowest = min(parts, key=lambda part: part.device.matrix_flops_per_s.get(asked, 0.0))
+        times = rates[narrow] / max(rates[asked], 1.0)
+        notes.append(f"{slowest.device.name} multiplies {narrow} {times:.0f} times as fast")
+    return asked
 
 
 def state_bytes_of(optimizer: OptimizerPolicy) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from shoal.base.facts import MachineFacts
 from shoal.base.layout import Layout
 from shoal.base.lines import read_object
 from shoal.base.plan import Plan
-from shoal.base.policies import Policies, check_compile, check_compress
+from shoal.base.policies import POLICIES, check_compile, check_compress, patterns_of
 from shoal.base.schedules import check_recompute
 from shoal.planner.guide import check_micro_batches, choose_layout
 
@@ -27,8 +27,6 @@ Words = str | Mapping[str, Any]
 
 NAMED = ("zero", "threads", "schedule", "chunks")
 """Keys of [layout] that go with a strategy or with degrees."""
-
-POLICIES = tuple(key.name for key in fields(Policies))
 
 
 def settle(
@@ -71,6 +69,15 @@ def check_together(plan: Plan) -> None:
     check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)
 
 
+def goes_together(plan: Plan) -> bool:
+    """Whether `check_together` has nothing to refuse."""
+    try:
+        check_together(plan)
+    except ShoalError:
+        return False
+    return True
+
+
 def settle_batch(plan: Plan) -> Plan:
     """The second half of `settle`: micro-batches of a plan that has its layout and its batch."""
     micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
@@ -86,7 +93,7 @@ def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
     words: dict[str, Any] = {"strategy": said} if isinstance(said, str) else dict(said)
     found = {key: words.pop(key) for key in POLICIES if key in words}
     if "split" in found:
-        found["split"] = tuple(found["split"])
+        found["split"] = patterns_of(found["split"])
     return replace(plan, **found), words
 
 

@@ -10,19 +10,14 @@ run.toml's keys of the same names are checked where they are read (config/load.p
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, fields
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES, Layout
 from shoal.base.plan import Plan
-from shoal.base.policies import OptimizerPolicy, Policies, check_value
-
-POLICIES: Mapping[str, Field[Any]] = {key.name: key for key in fields(Policies)}
-"""Every policy's key: what `parallelize` takes by name, as run.toml does."""
+from shoal.base.policies import POLICIES, OptimizerPolicy, check_value, patterns_of
 
 DEFAULT_BATCH = 32
 """Samples per step where nobody says how many."""
@@ -102,9 +97,7 @@ def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
     """
     names = {} if "compute" in policies else {"compute": "precision"}
     told = {"compute": precision, **policies}
-    if not isinstance(told.get("split", ()), str):
-        told["split"] = tuple(told.get("split", ()))
-    plan = Plan(Layout(), **told)
+    plan = Plan(Layout(), **{**told, "split": patterns_of(told.get("split", ()))})
     check_policies(plan, names)
     return plan
 
@@ -118,18 +111,13 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
         name, value = names.get(key, key), getattr(plan, key)
         kind, said = type(declared.default), declared.metadata
         if kind is int:
-            check_whole(name, value, said["least"], said["usual"] or said["least"])
-        elif kind is float and (not _is(value, numbers.Real) or not 0 <= value < math.inf):
-            _refuse(name, value, "a number of at least 0", said["usual"] or 0.0)
+            check_whole(name, value, said["least"], said["usual"])
+        elif kind is float and not _is(value, numbers.Real):
+            _refuse(name, value, f"a number of at least {said['least']}", said["usual"])
         elif kind is bool and not isinstance(value, bool):
             _refuse(name, value, "True or False", declared.default)
         check_value(name, declared, value)
-    if plan.loss_scale and plan.compute != "fp16":
-        precision = names.get("compute", "compute")
-        raise ConfigError(
-            f"loss_scale = {plan.loss_scale}: only fp16 has a loss scale, {precision} = "
-            f'{plan.compute}; nearest: {precision}="fp16"'
-        )
+    plan.check_loss_scale("loss_scale", names.get("compute", "compute"), '"fp16"')
 
 
 def check_whole(name: str, value: Any, least: int, usual: int) -> None:

@@ -219,11 +219,8 @@ def _count_flops(run: Run, batch: StepBatch) -> None:
     flops = backward_flops(program.twin or run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
-        beside = {
-            **read_object(folder / "plan.json"),
-            "flops_per_sample": flops / batch_length(few),
-        }
-        _write_plan(folder, run.plan, {k: v for k, v in beside.items() if not hasattr(run.plan, k)})
+        told = {"flops_per_sample": run.recorder.flops_per_sample}
+        _write_plan(folder, run.plan, {**read_object(folder / "plan.json"), **told})
 
 
 def _stop_on_signal(run: Run) -> dict[int, Any]:

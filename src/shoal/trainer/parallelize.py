@@ -24,7 +24,7 @@ from shoal.base.frames import user_place
 from shoal.base.layout import Layout
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.systems import untried
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
@@ -38,7 +38,6 @@ from shoal.planner.settle import Words, settle, words_of
 from shoal.trainer.arguments import (
     DEFAULT_BATCH,
     ELSEWHERE,
-    POLICIES,
     check_arguments,
     check_policies,
     plan_of_words,

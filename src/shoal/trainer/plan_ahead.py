@@ -17,17 +17,19 @@ from shoal.base.estimate import Case
 from shoal.base.facts import this_machine
 from shoal.base.files import cache_folder
 from shoal.base.plan import Plan
+from shoal.base.policies import POLICIES
 from shoal.base.units import bytes_text, seconds_text
 from shoal.config.resolve import processes_of
+from shoal.planner.case_settings import format_on
+from shoal.planner.explain import starting
 from shoal.planner.machines import parse_machines
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import format_on, section_of, space_of
-from shoal.planner.settle import Words, settle_batch, split_words
+from shoal.planner.search_space import section_of, space_of
+from shoal.planner.settle import Words, check_together, goes_together, settle_batch, split_words
 from shoal.planner.suggest import fixes
 from shoal.trainer.arguments import (
     DEFAULT_BATCH,
-    POLICIES,
     check_layout,
     check_whole,
     plan_of_words,
@@ -35,7 +37,7 @@ from shoal.trainer.arguments import (
 )
 from shoal.trainer.contract import Loss
 from shoal.trainer.predict import cluster_here
-from shoal.trainer.rank_layouts import facts_by_sample
+from shoal.trainer.rank_layouts import facts_by_sample, startable
 
 
 def plan(
@@ -63,8 +65,8 @@ def plan(
     precision    `compute` of [precision] · optimizer_bytes  state per fp32 element: 8 for Adam
     policies     further keys of a `shoal.Plan`; recompute is searched unless it is given
     Gives        a settled `Plan`, whose `why` says the step time and the peak that are foreseen
-    Errors       PlanError where nothing is legal or nothing fits, with what would; ConfigError for
-                 a wrong argument
+    Errors       PlanError where nothing is legal, nothing fits or nothing would start, with what
+                 would; ConfigError for a wrong argument
     Source       docs/plan.md: what the figures are made of, and how far off they were
 
     >>> import torch
@@ -101,9 +103,10 @@ def plan(
     given = frozenset(policies)
     space = space_of(section, cluster, micro_batch=micro_batch, given=given, built=not on)
     found = search(case, space)
-    best = found[0]
-    if not best.runs:
-        raise PlanError(_lacks(best))
+    candidates = startable(found)
+    if not candidates:
+        raise PlanError(_none_starts(found))
+    best = candidates[0]
     parameters = case.model.trainable
     return settle_batch(replace(best.case.plan, why=_why(best, len(found)), parameters=parameters))
 
@@ -118,8 +121,13 @@ def _why(best: Candidate, searched: int) -> str:
     )
 
 
-def _lacks(best: Candidate) -> str:
-    """The line for a model that fits nowhere."""
+def _none_starts(found: list[Candidate]) -> str:
+    """The line for a model that no layout found can train, of which the first is the nearest."""
+    best = found[0]
+    if best.runs and goes_together(best.case.plan):
+        return f"{best.case.layout.text()}: its steps would fit, but {starting(best)}"
+    if best.runs:
+        check_together(best.case.plan)  # raises, with the nearest
     near = fixes(best.case)
     nearest = near[0][0] if near else "more devices, or larger ones"
     return (

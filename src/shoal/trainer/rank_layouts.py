@@ -20,7 +20,7 @@ from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.units import seconds_text
 from shoal.config.sections import LayoutSection
 from shoal.fabric import World
@@ -29,8 +29,8 @@ from shoal.planner.case_settings import state_bytes_of
 from shoal.planner.measured import read_measured
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import ALL_POLICIES, section_of, space_of
-from shoal.planner.settle import Words, check_together, is_open, settle_batch, split_words
+from shoal.planner.search_space import section_of, space_of
+from shoal.planner.settle import Words, goes_together, is_open, settle_batch, split_words
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.contract import Loss, split_batch
 
@@ -78,13 +78,13 @@ def choose_for(
 ) -> Plan | None:
     """Choose for a loop of one's own as for `shoal train`; None where nothing can be ranked.
 
-    sample   a batch, as `run.step` takes it, or a function that gives one
+    sample   a batch, as `run.step` takes it, or a function that gives one, called once a rank
     plan     with its batch and its formats
     """
     plan, words = split_words(plan, said)
     if world.size == 1 or not is_open({"strategy": "auto", **words}):
         return None
-    given = sample() if callable(sample) else sample  # on every rank: it may take from its data
+    given = sample() if callable(sample) else sample
     model = partial(
         facts_by_sample, module, given, loss, plan.call, element_bytes=WIDTHS[plan.compute]
     )
@@ -104,42 +104,32 @@ def best_plan(
     world: World,
 ) -> Plan | None:
     """What rank 0 finds best, on every rank; None where nothing can be ranked here."""
-    found = _rank(model, plan, section, further, world) if world.is_first else None
+
+    def rank() -> Plan | None:
+        cluster = read_measured(cache_folder(), world.size, threads=torch.get_num_threads())
+        if cluster is None:
+            return None
+        settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
+        given = frozenset(POLICIES)
+        space = space_of(section, cluster, micro_batch=plan.micro_batch, given=given, built=True)
+        try:
+            case = Case(model(kernels=cluster.device.kind), cluster, settled, **further)
+            candidates = startable(search(case, space))
+            if not candidates:
+                return None
+            best = replace(plan, layout=candidates[0].case.layout, why=_why(candidates, world.size))
+            return settle_batch(best)
+        except ShoalError:
+            return None
+
+    found = rank() if world.is_first else None
     told = world.broadcast_json(found.to_json() if found else "")
     return Plan.from_json(told) if told else None
 
 
-def _rank(
-    model: Callable[..., ModelFacts],
-    plan: Plan,
-    section: LayoutSection,
-    further: Mapping[str, Any],
-    world: World,
-) -> Plan | None:
-    cluster = read_measured(cache_folder(), world.size, threads=torch.get_num_threads())
-    if cluster is None:
-        return None
-    settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
-    space = space_of(section, cluster, micro_batch=plan.micro_batch, given=ALL_POLICIES, built=True)
-    try:
-        case = Case(model(kernels=cluster.device.kind), cluster, settled, **further)
-        found = search(case, space)
-        candidates = [candidate for candidate in found if candidate.fits and _carries(candidate)]
-        if not candidates:
-            return None
-        best = replace(plan, layout=candidates[0].case.layout, why=_why(candidates, world.size))
-        return settle_batch(best)
-    except ShoalError:
-        return None
-
-
-def _carries(candidate: Candidate) -> bool:
-    """Whether a layout can carry what else was asked for."""
-    try:
-        check_together(candidate.case.plan)
-    except ShoalError:
-        return False
-    return True
+def startable(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that fit, that this version runs, and that can carry what else was asked for."""
+    return [c for c in candidates if c.fits and c.built and goes_together(c.case.plan)]
 
 
 def _why(candidates: list[Candidate], processes: int) -> str:
