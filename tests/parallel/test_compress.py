@@ -236,7 +236,7 @@ def test_one_process_says_that_nothing_travels(tmp_path: Path) -> None:
 class Buckets:
     """A reducer, as far as compression looks at it."""
 
-    world: object = None
+    worlds: tuple[object, ...] = ()
 
 
 def program_of(compress: str, reducer: object) -> Program:
@@ -252,8 +252,8 @@ def program_of(compress: str, reducer: object) -> Program:
 def test_it_goes_between_reducer_and_world_and_says_so() -> None:
     program = program_of("int8", Buckets())
     done = compress.apply(program)
-    assert done.reducer.world.rank == program.world.rank
-    assert done.reducer.world.traffic is program.world.traffic
+    assert done.reducer.worlds[0].rank == program.world.rank
+    assert done.reducer.worlds[0].traffic is program.world.traffic
     assert (len(done.on_begin), len(done.on_update)) == (1, 1)
     assert done.notices == [
         "layout.compress = int8: what one step leaves out is added in the next and is not saved, so "

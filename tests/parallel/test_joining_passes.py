@@ -6,19 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.base.plan import Bucket
-from shoal.base.shards import Shard
+from shoal.base.layout import Layout
+from shoal.base.placement import Placement
+from shoal.base.plan import Bucket, Plan
 from shoal.fabric import start_world
 from shoal.parallel.data_parallel.buckets import BucketReducer
-from shoal.parallel.program import Local
+from shoal.parallel.program import bind, undivided, whole_locals
 
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_only_passes_that_count_use_parameters(counted: bool) -> None:
-    parameters = {name: nn.Parameter(torch.ones(3)) for name in "ab"}
-    local = {n: Local(p, Shard.whole(n, (3,), "float32")) for n, p in parameters.items()}
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
     bucket = Bucket(("b", "a"), 6, "float32", 4)
-    reducer = BucketReducer(parameters, (bucket,), start_world({}), local)
+    plan = Plan(Layout(), 2, 1, buckets=(bucket,))
+    rows = [Placement(name, (3,), "float32", trains=True) for name in "ab"]
+    program = bind(undivided(module, plan, start_world({})), rows)
+    parameters = program.parameters
+    reducer = BucketReducer(program, whole_locals(program))
     reducer.begin(2)
     reducer.arm(last=False)
     parameters["a"].sum().backward()

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from shoal.base.facts import ParameterFacts
+from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 from shoal.base.shards import flat_slices
 from shoal.planner.buckets import cut_buckets, plan_buckets
 
@@ -25,8 +26,12 @@ LLAMA_BLOCK = [
 SHAPES = [(257, 64), *(LLAMA_BLOCK * 3), (64,)]
 
 
-def facts_of(shapes: list[tuple[int, ...]]) -> list[ParameterFacts]:
-    return [ParameterFacts(f"p{n}", shape, "float32", 4) for n, shape in enumerate(shapes)]
+def rows_of(shapes: list[tuple[int, ...]]) -> list[Placement]:
+    return [Placement(f"p{n}", shape, "float32", trains=True) for n, shape in enumerate(shapes)]
+
+
+def over(ranks: int) -> Layout:
+    return Layout(dp_shard=ranks, zero=1)
 
 
 def loads(buckets, ranks: int) -> list[int]:
@@ -36,10 +41,10 @@ def loads(buckets, ranks: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_even_cuts_are_equal_and_pad_less_than_a_rank_each(ranks: int) -> None:
-    facts = facts_of(SHAPES)
-    plain = plan_buckets(facts, bucket_bytes=60_000)
+    rows = rows_of(SHAPES)
+    plain = plan_buckets(rows, over(ranks), bucket_bytes=60_000)
     assert len(plain) > 2
-    for before, after in zip(plain, cut_buckets(plain, facts, ranks), strict=True):
+    for before, after in zip(plain, cut_buckets(plain, rows, over(ranks)), strict=True):
         sizes = {b - a for a, b in itertools.pairwise(after.cuts)}
         assert len(sizes) == 1, "collectives of equal parts are one call"
         assert after.cuts[0] == 0
@@ -50,10 +55,10 @@ def test_even_cuts_are_equal_and_pad_less_than_a_rank_each(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_whole_parameters_have_one_owner(ranks: int) -> None:
-    facts = facts_of(SHAPES)
-    sizes = {f.name: f.elements for f in facts}
-    plain = plan_buckets(facts, bucket_bytes=60_000)
-    cut = cut_buckets(plain, facts, ranks, whole_parameters=True)
+    rows = rows_of(SHAPES)
+    sizes = {f.name: f.elements for f in rows}
+    plain = plan_buckets(rows, over(ranks), bucket_bytes=60_000)
+    cut = cut_buckets(plain, rows, over(ranks), whole_parameters=True)
     for before, after in zip(plain, cut, strict=True):
         assert after.elements == before.elements, "nothing is padded"
         ends = {0, *itertools.accumulate(sizes[name] for name in after.names)}
@@ -65,17 +70,17 @@ def test_whole_parameters_have_one_owner(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_owners_of_whole_parameters_hold_about_the_same(ranks: int) -> None:
     """Within the largest parameter of even; the rank with most would need the memory."""
-    facts = facts_of(SHAPES)
-    plain = plan_buckets(facts, bucket_bytes=60_000)
-    held = loads(cut_buckets(plain, facts, ranks, whole_parameters=True), ranks)
-    total, largest = sum(f.elements for f in facts), max(f.elements for f in facts)
+    rows = rows_of(SHAPES)
+    plain = plan_buckets(rows, over(ranks), bucket_bytes=60_000)
+    held = loads(cut_buckets(plain, rows, over(ranks), whole_parameters=True), ranks)
+    total, largest = sum(f.elements for f in rows), max(f.elements for f in rows)
     assert sum(held) == total
     assert max(held) - total / ranks <= largest
 
 
 def test_more_ranks_than_parameters_leaves_some_without() -> None:
-    facts = facts_of([(8, 8), (8,)])
-    (bucket,) = cut_buckets(plan_buckets(facts), facts, 4, whole_parameters=True)
+    rows = rows_of([(8, 8), (8,)])
+    (bucket,) = cut_buckets(plan_buckets(rows, over(4)), rows, over(4), whole_parameters=True)
     shares = [b - a for a, b in itertools.pairwise(bucket.cuts)]
     assert sorted(shares) == [0, 0, 8, 64]
 

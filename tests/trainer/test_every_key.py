@@ -48,7 +48,7 @@ KEYS = [
 ]
 
 PLAN_KEYS = {key.name for key in fields(Plan)}
-MADE = {"layout", "why", "parameters", "buckets", "accumulate"}
+MADE = {"layout", "why", "parameters", "buckets", "placements", "accumulate"}
 """Fields of a plan that no key says."""
 
 UNHELD: dict[str, Any] = {

@@ -42,7 +42,7 @@ def test_what_is_fixed_is_kept() -> None:
 def test_a_plan_starts_a_run() -> None:
     plan = shoal.plan(net, SAMPLE, squares, layout="single", batch=8, micro_batch=2)
     run = shoal.parallelize(net(), lambda p: torch.optim.SGD(p, lr=0.1), squares, plan=plan)
-    assert replace(run.plan, buckets=()) == plan
+    assert replace(run.plan, placements=(), buckets=()) == plan
     x = torch.randn(8, 64)
     (result,) = run.steps([(x, x)])
     assert result.step == 1

@@ -118,7 +118,7 @@ def test_hooks_of_outputs_run_once_in_the_first_step() -> None:
         module=nn.Linear(C, C),
         world=SimpleNamespace(size=1),
         data=SimpleNamespace(size=2),
-        places={},
+        cuts={},
     )
     seen: list[Tensor] = []
     outputs = drawn(B, C).requires_grad_() * 1

@@ -84,7 +84,7 @@ def digest(run: Run) -> str:
 def left(run: Run) -> list[torch.Tensor]:
     """What this rank keeps, per bucket: of its own gradients, and of sums that it is owner of."""
     kept = []
-    for sender, bucket in zip(run.program.reducer.world.senders, run.plan.buckets, strict=True):
+    for sender, bucket in zip(run.program.reducer.worlds[0].senders, run.plan.buckets, strict=True):
         whole = sender.left.standing.clone()
         if hasattr(sender, "left_of_sum"):
             first = sender.part * run.world.rank
@@ -273,7 +273,7 @@ def train(
     while len(losses) < steps:
         for batch in run.loader(Counting()):
             losses.append(run.step(batch).loss)
-            for sender in run.program.reducer.world.senders if forget else ():
+            for sender in run.program.reducer.worlds[0].senders if forget else ():
                 sender.left.standing.zero_()
             if len(losses) == steps:
                 break

@@ -20,7 +20,7 @@ from shoal.machine.states import peak_extra_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import find_logits, token_loss
 from shoal.parallel import context_parallel
-from shoal.parallel.data_parallel import joined
+from shoal.parallel.data_parallel import shared
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import autograd_collectives
 from shoal.proof import Battery
@@ -96,17 +96,22 @@ def restarted_lookup() -> Iterator[None]:
 
 
 @contextmanager
-def joined_twice() -> Iterator[None]:
+def shared_twice() -> Iterator[None]:
     """Gradients are summed over the ranks of a sequence once more."""
-    right = joined.apply
-    with patch.object(joined, "apply", lambda program: right(right(program))):
+    right = shared.sum_shared
+
+    def twice(*given: Any) -> None:
+        right(*given)
+        right(*given)
+
+    with patch.object(shared, "sum_shared", twice):
         yield
 
 
 @contextmanager
-def not_joined() -> Iterator[None]:
+def not_shared() -> Iterator[None]:
     """Every rank keeps the gradient of its own tokens."""
-    with patch.object(joined, "apply", lambda program: program):
+    with patch.object(shared, "sum_shared", lambda *given: None):
         yield
 
 
@@ -142,8 +147,8 @@ BUGS = {
     "none": nothing,
     "position restart": restarted,
     "position restart, learnt": restarted_lookup,
-    "joined twice": joined_twice,
-    "not joined": not_joined,
+    "joined twice": shared_twice,
+    "not joined": not_shared,
     "all differentiate": all_differentiate,
     "all speak": all_speak,
     "own keys": own_keys,

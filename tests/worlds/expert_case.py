@@ -23,7 +23,7 @@ from shoal.fabric.axes import along
 from shoal.models.catalog import build
 from shoal.models.moe import Mixture, balanced_loss
 from shoal.parallel import expert_parallel
-from shoal.parallel.data_parallel.apart import BothReducers
+from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.expert_parallel import balance
 from shoal.parallel.program import Program
 from shoal.proof import Battery, Side
@@ -196,44 +196,44 @@ def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, An
 # ---- planted bugs
 
 
-@contextmanager
-def over_all_ranks() -> Iterator[None]:
-    """Experts' gradients are summed over all data-parallel ranks, like all others."""
+def on_sums(of: Any) -> Any:
+    """Gradients of experts are summed over another world: `of(program)`."""
     right = expert_parallel.apply
 
     def apply(program: Program, layers: Any) -> Program:
         done = right(program, layers)
-        return replace(done, apart=dict.fromkeys(done.apart, done.data))
+        changed = {n: (of(done), *w[1:]) for n, w in done.sums.items() if done.is_expert(n)}
+        return replace(done, sums={**done.sums, **changed})
 
-    with mock.patch.object(expert_parallel, "apply", apply):
+    return mock.patch.object(expert_parallel, "apply", apply)
+
+
+@contextmanager
+def over_all_ranks() -> Iterator[None]:
+    """Experts' gradients are summed over all data-parallel ranks, like all others."""
+    with on_sums(lambda program: program.data):
         yield
 
 
 @contextmanager
 def averaged() -> Iterator[None]:
     """Experts' gradients are divided by the ranks that exchange tokens."""
-    right = BothReducers.finish
+    right = BucketReducer.finish
 
-    def finish(self: BothReducers) -> None:
+    def finish(self: BucketReducer) -> None:
         right(self)
-        for tensor in self.reducers[1].sums():
-            tensor.div_(2)
+        for bucket, flat in zip(self.plan, self.flats, strict=True):
+            if "experts" in bucket.names[0]:
+                flat.div_(2)
 
-    with mock.patch.object(BothReducers, "finish", finish):
+    with mock.patch.object(BucketReducer, "finish", finish):
         yield
 
 
 @contextmanager
 def never_summed() -> Iterator[None]:
     """Ranks that hold the same experts keep what their own group's tokens gave."""
-    right = expert_parallel.apply
-
-    def apply(program: Program, layers: Any) -> Program:
-        done = right(program, layers)
-        alone = along(program.world, program.plan.layout.degrees, ["pp"])
-        return replace(done, apart=dict.fromkeys(done.apart, alone))
-
-    with mock.patch.object(expert_parallel, "apply", apply):
+    with on_sums(lambda program: along(program.world, program.plan.layout.degrees, ["pp"])):
         yield
 
 
@@ -323,9 +323,7 @@ def counted(world: World, layout: dict[str, Any]) -> dict[str, Any]:
         "rows_bytes": 4 * away["rows"] * MOE["dim"] * 8,
         "counts_bytes": away["calls"] * (ep - 1) * (experts // ep) * 8,
         "stored_bytes": sum(p.untyped_storage().nbytes() for p in stacks),
-        "whole_bytes": sum(
-            8 * math.prod(run.program.places[name].global_shape) for name in run.program.apart
-        ),
+        "whole_bytes": sum(8 * row.elements for row in run.plan.placements if row.is_expert),
     }
     run.close()
     return told

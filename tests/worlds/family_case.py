@@ -91,8 +91,8 @@ def split_shares(run: Run) -> dict[str, Any]:
     """
     whole, numel, split = [], 0, 0
     for name, parameter in run.program.parameters.items():
-        shard = run.program.places.get(name)
-        shape = shard.global_shape if shard else tuple(parameter.shape)
+        shard = run.program.cuts.get(name)
+        shape = run.program.rows[name].shape
         size = int(torch.Size(shape).numel())
         numel += size
         if shard is not None and parameter.numel() < size:

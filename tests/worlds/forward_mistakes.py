@@ -29,10 +29,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 from shoal.parallel.spmd.labels import Split, cut, divides, join
 from shoal.proof.clue import Clue
 from shoal.proof.micro_batch_gradients import Again
-from shoal.proof.ownership import Held
 from shoal.proof.trajectory_record import Record, Tensors
 
 SAME, SAME_ROUNDED = 1e-10, 1e-5
@@ -65,13 +66,13 @@ def _suspicions(got: Record, again: Again, label: str) -> Iterator[Suspicion]:
     held = {
         name.removeprefix(start): one for name, one in got.held.items() if name.startswith(start)
     }
-    weights, degrees = again.kept, got.degrees
-    if degrees.get("tp", 1) > 1:
+    weights, layout = again.kept, got.layout
+    if layout.tp > 1:
         for look in (row_biases, fused, shared):
-            yield from look(held, weights, degrees["tp"])
-    if degrees.get("cp", 1) > 1:
-        yield from positions(weights, degrees["cp"], again.tokens)
-    if degrees.get("pp", 1) > 1:
+            yield from look(held, weights, layout.tp)
+    if layout.cp > 1:
+        yield from positions(weights, layout.cp, again.tokens)
+    if layout.pp > 1:
         yield from orders(held, weights)
 
 
@@ -99,12 +100,12 @@ class Suspicion:
 # ---- tensor parallelism
 
 
-def row_biases(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
+def row_biases(held: Mapping[str, Placement], weights: Tensors, degree: int) -> Iterator[Suspicion]:
     """Whole biases beside weights whose inputs are cut."""
     biases = [
         name
         for name, one in held.items()
-        if name.endswith("bias") and one.dim is None and _beside(name, held, weights) == 1
+        if name.endswith("bias") and one.tp_cut is None and _beside(name, held, weights) == 1
     ]
     for names in _all_then_each(biases):
         changed = {name: weights[name] * degree for name in names}
@@ -119,24 +120,28 @@ def row_biases(held: Mapping[str, Held], weights: Tensors, degree: int) -> Itera
         )
 
 
-def _beside(bias: str, held: Mapping[str, Held], weights: Tensors) -> int | None:
+def _beside(bias: str, held: Mapping[str, Placement], weights: Tensors) -> int | None:
     """The dim along which a bias's weight is cut."""
     weight = f"{bias.removesuffix('bias')}weight"
-    return held[weight].dim if weight in held and weights[weight].dim() > 1 else None
+    if weight not in held or weights[weight].dim() < 2:
+        return None
+    cut = held[weight].tp_cut
+    return None if cut is None else cut.dim
 
 
-def fused(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
+def fused(held: Mapping[str, Placement], weights: Tensors, degree: int) -> Iterator[Suspicion]:
     """Cut parameters whose segments another part of the code counts otherwise."""
     sizes: dict[tuple[int, int], list[str]] = {}
     for name, one in held.items():
-        if one.dim is not None and divides(weights[name].shape[one.dim], one.segments, degree):
-            sizes.setdefault((weights[name].shape[one.dim], one.segments), []).append(name)
+        cut = one.tp_cut
+        if cut is not None and divides(one.shape[cut.dim], len(cut.segments), degree):
+            sizes.setdefault((one.shape[cut.dim], len(cut.segments)), []).append(name)
     for (size, segments), together in sizes.items():
         others = [n for n in SEGMENTS if n != segments and divides(size, n, degree)]
         for names, other in ((n, o) for n in _all_then_each(together) for o in others):
             changed = {}
             for name in names:
-                dim = held[name].dim or 0
+                dim = held[name].tp_cut.dim
                 changed[name] = _read_as(
                     weights[name], Split(dim, segments), Split(dim, other), degree
                 )
@@ -155,11 +160,15 @@ def _read_as(weight: torch.Tensor, cut_as: Split, read_as: Split, degree: int) -
     return join([cut(weight, cut_as, rank, degree) for rank in range(degree)], read_as)
 
 
-def shared(held: Mapping[str, Held], weights: Tensors, degree: int) -> Iterator[Suspicion]:
+def shared(held: Mapping[str, Placement], weights: Tensors, degree: int) -> Iterator[Suspicion]:
     """Matrices of blocks that several ranks hold: key/value heads that they share."""
     groups: dict[tuple[str, torch.Size], list[str]] = {}
     for name, one in held.items():
-        if one.holders > 1 and weights[name].dim() == 2 and _block_of(name):
+        if (
+            one.copies_in_model(Layout(tp=degree)) // len(one.stages) > 1
+            and weights[name].dim() == 2
+            and _block_of(name)
+        ):
             home = re.sub(r"\d+", "*", name.rpartition(".")[0].rpartition(".")[0])
             groups.setdefault((home, weights[name].shape), []).append(name)
     for names in groups.values():
@@ -238,7 +247,7 @@ class _Restarting(TorchFunctionMode):
 # ---- pipeline
 
 
-def orders(held: Mapping[str, Held], weights: Tensors) -> Iterator[Suspicion]:
+def orders(held: Mapping[str, Placement], weights: Tensors) -> Iterator[Suspicion]:
     """Blocks in another order, whole stages at a time."""
     lists: dict[str, dict[int, dict[str, str]]] = {}
     for name in held:

@@ -117,7 +117,7 @@ def sync_each(world: World) -> Iterator[None]:
 
     def begin(self: BucketReducer, *rest: Any) -> None:
         begun(self, *rest)
-        now["reducer"], now["ran"] = (self if self.world.size > 1 else None), 0
+        now["reducer"], now["ran"] = (self if self.worlds[0].size > 1 else None), 0
 
     def call(*arguments: Any) -> Any:
         if now["ran"] and now["reducer"] is not None:
@@ -227,7 +227,7 @@ def bf16_sums(world: World) -> Iterator[None]:
 
     def begin(self: BucketReducer, *rest: Any) -> None:
         begun(self, *rest)
-        now["reducer"] = self if self.world.size > 1 else None
+        now["reducer"] = self if self.worlds[0].size > 1 else None
 
     def call(*arguments: Any) -> Any:
         for flat in now["reducer"].flats if now["reducer"] is not None else ():

@@ -20,7 +20,7 @@ import any_case
 from forward_mistakes import wrong_loss
 from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
-from shoal.parallel.data_parallel import joined
+from shoal.parallel.data_parallel import shared
 from shoal.parallel.pipeline.runtime import PipeRuntime, _Step
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labels import Split, Tiled
@@ -103,35 +103,33 @@ def row_bias() -> Iterator[None]:
 
 
 def on_split(change: Any) -> Any:
-    """`apply_split` of a changed split, or with a changed result."""
-    return patch.object(
-        tensor_parallel, "apply_split", functools.partial(change, tensor_parallel.apply_split)
-    )
+    """A split of which every parameter is changed, before anything is cut."""
+    right = tensor_parallel.plan
+
+    def plan(*given: Any) -> Any:
+        split = right(*given)
+        if split is None:
+            return None
+        return replace(split, parameters={n: change(one) for n, one in split.parameters.items()})
+
+    return patch.object(tensor_parallel, "plan", plan)
 
 
 @contextmanager
 def qkv_in_one() -> Iterator[None]:
     """Fused weights are cut as if they had one segment."""
 
-    def cut_wrongly(right: Any, module: Any, split: Any, axis: Any) -> Any:
-        plain = {
-            name: replace(one, label=Split(one.label.dim)) if isinstance(one.label, Split) else one
-            for name, one in split.parameters.items()
-        }
-        return right(module, replace(split, parameters=plain), axis)
+    def plain(one: Any) -> Any:
+        return replace(one, label=Split(one.label.dim)) if isinstance(one.label, Split) else one
 
-    with on_split(cut_wrongly):
+    with on_split(plain):
         yield
 
 
 @contextmanager
 def parts_not_summed() -> Iterator[None]:
     """Key/value weights that ranks share keep the gradient of a rank's own query heads."""
-
-    def forget(right: Any, *given: Any) -> Any:
-        return replace(right(*given), partial=frozenset())
-
-    with on_split(forget):
+    with on_split(lambda one: replace(one, partial=False)):
         yield
 
 
@@ -150,17 +148,22 @@ def neighbours_heads() -> Iterator[None]:
 
 
 @contextmanager
-def joined_twice() -> Iterator[None]:
+def shared_twice() -> Iterator[None]:
     """What is summed beyond the data ranks is summed once more."""
-    right = joined.apply
-    with patch.object(joined, "apply", lambda program: right(right(program))):
+    right = shared.sum_shared
+
+    def twice(*given: Any) -> None:
+        right(*given)
+        right(*given)
+
+    with patch.object(shared, "sum_shared", twice):
         yield
 
 
 @contextmanager
 def tie_not_summed() -> Iterator[None]:
     """The embedding's stage and the head's keep their own share of the tied weight's gradient."""
-    with patch.object(joined, "apply", lambda program: program):
+    with patch.object(shared, "sum_shared", lambda *given: None):
         yield
 
 
@@ -169,7 +172,7 @@ def replicas_counted() -> Iterator[None]:
     """The gradient norm counts what several ranks hold several times."""
 
     def squares(program: Any, reducer: Any) -> torch.Tensor:
-        return stepping.sum_of_squares(reducer.sums()) / program.copies
+        return stepping.sum_of_squares(reducer.sums()) / program.data.size
 
     with patch.object(stepping, "_squares", squares):
         yield
@@ -299,7 +302,7 @@ BUGS = {
     "qkv in one": qkv_in_one,
     "parts not summed": parts_not_summed,
     "neighbour's heads": neighbours_heads,
-    "joined twice": joined_twice,
+    "joined twice": shared_twice,
     "tie not summed": tie_not_summed,
     "replicas counted": replicas_counted,
     "norm of a stage": norm_of_a_stage,

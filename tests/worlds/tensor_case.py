@@ -32,7 +32,7 @@ from shoal.parallel.spmd.check import check_class, checked
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.parallel.spmd.split_block import BlockSplit
-from shoal.parallel.tensor_parallel.cut import Applied, apply_split
+from shoal.parallel.tensor_parallel.cut import apply_split, cut_of
 from shoal.trainer.parallelize import parallelize
 
 BATCH, SEQ, VOCABULARY = 2, 12, 67
@@ -212,7 +212,7 @@ def equality(
     split = plan_split(
         module, lambda m: m(inputs), world.size, sequence=sequence, overrides=overrides or {}
     )
-    applied = apply_split(module, split, world)
+    undo_split = apply_split(module, split, world)
     undo = recompute.apply(program_of(module, world).but(recompute=again)).on_close
     world.traffic.take()
     worst_loss, expected = 0.0, torch.zeros(())
@@ -223,7 +223,7 @@ def equality(
     sent, _ = world.traffic.take()
     told = {
         "loss": worst_loss,
-        **gradients(world, module, reference, split, applied),
+        **gradients(world, module, reference, split),
         "sent": sent,
         "planned": planned(split, world.size),
         "notices": list(split.notices),
@@ -234,18 +234,18 @@ def equality(
     for take_away in undo:
         take_away()
     if evaluate:
-        told["evaluated"] = evaluated(module, reference, name, applied)
+        told["evaluated"] = evaluated(module, reference, name, undo_split)
     return told
 
 
 def program_of(module: nn.Module, world: World) -> Program:
     """As much of a program as recomputing needs."""
     plan = Plan(Layout(tp=world.size), 8, 2)
-    return Program(module, world, plan, {}, {}, world, world, world, world, ())
+    return Program(module, world, plan, {}, {}, world, world, world, world)
 
 
 def gradients(
-    world: World, module: nn.Module, reference: nn.Module, split: ModelSplit, applied: Applied
+    world: World, module: nn.Module, reference: nn.Module, split: ModelSplit
 ) -> dict[str, Any]:
     """The largest error of a gradient, of the whole gradient's norm, and whose it is."""
     wholes = dict(reference.named_parameters())
@@ -253,20 +253,21 @@ def gradients(
     errors = {}
     for name, p in module.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if name in applied.partial:
+        if split.parameters[name].partial:
             world.sum(grad)
         whole = wholes[name].grad
         whole = torch.zeros_like(wholes[name]) if whole is None else whole
-        if name in applied.places:
-            boxes = applied.places[name].slices
+        if cut := cut_of(name, tuple(whole.shape), split):
+            boxes = cut.boxes(tuple(whole.shape), world.rank)
             parts = [whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in boxes]
             whole = torch.cat(parts).view_as(grad)
         errors[name] = float((grad - whole).norm() / norm)
     worst = max(errors, key=lambda name: errors[name])
-    return {"gradient": errors[worst], "worst": worst, "partial": sorted(applied.partial)}
+    partial = [name for name, one in split.parameters.items() if one.partial]
+    return {"gradient": errors[worst], "worst": worst, "partial": sorted(partial)}
 
 
-def evaluated(module: nn.Module, reference: nn.Module, name: str, applied: Applied) -> float:
+def evaluated(module: nn.Module, reference: nn.Module, name: str, undo_split: list[Any]) -> float:
     """Another batch size, no gradients, eval mode: another graph, the same numbers."""
     inputs, _ = sample(name, 5)
     with torch.no_grad():
@@ -274,7 +275,7 @@ def evaluated(module: nn.Module, reference: nn.Module, name: str, applied: Appli
         if hasattr(got, "hidden"):
             got, expected = got.logits(), expected.logits()
         error = float((got - expected).norm() / expected.norm())
-    for undo in applied.undo:
+    for undo in undo_split:
         undo()
     if any("forward" in part.__dict__ for part in module.modules()):
         raise AssertionError("a stand-in was left behind")
@@ -355,11 +356,13 @@ def after_the_check(world: World) -> dict[str, Any]:
             checked(module, planned_with(world, "row bias")[1], world, strict=True)
         except PlanError as refusal:
             strict = str(refusal)
-    applied = apply_split(module, split, world)
+    apply_split(module, split, world)
     trained(module, "fused", "default")
     trained(reference, "fused", "default")
-    told = gradients(world, module, reference, split, applied)
-    return {**told, "notice": split.notices[-1], "split": list(applied.places), "strict": strict}
+    told = gradients(world, module, reference, split)
+    shapes = {name: tuple(p.shape) for name, p in reference.named_parameters()}
+    cut = [name for name, shape in shapes.items() if cut_of(name, shape, split)]
+    return {**told, "notice": split.notices[-1], "split": cut, "strict": strict}
 
 
 def called(run: fx.GraphModule, name: str) -> list[fx.Node]:
@@ -438,7 +441,7 @@ def example(world: World, name: str, *, sequence: bool = False) -> dict[str, Any
     inputs = one.inputs(3)
     split = plan_split(module, lambda m: one.call(m, inputs), world.size, sequence=sequence)
     kept = checked(module, split, world)
-    applied = apply_split(module, kept, world)
+    apply_split(module, kept, world)
     totals = []
     world.traffic.take()
     for m in (module, reference):
@@ -451,7 +454,7 @@ def example(world: World, name: str, *, sequence: bool = False) -> dict[str, Any
         totals.append(total.detach())
     return {
         "loss": float((totals[0] - totals[1]).abs() / totals[1].abs()),
-        **gradients(world, module, reference, kept, applied),
+        **gradients(world, module, reference, kept),
         "classes": [len(group.names) for group in kept.classes],
         "failed": len(split.classes) - len(kept.classes),
         "notices": list(kept.notices),

@@ -121,7 +121,7 @@ def test_accumulation_sends_no_more(counted: dict[Case, Any], ranks: int, layout
 
 def test_small_parameters_travel_padded() -> None:
     """The theory's limit, in figures: 5 rows over 4 ranks are 8 on the wire."""
-    from shoal.base.facts import ParameterFacts
+    from shoal.base.placement import Placement
     from shoal.planner.traffic import row_padded_bytes
 
-    assert row_padded_bytes([ParameterFacts("w", (5, 7), "float32", 4)], 4) == 8 * 7 * 4
+    assert row_padded_bytes([Placement("w", (5, 7), "float32")], 4) == 8 * 7 * 4

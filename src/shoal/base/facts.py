@@ -16,31 +16,6 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True)
-class ParameterFacts:
-    """One trainable parameter: its name, shape and element type.
-
-    compute   the type that forward passes read, where that is a narrower copy; "" for the same
-    held      who else holds it, in words that only equality is asked of: gradients that are summed
-              over other ranks do not travel together
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    element_bytes: int
-    compute: str = ""
-    held: str = ""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements; 1 for a scalar."""
-        product = 1
-        for length in self.shape:
-            product *= length
-        return product
-
-
-@dataclass(frozen=True)
 class MachineFacts:
     """One machine: cores this process may use, memory, GPUs."""
 

@@ -138,6 +138,19 @@ class Layout:
         axes = (*AXES[: AXES.index("dp_replicate")], *own, *AXES[AXES.index("dp_shard") + 1 :])
         return {axis: getattr(self, axis) for axis in axes}
 
+    def at(self, rank: int) -> dict[str, int]:
+        """Where a rank is along every axis, experts' included; tp neighbours have ranks in a row.
+
+        >>> {axis: n for axis, n in Layout(pp=2, dp_replicate=2, tp=2).at(5).items() if n}
+        {'tp': 1, 'pp': 1}
+        """
+        found: dict[str, int] = {}
+        for degrees in (self.degrees, self.expert_degrees):
+            left = rank
+            for axis in reversed(list(degrees)):
+                left, found[axis] = divmod(left, degrees[axis])
+        return found
+
     @property
     def stages(self) -> int:
         """Pieces into which a pipeline cuts the model.

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shoal.base.layout import Layout
+from shoal.base.placement import Placement, rows_of_records
 from shoal.base.policies import Policies
 
 
@@ -48,8 +49,9 @@ class Plan(Policies):
                   in a plan that is not settled yet: the defaults of `shoal.parallelize`
     accumulate    micro-batches per data rank in a full step; 0: derived
     why           one line: which rule chose the layout and what else was possible
-    parameters    trainable elements · buckets  gradient buffers, in sending order; made at the
-                  start of a run
+    parameters    trainable elements
+    placements    who holds, sums and steps what: a row per parameter and buffer of the model, and
+    buckets       gradient buffers, in sending order; both are made at the start of a run
     """
 
     layout: Layout
@@ -58,6 +60,7 @@ class Plan(Policies):
     accumulate: int = 0
     why: str = ""
     parameters: int = 0
+    placements: tuple[Placement, ...] = ()
     buckets: tuple[Bucket, ...] = ()
 
     def arithmetic(self) -> str:
@@ -99,6 +102,7 @@ class Plan(Policies):
         found = {key.name: record[key.name] for key in fields(Plan) if key.name in record}
         found["layout"] = Layout(**found["layout"])
         found["split"] = tuple(found.get("split", ()))
+        found["placements"] = rows_of_records(found.get("placements", ()))
         found["buckets"] = tuple(
             Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
             for b in found.get("buckets", ())

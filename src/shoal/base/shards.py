@@ -7,6 +7,7 @@ and the slices (one or more boxes) that are here. Plain `ddp` holds one box that
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,16 @@ class Shard:
                 found.append(tuple((low + a, low + b) for (low, _), (a, b) in moved))
             place += size
         return tuple(found)
+
+
+def bytes_of(dtype: str) -> int:
+    """Size of one element of a torch dtype, by its name.
+
+    >>> [bytes_of(name) for name in ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")]
+    [4, 2, 8, 1, 1]
+    """
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) // 8 if bits else 1
 
 
 def flat_slices(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

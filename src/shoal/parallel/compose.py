@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shoal.base.facts import ParameterFacts
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
 from shoal.fabric import World
@@ -27,7 +26,8 @@ from shoal.parallel import (
     sync_buffers,
     to_device,
 )
-from shoal.parallel.program import Program, dtype_of, undivided
+from shoal.parallel.place import Derived, place
+from shoal.parallel.program import Program, bind, undivided
 
 
 class Look(Protocol):
@@ -63,7 +63,7 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     program = to_device.apply(program)
     program = precision.apply(program)
     if look is None:
-        return program
+        return bind(program, place(module, plan, Derived(), world.device).values())
     # Modules that other layouts do without.
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
     from shoal.parallel.comm_volume import travel_of
@@ -74,6 +74,9 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     # Where stages end is seen on whole layers; what a stage then holds of a layer is its part.
     cut = pipeline.plan(program, run)
     split = tensor_parallel.plan(program, run, cut.trunk if cut else None)
+    # Before anything is cut, so that every technique cuts by the same rows.
+    rows = place(module, plan, Derived(split, cut, experts), world.device)
+    program = bind(program, rows.values())
     program = tensor_parallel.apply(program, split)
     if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
         travel = travel_of(module, split, cut, look.samples)
@@ -137,11 +140,6 @@ def compose(program: Program) -> Program:
     program = _by_layout(program)
     for technique in _asked(plan, AROUND_SUMS):
         program = technique.apply(program)
-    # Around the reducer: sums that only the finished sum over data ranks can go into.
-    if program.joined:
-        from shoal.parallel.data_parallel import joined
-
-        program = joined.apply(program)
     return program
 
 
@@ -155,15 +153,6 @@ def _by_layout(program: Program) -> Program:
         from shoal.parallel.data_parallel import threads
 
         return threads.apply(program)
-    if program.apart:
-        from shoal.parallel.data_parallel import apart
-
-        return apart.apply(program, _in_buckets)
-    return _in_buckets(program)
-
-
-def _in_buckets(program: Program) -> Program:
-    layout = program.plan.layout
     if layout.zero:
         from shoal.parallel.data_parallel import zero
 
@@ -175,26 +164,3 @@ def _in_buckets(program: Program) -> Program:
     from shoal.parallel.data_parallel import single
 
     return single.apply(program)
-
-
-def facts(program: Program) -> list[ParameterFacts]:
-    """What the planner needs to know of the trainable parameters that this rank holds."""
-    narrow = precision.copies(program.module, program.plan.compute, program.world.device)
-    return [
-        ParameterFacts(
-            name,
-            tuple(p.shape),
-            dtype_of(p),
-            p.element_size(),
-            compute=narrow.get(name, ""),
-            held=_held(program, name),
-        )
-        for name, p in program.parameters.items()
-    ]
-
-
-def _held(program: Program, name: str) -> str:
-    """A word for who holds a parameter and where its gradient is summed."""
-    worlds = [world.ranks for world in program.joined.get(name, ())]
-    held = f"{program.holders.get(name, 1)} {worlds}" if name in program.holders or worlds else ""
-    return f"{held} apart {program.apart[name].ranks}" if name in program.apart else held

@@ -38,8 +38,8 @@ def held(program: Program) -> dict[str, Part]:
             continue  # another stage's
         if name in program.parts:
             found[name] = program.parts[name]
-        elif name in program.places:
-            found[name] = (value.detach(), program.places[name])
+        elif name in program.cuts:
+            found[name] = (value.detach(), program.place(name))
         else:
             found[name] = (value.detach(), Shard.whole(name, tuple(value.shape), dtype_of(value)))
     return found

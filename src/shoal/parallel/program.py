@@ -7,19 +7,21 @@ and never needs to know which layout it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from shoal.base.errors import BugError
+from shoal.base.placement import DATA_AXES, Cut, Placement
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.fabric import World
-from shoal.fabric.axes import along
+from shoal.fabric.axes import along, among, members
 from shoal.trace.blocks import blocks
 
 if TYPE_CHECKING:
@@ -122,19 +124,14 @@ class Program:
                   run other micro-batches; `tensor`: that split its layers; `pipe`: its stages;
                   `context`: that share its sequences
     parameters    trainable ones of this rank by name, tied ones once, in the module's order
-    names         trainable ones of the whole model, the same on every rank
-    places        where this rank's part of a parameter lies in the whole, unless it is the whole
-    holders       over `tensor`, `pipe`, `context`: how many ranks hold the same part, unless one
-    apart         ranks of `data` that hold the same part of a parameter, where not all of them do
-    joined        worlds over which a parameter's gradient is summed beyond `data`, by name
+    sums          worlds over which the gradient of each is summed, in that order: data-parallel
+                  ranks with the same part at first
     local         the part of each that this rank's optimizer steps; absent where it has none
     parts         what is kept of parameters that no rank holds whole (or not in their own format)
     frozen        the others by name; they must stay frozen, since nothing sums their gradients
     aliases       other names of tied tensors → the name under which they are kept
     run           runs the passes of a step on the module, telling the reducer of each
     forward       a pass for evaluation; gives None where the outputs are not on this rank
-    copies        how many ranks of `data` hold the same element of `reducer.sums()`
-    copies_apart  the same of parameters that are `apart`, by name
     twin          the module without data, for counting, where it cannot be copied itself
     mirrored      `data` and the ranks of a pipeline's second copy that hold the same; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
@@ -160,19 +157,13 @@ class Program:
     tensor: World
     pipe: World
     context: World
-    names: tuple[str, ...]
+    sums: dict[str, tuple[World, ...]] = field(default_factory=dict)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
-    places: dict[str, Shard] = field(default_factory=dict)
-    holders: dict[str, int] = field(default_factory=dict)
-    apart: dict[str, World] = field(default_factory=dict)
-    joined: dict[str, tuple[World, ...]] = field(default_factory=dict)
     local: dict[str, Local] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     reducer: Reducer | None = None
     run: Callable[[Program, Sequence[Pass], Reducer], None] = in_turn
     forward: Callable[[Program, Pass], Any] = lambda program, one: one.outputs(program.module)
-    copies: int = 1
-    copies_apart: dict[str, int] = field(default_factory=dict)
     mirrored: World | None = None
     together: bool = False
     twin: nn.Module | None = None
@@ -207,38 +198,103 @@ class Program:
         """All ranks that hold the same part of the model, whichever micro-batches they see."""
         return self.data if self.mirrored is None else self.mirrored
 
+    @cached_property
+    def rows(self) -> dict[str, Placement]:
+        """The plan's placements by name: of all tensors of the model, the same on every rank."""
+        return {row.name: row for row in self.plan.placements}
+
+    @cached_property
+    def at(self) -> dict[str, int]:
+        """Where this rank is along every axis."""
+        return self.plan.layout.at(self.world.rank)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Trainable parameters of the whole model, the same on every rank."""
+        return tuple(row.name for row in self.plan.placements if row.trains)
+
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        """Of parameters that tp or ep cuts inside, how."""
+        return {name: row.cut for name, row in self.rows.items() if row.cut is not None}
+
+    @cached_property
+    def copies_of_sum(self) -> dict[str, int]:
+        """How many ranks hold the same element of the summed gradient, by parameter."""
+        return {name: self.rows[name].copies_of_sum(self.plan.layout) for name in self.names}
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether a gradient of this rank is summed over others than data-parallel ranks."""
+        return any(len(worlds) > 1 for worlds in self.sums.values())
+
     def place(self, name: str) -> Shard:
         """Where this rank's parameter or buffer `name` lies in the whole model's tensor."""
-        if name in self.places:
-            return self.places[name]
-        tensor = self.parameters.get(name, self.frozen.get(name))
-        if tensor is None:
-            raise BugError(f"{name} is no parameter of this rank")
-        return Shard.whole(name, tuple(tensor.shape), dtype_of(tensor))
+        if name not in self.rows:
+            raise BugError(f"{name} is no tensor of the model")
+        return self.rows[name].shard(self.at)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether data-parallel ranks have dealt a parameter out."""
+        return name in self.rows and self.rows[name].is_expert
 
 
 def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
     """A program of the whole module, which nothing has been added to."""
     degrees = plan.layout.degrees
-    parameters = trainable(module)
     return Program(
         module,
         world,
         plan,
-        parameters,
+        trainable(module),
         aliases(module),
-        data=along(world, degrees, ["dp_replicate", "dp_shard"]),
+        data=along(world, degrees, DATA_AXES),
         tensor=along(world, degrees, ["tp"]),
         pipe=along(world, degrees, ["pp"]),
         context=along(world, degrees, ["cp"]),
-        names=tuple(parameters),
         frozen=frozen(module),
     )
+
+
+def bind(program: Program, rows: Iterable[Placement]) -> Program:
+    """Give a program its placements, and make the process groups over which they are summed.
+
+    Every rank calls it with equal rows: that is how groups are made.
+    """
+    program = program.but(placements=tuple(rows))
+    layout, world = program.plan.layout, program.world
+    beyond = {"tp": program.tensor, "cp": program.context}
+    lines = members(layout.degrees, ["pp"])
+    known: dict[tuple[Any, ...], tuple[World, ...]] = {}
+    sums = {}
+    for name in program.names:
+        row = program.rows[name]
+        key = row.travels_with(layout)
+        if key not in known:
+            grid = layout.expert_degrees if row.is_expert else layout.degrees
+            worlds = [along(world, grid, row.data_axes)]
+            worlds += [beyond[axis] for axis in row.sum_over if axis in beyond]
+            if "pp" in row.sum_over:  # also ranks that hold no part of it make the group
+                sharers = [tuple(line[stage] for stage in row.stages) for line in lines]
+                worlds.append(among(world, sharers))
+            known[key] = tuple(worlds)
+        if program.pipe.rank in row.stages:
+            sums[name] = known[key]
+    return replace(program, sums=sums)
 
 
 def whole_locals(program: Program) -> dict[str, Local]:
     """Every parameter as this rank has it, as one process and `ddp` step them."""
     return {name: Local(p, program.place(name)) for name, p in program.parameters.items()}
+
+
+def take(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+    """Copy the part of a whole tensor that rank `rank` of the cut's axis holds, row by row."""
+    parts = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.spans(rank)]
+    if len(parts) > 1:
+        return torch.cat(parts, cut.dim).contiguous()
+    # A copy even where it is a view of rows, which would keep all of them.
+    return parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:

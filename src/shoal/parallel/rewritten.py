@@ -67,7 +67,7 @@ def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | No
             continue
         own = program.local.get(name)
         stepped = own is not None and own.parameter is parameter and layout.threads == 1
-        if name in program.places:
+        if name in program.cuts:
             is_lost = True
         elif was[0] != now[0]:
             is_lost = not stepped or layout.processes > 1

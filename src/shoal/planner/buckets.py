@@ -14,81 +14,98 @@ Source: Li et al. 2020 (PyTorch Distributed), §3.2; measured in docs/lab-log.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
-from shoal.base.facts import ParameterFacts
+from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 from shoal.base.plan import Bucket
 
 BUCKET_BYTES = 25 * 2**20
 
 
 def plan_buckets(
-    parameters: Sequence[ParameterFacts], bucket_bytes: int = BUCKET_BYTES
+    rows: Iterable[Placement], layout: Layout, rank: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Bucket, ...]:
-    """Cut the trainable parameters into buckets of at most `bucket_bytes`, or of one parameter.
+    """Cut a rank's trainable parameters into buckets of at most `bucket_bytes`, or of one.
 
-    Takes   parameters in the order of the module (tied ones once)
-    Gives   buckets in the order in which they are sent
+    rows    placements in the order of the module (tied ones once)
+    Gives   buckets in the order in which they are sent; gradients of one are summed alike
 
-    >>> facts = [ParameterFacts(n, (4,), "float32", 4) for n in "abc"]
-    >>> [b.names for b in plan_buckets(facts, bucket_bytes=32)]
+    >>> rows = [Placement(name, (4,), "float32", trains=True) for name in "abc"]
+    >>> [b.names for b in plan_buckets(rows, Layout(), bucket_bytes=32)]
     [('c', 'b'), ('a',)]
     """
+    at = layout.at(rank)
     buckets: list[Bucket] = []
-    open_names: dict[tuple[str, str, str], list[ParameterFacts]] = {}
+    open_rows: dict[tuple[Any, ...], list[tuple[Placement, int]]] = {}
 
-    def close(kind: tuple[str, str, str]) -> None:
-        held = open_names.pop(kind)
-        total = sum(p.elements for p in held)
-        names = tuple(p.name for p in held)
-        buckets.append(Bucket(names, total, kind[0], held[0].element_bytes, compute=kind[1]))
+    def close(kind: tuple[Any, ...]) -> None:
+        held = open_rows.pop(kind)
+        first, total = held[0][0], sum(size for _, size in held)
+        names = tuple(row.name for row, _ in held)
+        buckets.append(
+            Bucket(names, total, first.dtype, first.element_bytes, compute=first.compute)
+        )
 
-    for parameter in reversed(parameters):
-        kind = parameter.dtype, parameter.compute, parameter.held
-        held = open_names.get(kind, [])
-        size_bytes = sum(p.elements for p in held) * parameter.element_bytes
-        if held and size_bytes + parameter.elements * parameter.element_bytes > bucket_bytes:
+    for row in reversed(list(_held(rows, at["pp"]))):
+        kind = row.dtype, row.compute, row.travels_with(layout)
+        size = math.prod(row.local_shape(at))
+        held = open_rows.get(kind, [])
+        elements = sum(held_size for _, held_size in held) + size
+        if held and elements * row.element_bytes > bucket_bytes:
             close(kind)
-        open_names.setdefault(kind, []).append(parameter)
-    for kind in list(open_names):
+        open_rows.setdefault(kind, []).append((row, size))
+    for kind in list(open_rows):
         close(kind)
     return tuple(buckets)
 
 
+def _held(rows: Iterable[Placement], stage: int) -> Iterator[Placement]:
+    """Trainable parameters of one stage."""
+    return (row for row in rows if row.trains and stage in row.stages)
+
+
 def cut_buckets(
     buckets: Sequence[Bucket],
-    parameters: Sequence[ParameterFacts],
-    ranks: int,
+    rows: Iterable[Placement],
+    layout: Layout,
+    rank: int = 0,
     *,
     whole_parameters: bool = False,
 ) -> tuple[Bucket, ...]:
-    """Give every bucket the cuts between the shares of its owners.
+    """Give every bucket the cuts between the shares of its owners, the ranks that sum it.
 
     whole_parameters   no parameter is cut; ranks then own unequal shares
 
-    >>> facts = [ParameterFacts(n, (s,), "float32", 4) for n, s in (("a", 5), ("b", 2))]
-    >>> [(b.elements, b.cuts) for b in cut_buckets(plan_buckets(facts), facts, 2)]
+    >>> rows = [Placement(n, (s,), "float32", trains=True) for n, s in (("a", 5), ("b", 2))]
+    >>> layout = Layout(dp_shard=2, zero=1)
+    >>> plain = plan_buckets(rows, layout)
+    >>> [(b.elements, b.cuts) for b in cut_buckets(plain, rows, layout)]
     [(8, (0, 4, 8))]
-    >>> [b.cuts for b in cut_buckets(plan_buckets(facts), facts, 2, whole_parameters=True)]
+    >>> [b.cuts for b in cut_buckets(plain, rows, layout, whole_parameters=True)]
     [(0, 2, 7)]
     """
-    sizes = {p.name: p.elements for p in parameters}
-    if not whole_parameters:
-        padded = [-(-b.elements // ranks) * ranks for b in buckets]
-        return tuple(
-            replace(b, elements=n, cuts=tuple(n // ranks * rank for rank in range(ranks + 1)))
-            for b, n in zip(buckets, padded, strict=True)
-        )
-    loads = [0] * ranks
-    cut = []
+    known, at = {row.name: row for row in rows}, layout.at(rank)
+    loads: dict[bool, list[int]] = {}
+    found = []
     for bucket in buckets:
-        ends = _owners_ends([sizes[name] for name in bucket.names], loads)
-        cut.append(replace(bucket, cuts=(0, *ends)))
-        loads = [
-            load + end - start for load, start, end in zip(loads, cut[-1].cuts, ends, strict=False)
-        ]
-    return tuple(cut)
+        first = known[bucket.names[0]]
+        owners = math.prod(first.degree(axis, layout) for axis in first.data_axes)
+        if not whole_parameters:
+            each = -(-bucket.elements // owners)
+            cuts = tuple(each * owner for owner in range(owners + 1))
+            found.append(replace(bucket, elements=each * owners, cuts=cuts))
+            continue
+        held = loads.setdefault(first.is_expert, [0] * owners)
+        sizes = [math.prod(known[name].local_shape(at)) for name in bucket.names]
+        cuts = (0, *_owners_ends(sizes, held))
+        held[:] = [load + b - a for load, (a, b) in zip(held, pairwise(cuts), strict=True)]
+        found.append(replace(bucket, cuts=cuts))
+    return tuple(found)
 
 
 def _owners_ends(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:

@@ -32,8 +32,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from shoal.base.comm_volume import Crossing, TensorExchange
-from shoal.base.facts import ParameterFacts
 from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ def pipe_traffic(
     return StepTraffic(send_bytes=sent_bytes * micro_batches)
 
 
-def row_padded_bytes(parameters: Iterable[ParameterFacts], ranks: int) -> int:
+def row_padded_bytes(parameters: Iterable[Placement], ranks: int) -> int:
     """Bytes of parameters as zero 3 sends them: every rank has ceil(rows / ranks) rows of each.
 
-    >>> row_padded_bytes([ParameterFacts("w", (5, 3), "float32", 4)], 4)
+    >>> row_padded_bytes([Placement("w", (5, 3), "float32")], 4)
     96
     """
     return sum(

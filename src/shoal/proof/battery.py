@@ -351,7 +351,9 @@ class Battery:
             return None
         row = self.twins[ask.key].rows[min(rows)]
         try:
-            return self.atoms(ask.name, ask.world.device, (row.label, row.step), got.degree)
+            return self.atoms(
+                ask.name, ask.world.device, (row.label, row.step), got.layout.data_degree
+            )
         except (CannotProve, MemoryError, torch.OutOfMemoryError):
             return None
 

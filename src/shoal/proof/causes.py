@@ -186,11 +186,11 @@ def _targets(case: Case) -> Clue | None:
     for found in case.comparison.differences:
         if found.what == "targets":
             ours, theirs = case.expected.rows[found.row], case.got.rows[found.row]
-            clue = _gradient(case) if case.got.degrees.get("pp", 1) > 1 else None
+            clue = _gradient(case) if case.got.layout.pp > 1 else None
             if clue is not None and clue.name == DROPPED:
                 return clue
             for axis, ranks in AXES.items():
-                degree = case.got.degrees.get(axis, 1)
+                degree = case.got.layout.degrees[axis]
                 if degree > 1 and math.isclose(theirs.targets, ours.targets * degree):
                     return Clue(
                         "count of targets",

@@ -47,12 +47,12 @@ def where(names: Sequence[str], got: Record) -> str:
         return ""
     words = []
     stages = {got.held[name].stages for name in names}
-    if got.degrees.get("pp", 1) > 1 and len(stages) == 1:
+    if got.layout.pp > 1 and len(stages) == 1:
         numbers = sorted(*stages)
         on = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {_list(numbers)}"
         words.append(f"{'all' if _are_all(names, got) else 'only'} of {on}")
-    if got.degrees.get("tp", 1) > 1 and len({got.held[n].dim is None for n in names}) == 1:
-        how = "whole" if got.held[names[0]].dim is None else "in parts"
+    if got.layout.tp > 1 and len({got.held[n].tp_cut is None for n in names}) == 1:
+        how = "whole" if got.held[names[0]].tp_cut is None else "in parts"
         words.append(f"only what tensor-parallel ranks hold {how}")
     return f" ({', '.join(words)})" if words else ""
 
@@ -75,18 +75,18 @@ def replicas(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None
             f"gradients of it at step {sums.step}{adds_up}",
             "each stage keeps the share of its own use of the weight: the sum over the stages that "
             "hold it is missing",
-            "the parameters that are summed over stages (parallel/joined.py, Program.joined)",
+            "the parameters that are summed over stages (Placement.sum_over)",
         )
     if all(sums.apart[n].along == "cp" for n in apart):
         return Clue(
             "part gradients not summed",
             name,
-            f"the {got.degrees['cp']} context-parallel ranks all hold {some(apart)} and have "
+            f"the {got.layout.cp} context-parallel ranks all hold {some(apart)} and have "
             f"different gradients at step {sums.step}{adds_up}",
             "each rank sees its own tokens only, and the sum over them once a step is missing",
-            "what is summed over context-parallel ranks (parallel/joined.py, Program.joined)",
+            "what is summed over context-parallel ranks (Placement.sum_over)",
         )
-    degree = got.degrees["tp"]
+    degree = got.layout.tp
     if set(sums.names) == set(added):
         return Clue(
             "part gradients not summed",
@@ -95,7 +95,7 @@ def replicas(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None
             f"gradients of it at step {sums.step}{adds_up}; all other gradients are right",
             "each rank sees a part of the work only (its query heads of shared key/value heads, "
             "its part of the sequence of a norm), and the sum over them once a step is missing",
-            "the partial parameters of the split (BlockSplit.partial, parallel/joined.py)",
+            "the partial parameters of the split (BlockSplit.partial)",
         )
     behind = _behind(sums.names, sums, got)
     seen = f"each of the {degree} tensor-parallel ranks has another gradient of it at step "
@@ -135,7 +135,7 @@ def border(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) 
 
 def dropped(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
     """Whole micro-batches are missing, on some stages or on all."""
-    if got.degrees.get("pp", 1) == 1:
+    if got.layout.pp == 1:
         return None
     names = sums.names
     if fits(solved) is None:  # a tied weight mixes what two stages give
@@ -170,8 +170,8 @@ def factor(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) 
     )
     everything = len(sums.names) == len(sums.right)
     for axis, ranks in AXES.items():
-        degree = got.degrees.get(axis, 1)
-        if degree == 1 or (everything and degree == got.degree):
+        degree = got.layout.degrees[axis]
+        if degree == 1 or (everything and degree == got.layout.data_degree):
             continue
         for value, what in ((float(degree), "done twice"), (1 / degree, "an average, or missing")):
             if near(times, value):
@@ -180,11 +180,11 @@ def factor(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) 
                     sums.names[0],
                     f"{seen}; there are {degree} {ranks}",
                     f"a sum over the {ranks} is {what}",
-                    "over which ranks it is summed (parallel/joined.py), and what the loss is "
+                    "over which ranks it is summed (Placement.sum_over), and what the loss is "
                     "multiplied by",
                 )
     count = len(atoms.gradients) if atoms is not None else 0
-    if count > 1 and near(times, 1 / count) and count != got.degree:
+    if count > 1 and near(times, 1 / count) and count != got.layout.data_degree:
         return Clue(
             "average over micro-batches",
             sums.names[0] if not everything else "",
@@ -210,7 +210,7 @@ def tie_twice(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | Non
         f"its gradient at step {sums.step} is {times:.4g} × that of one process; stages "
         f"{_list(got.held[names[0]].stages)} hold it",
         "the sum over the stages that share it is done more than once",
-        "what is summed over stages (parallel/joined.py), and after which sum",
+        "what is summed over stages (Placement.sum_over), and after which sum",
     )
 
 
@@ -218,7 +218,7 @@ def last_words(sums: Sums, got: Record, solved: Shares | None) -> Clue | None:
     """Nothing else was recognised: forward or backward pass, by the loss."""
     if not got.held or fits(solved) is not None:
         return None
-    axes = [axis for axis in ("tp", "cp", "pp") if got.degrees.get(axis, 1) > 1]
+    axes = [axis for axis in ("tp", "cp", "pp") if got.layout.degrees[axis] > 1]
     if sums.loss_right:
         return _backward(sums, got, sums.names[-1], "")
     alone = " alone, ".join(axes) + " alone" if len(axes) > 1 else "fewer ranks"
@@ -237,7 +237,7 @@ def last_words(sums: Sums, got: Record, solved: Shares | None) -> Clue | None:
 
 
 def _backward(sums: Sums, got: Record, name: str, more: str) -> Clue:
-    if got.degrees.get("cp", 1) > 1:
+    if got.layout.cp > 1:
         return Clue(
             "backward pass",
             name,
@@ -247,7 +247,7 @@ def _backward(sums: Sums, got: Record, name: str, more: str) -> Clue:
             "more than once",
             "attention over parts of a sequence (parallel/context), and what gathers tokens",
         )
-    tensor = got.degrees["tp"] > 1
+    tensor = got.layout.tp > 1
     return Clue(
         "missing backward reduction" if tensor else "backward pass",
         name,

@@ -22,13 +22,13 @@ NAME = "factor of ep"
 
 def experts(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
     """Only gradients of experts are wrong."""
-    if got.ep == 1 or not set(sums.names) <= set(got.experts) or not sums.loss_right:
+    if got.layout.ep == 1 or not set(sums.names) <= set(got.experts) or not sums.loss_right:
         return None
     more = f"{len(sums.names)} parameters" if len(sums.names) > 1 else "it"
-    seen = f"at step {sums.step} the gradient of {more}, experts dealt to {got.ep} ranks, is"
-    where = "whose gradients are summed over which ranks (Program.apart, parallel/apart.py)"
+    seen = f"at step {sums.step} the gradient of {more}, experts dealt to {got.layout.ep} ranks, is"
+    where = "whose gradients are summed over which ranks (Placement.data_axes)"
     times = factor_of(sums, sums.names)
-    for value in (float(got.ep), 1.0 / got.ep):
+    for value in (float(got.layout.ep), 1.0 / got.layout.ep):
         if times is not None and near(times, value):
             return Clue(
                 NAME,
@@ -38,18 +38,22 @@ def experts(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None)
                 f"already: they are {'summed' if value > 1 else 'averaged'} over ep ranks again",
                 where,
             )
-    if all(_mixed(sums.right[name], sums.wrong[name], got.ep) for name in sums.names):
+    if all(_mixed(sums.right[name], sums.wrong[name], got.layout.ep) for name in sums.names):
         return Clue(
             NAME,
             sums.names[0],
-            f"{seen} on every rank the sum over the experts of {got.ep} ranks; all others are "
-            f"right",
+            f"{seen} on every rank the sum over the experts of {got.layout.ep} ranks; all others "
+            f"are right",
             "gradients of experts are summed over all data-parallel ranks, also those that hold "
             "other experts",
             where,
         )
     values = fits(solved)
-    by_rank = groups(values, lambda i: i % got.degree, got.degree) if values else None
+    by_rank = (
+        groups(values, lambda i: i % got.layout.data_degree, got.layout.data_degree)
+        if values
+        else None
+    )
     own = [str(rank) for rank, value in enumerate(by_rank or ()) if near(value, 1.0)]
     none = [value for value in by_rank or () if near(value, 0.0)]
     if by_rank and own and none and len(own) + len(none) == len(by_rank):

@@ -135,7 +135,7 @@ def _whole_scale(
     factor = factor_of(sums, sums.names)
     if factor is None or near(factor, 1.0):
         return None
-    ranks = got.degree
+    ranks = got.layout.data_degree
     names = f"the gradient of {some(sums.names)} at step {sums.step} is {factor:.6g} × that of one"
     if sums.short is not None:
         return Clue(

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shoal.proof.clue import Clue
-from shoal.proof.ownership import coordinates
 from shoal.proof.sums import coefficient, near, norm_of
 from shoal.proof.trajectory_record import Record
 
@@ -24,15 +23,15 @@ def wrong_norm(expected: Record, got: Record, number: int) -> Clue | None:
 
 def norms_along(norms: Sequence[float | None], got: Record) -> str:
     """Along which axes ranks tell different norms, in words."""
-    degrees = got.degrees
+    degrees = got.layout.degrees
     if math.prod(degrees.values()) != len(norms):
         return ""
     differ = []
     for axis, word in (("pp", "stages"), ("tp", "tensor-parallel ranks")):
         seen: dict[tuple[int, ...], set[float | None]] = {}
         for rank, norm in enumerate(norms):
-            at = coordinates(rank, degrees)
-            seen.setdefault(tuple(n for a, n in at.items() if a != axis), set()).add(norm)
+            at = got.layout.at(rank)
+            seen.setdefault(tuple(at[a] for a in degrees if a != axis), set()).add(norm)
         if any(len(same_place) > 1 for same_place in seen.values()):
             differ.append(word)
     return f" (they differ between {' and between '.join(differ)})" if differ else ""
@@ -60,14 +59,14 @@ def _norm_of_parts(expected: Record, got: Record, number: int) -> Clue | None:
         f"{ours.grad_norm:.6g}, as if {cause}; the gradients before clipping are equal",
         "the norm must count every element of the model once: over all meshes, each holder's share "
         "divided by the number of holders",
-        "the gradient norm in trainer/step.py (_squares) and Program.holders",
+        "the gradient norm in trainer/step.py (_squares) and Placement.copies_of_sum",
     )
 
 
 def _countings(got: Record) -> Iterator[tuple[dict[str, float], str, str]]:
     """Wrong ways to count: how often each parameter, the name of the mistake, what is counted."""
     held = got.held
-    often = {name: float(one.holders) for name, one in held.items()}
+    often = {name: float(one.copies_in_model(got.layout)) for name, one in held.items()}
     ties = {name: float(len(one.stages)) for name, one in held.items()}
     within = {name: often[name] / ties[name] for name in held}
     twice, part = "norm counts replicas", "norm over one mesh"
@@ -79,11 +78,11 @@ def _countings(got: Record) -> Iterator[tuple[dict[str, float], str, str]]:
         shares = {n: count / ties[n] for n, count in own.items()}
         for counts in (own, shares):
             yield counts, part, f"there were the parameters of stage {stage} only"
-    cut = {n: float(one.dim is not None) for n, one in held.items()}
+    cut = {n: float(one.tp_cut is not None) for n, one in held.items()}
     yield cut, part, "there were only parameters that tensor-parallel ranks hold in parts"
     whole = {n: 1 - count for n, count in cut.items()}
     yield whole, part, "there were only parameters that tensor-parallel ranks hold whole"
-    once = {n: float(one.holders == 1) for n, one in held.items()}
+    once = {n: float(one.copies_in_model(got.layout) == 1) for n, one in held.items()}
     yield once, part, "parameters with several holders were not counted at all"
 
 

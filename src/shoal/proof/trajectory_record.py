@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from shoal.base.layout import Layout
 from shoal.base.phases import counting
+from shoal.base.placement import Placement
 from shoal.fabric import World
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.full_state import gather_gradients, gather_weights
 from shoal.parallel.program import Program
-from shoal.proof.ownership import Apart, Held, replicas_apart, who_holds
+from shoal.proof.ownership import Apart, divided, replicas_apart
 from shoal.proof.side import Side, Trial
 from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
@@ -57,9 +59,9 @@ class Record:
     rank_rows        rows as each rank saw them · drift  tensors that differ between ranks
     trainable        their names, in the module's order · frozen  those that must not move
     tied             second name → first name · buckets  names that travel together, in order
-    degree           ranks that draw different micro-batches · clip  largest gradient norm
-    degrees          of all axes of the layout · held  who holds a parameter, where that is divided
-    ep, experts      ranks to which experts are dealt · parameters that are stacks of them
+    clip             largest gradient norm · layout  of the side
+    held             placement of every trainable parameter, where ranks share one model's work
+    experts          parameters that are stacks of experts, where those are dealt out
     apart            for each row, parameters whose holders have different gradients
     casts            lines of code whose casts to a narrower format were lifted
     """
@@ -75,11 +77,9 @@ class Record:
     frozen: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     buckets: list[list[str]] = field(default_factory=list)
-    degree: int = 1
     clip: float = 0.0
-    degrees: dict[str, int] = field(default_factory=dict)
-    held: dict[str, Held] = field(default_factory=dict)
-    ep: int = 1
+    layout: Layout = field(default_factory=Layout)
+    held: dict[str, Placement] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
     apart: list[dict[str, Apart]] = field(default_factory=list)
     casts: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ def replicated_digests(program: Program) -> dict[str, list[str]]:
     for name, tensor in tensors:
         if hasattr(tensor, "to_local") or tensor.is_meta:  # in `parts`, or another stage's
             continue
-        part = str(program.places[name].slices) if name in program.places else ""
+        part = str(program.place(name).slices) if name in program.cuts else ""
         found[name] = [part, tensor_digest(tensor)]
     for name, (tensor, shard) in program.parts.items():
         if shard.slices:
@@ -156,12 +156,10 @@ def _describe(found: Record, label: str, run: Run) -> None:
     still = run.world.gather_json(list(program.frozen))
     found.frozen += [full(name) for name in dict.fromkeys(n for told in still for n in told)]
     found.tied |= {full(second): full(first) for second, first in program.aliases.items()}
-    found.degree = run.plan.layout.data_degree
-    found.degrees = run.plan.layout.degrees
-    found.held |= _labelled(label, who_holds(program))
-    found.ep = run.plan.layout.ep
-    dealt = run.world.gather_json(list(program.apart)) if found.ep > 1 else []
-    found.experts += [full(name) for name in dict.fromkeys(n for told in dealt for n in told)]
+    found.layout = run.plan.layout
+    if divided(program):
+        found.held |= _labelled(label, {name: program.rows[name] for name in program.names})
+    found.experts += [full(name) for name, cut in program.cuts.items() if cut.axis == "ep"]
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
 
 

@@ -31,27 +31,26 @@ def is_single_layer(block: nn.Module) -> bool:
     return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
-def gathered_blocks(module: nn.Module, *, twin: bool = False) -> list[nn.Module]:
+def gathered_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The blocks that fsdp gathers one at a time: with layers inside, and no shared parameter.
 
     A parameter that lies in two places must be gathered for both, so such blocks are none of them.
 
-    twin   the module has shapes alone; else what is on the meta device is another stage's
+    module   whole; shapes are enough
     """
     homes: dict[int, int] = {}
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
             homes[id(parameter)] = homes.get(id(parameter), 0) + 1
-    found = []
-    for _, block in blocks(module):
+    found = {}
+    for name, block in blocks(module):
         here: dict[int, int] = {}
         for part in block.modules():
             for parameter in part.parameters(recurse=False):
                 here[id(parameter)] = here.get(id(parameter), 0) + 1
         shared = any(homes[key] != count for key, count in here.items())
-        elsewhere = not twin and any(p.is_meta for p in block.parameters())
-        if here and not shared and not elsewhere and any(block.children()):
-            found.append(block)
+        if here and not shared and any(block.children()):
+            found[name] = block
     return found
 
 
@@ -73,7 +72,7 @@ class Blocks:
     def __init__(self, module: nn.Module) -> None:
         self.named = {n: part for n, part in blocks(module) if not is_single_layer(part)}
         self.names = {id(part): name for name, part in self.named.items()}
-        gathered = gathered_blocks(module, twin=True)
+        gathered = gathered_blocks(module).values()
         self.gathered = {id(p) for part in gathered for p in part.parameters()}
 
     def of(self, path: str, unit: nn.Module) -> Wrapped:

@@ -33,7 +33,7 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
         here = program.parameters.get(name)
         if here is None:
             continue  # it trains on another rank, with its hook
-        divided = layout.zero == 3 or layout.threads > 1 or name in program.places
+        divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
         if divided or not gradient_hooks(here):
             raise PlanError(
                 f"model: {name} has a gradient hook (register_hook), and under {layout.text()} the "

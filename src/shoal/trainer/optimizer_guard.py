@@ -46,7 +46,7 @@ class OptimizerGuard:
         self._last_lr: list[float] = []
         self._loading: RemovableHandle | None = None
         layout = program.plan.layout
-        if layout.zero or program.places or program.pipe.size > 1:
+        if layout.zero or program.cuts or program.pipe.size > 1:
             self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
         if length.schedule is not None:
             for group in optimizer.param_groups:

@@ -31,7 +31,7 @@ from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import compose, divide, facts, hand_to_policies
+from shoal.parallel.compose import compose, divide, hand_to_policies
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.settle import Words, settle, words_of
@@ -197,7 +197,8 @@ def start_run(
     hooks = hooked(parameters)
     program = divide(module, plan, world, look_at(sample, plan, world))
     _settle(module, plan.layout)
-    program = program.but(buckets=plan_buckets(facts(program)))
+    buckets = plan_buckets(program.plan.placements, program.plan.layout, world.rank)
+    program = program.but(buckets=buckets)
     plan, lines = cut_for(bound, program)
     program = compose(replace(program, plan=plan))
     notices += check_hooks(hooks, program)

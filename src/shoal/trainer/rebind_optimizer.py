@@ -17,7 +17,6 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
-from shoal.parallel.compose import facts
 from shoal.parallel.program import Program
 from shoal.planner.buckets import cut_buckets
 
@@ -32,7 +31,7 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
     """
     plan = program.plan
     stage = plan.layout.zero
-    if not stage and not program.places and program.pipe.size == 1:
+    if not stage and not program.cuts and program.pipe.size == 1:
         return plan, []
     from shoal.optim.probe import probe
 
@@ -54,40 +53,23 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
             f"layout.strategy = {plan.layout.strategy}: no rank sees all parameters, and "
             f"{allowed.apart}; nearest: layout.strategy=ddp"
         )
+    whole, rank = bool(allowed.flat), program.world.rank
+    buckets = cut_buckets(plan.buckets, plan.placements, plan.layout, rank, whole_parameters=whole)
     ranks = plan.layout.dp_shard
-    whole = bool(allowed.flat)
-    known = facts(program)
-    owners = [_owners(bucket.names[0], program) for bucket in plan.buckets]
-    cut = {
-        count: iter(
-            cut_buckets(
-                [b for b, n in zip(plan.buckets, owners, strict=True) if n == count],
-                known,
-                count,
-                whole_parameters=whole,
-            )
-        )
-        for count in set(owners)
-    }
-    buckets = tuple(next(cut[count]) for count in owners)
     lines = [f"{name} steps whole parameters: each has one owner among {ranks} ranks"]
     return replace(plan, buckets=buckets), lines if whole else []
-
-
-def _owners(name: str, program: Program) -> int:
-    """Ranks among which a parameter's states are dealt."""
-    return program.apart[name].size if name in program.apart else program.data.size
 
 
 def _check_division(program: Program, allowed: Slicing) -> None:
     """Errors: PlanError where tp or pp leaves a rank less than this optimizer has to see."""
     layout = program.plan.layout
-    if program.apart and allowed.rows:
+    axes = {cut.axis for cut in program.cuts.values()}
+    if "ep" in axes and allowed.rows:
         raise PlanError(
             f"layout.ep = {layout.ep}: cuts stacks of experts by rows, and {allowed.rows}; "
             f"nearest: layout.ep=1, or optimizer.name=adamw"
         )
-    if program.places.keys() - program.apart.keys() and allowed.flat:
+    if "tp" in axes and allowed.flat:
         raise PlanError(
             f"layout.tp = {layout.tp}: cuts weights inside, and {allowed.flat}; nearest: "
             f"layout.tp=1, or optimizer.name=adamw"

@@ -101,9 +101,14 @@ def forward_backward(
     ready = [MicroBatch(program, loss, step, n, batch, call, scale, sums) for n, batch in passes]
     program.run(program, ready, reducer)
     reducer.finish()
+    used, norms = reducer.used(), reducer.local_norms()  # before others' gradients come in
+    if program.shared:
+        from shoal.parallel.data_parallel.shared import sum_shared
+
+        sum_shared(program, reducer)
     flags = [float(stop), float(program.moved()), float(save_failed)]
     numbers = [float(len(micro_batches)), float(peak_memory_bytes), *says]
-    return _tally(program, sums, flags, numbers)
+    return _tally(program, sums, used, norms, flags, numbers)
 
 
 def _check_frozen(program: Program) -> None:
@@ -118,24 +123,27 @@ def _check_frozen(program: Program) -> None:
 def _tally(
     program: Program,
     sums: torch.Tensor,
+    used_here: list[bool],
+    norms: list[torch.Tensor],
     flags: list[float],
     numbers: Sequence[float],
 ) -> Tally:
     """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags.
 
+    used_here, norms   of the gradients that this rank computed itself
     numbers   micro-batches, peak memory, and what else this rank says
     """
     world, reducer = program.world, reducer_of(program)
     device, ranks = world.device, world.size
     magnitude = sums.abs().sum()
-    for norm in reducer.local_norms():
+    for norm in norms:
         magnitude = magnitude + norm.to(torch.float64)
     rows = 2 + len(numbers)
     per_rank = torch.zeros(rows, ranks, dtype=torch.float64, device=device)
     per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
     per_rank[1, world.rank] = (~torch.isfinite(sums.sum())).double()
     per_rank[2:, world.rank] = sums.new_tensor(numbers)
-    here = {name for name, used in zip(program.parameters, reducer.used(), strict=True) if used}
+    here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
     used = sums.new_tensor([float(name in here) for name in program.names])
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
     known = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
@@ -166,8 +174,7 @@ def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
     """This rank's share of the squared norm of the whole gradient: every element counts once."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
-        copies = program.copies_apart.get(name, program.copies) * program.holders.get(name, 1)
-        by_copies.setdefault(copies, []).append(tensor)
+        by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)
     shares = [sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()]
     return sum(shares, torch.zeros((), dtype=torch.float64))
 

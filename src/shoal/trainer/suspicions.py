@@ -198,7 +198,7 @@ def _refuse_parts(program: Program) -> AbstractContextManager[Any]:
     parts = {
         id(p): name
         for name, p in program.module.named_parameters()
-        if name in program.places or p.is_meta or hasattr(p, "device_mesh")
+        if name in program.cuts or p.is_meta or hasattr(p, "device_mesh")
     }
     return _RefuseParts(parts, program.plan.layout.text()) if parts else nullcontext()
 

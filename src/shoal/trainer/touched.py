@@ -124,7 +124,7 @@ class Touched:
         copied = self.program.plan.layout.zero < 3
         reads = copied and (self.weights_written or is_read(step))
         program = self.program
-        held = [p for name, p in program.parameters.items() if name not in program.apart]
+        held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
         weights = held if reads else []
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return [

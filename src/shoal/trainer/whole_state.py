@@ -42,13 +42,13 @@ def give_masters(program: Program) -> Program:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}" if path else name
             first = program.aliases.get(full, full)
-            if first in program.parts or first in program.places or parameter.is_meta:
+            if first in program.parts or first in program.cuts or parameter.is_meta:
                 parts[name] = _whole(program.parts.get(first))
         if not parts:
             continue
         own = _Weights(module, parts, layout.text(), program.plan.compute)
         hooks = _hang(own)
-        if layout.zero < 3 and not program.places and program.pipe.size == 1:
+        if layout.zero < 3 and not program.cuts and program.pipe.size == 1:
             undo += [hook.remove for hook in hooks]  # closing leaves the module whole
     return replace(program, on_close=(*program.on_close, *undo))
 

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from user_modules import Gated
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 from shoal.models.llama import Llama
 from shoal.parallel.spmd.labels import Split, Whole
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split, without
+from shoal.parallel.tensor_parallel import place
 from shoal.parallel.tensor_parallel.cut import apply_split
 
 IDS = torch.randint(0, 33, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -143,6 +146,13 @@ def test_planning_changes_nothing() -> None:
     assert not any("forward" in part.__dict__ or part._forward_hooks for part in module.modules())
 
 
+def whole_rows(module: torch.nn.Module) -> dict[str, Placement]:
+    return {
+        name: Placement(name, tuple(p.shape), "float32", trains=True)
+        for name, p in module.named_parameters()
+    }
+
+
 def test_parameters_stay_the_same_objects_and_know_their_place() -> None:
     whole = llama()
     split = plan(whole)
@@ -151,19 +161,23 @@ def test_parameters_stay_the_same_objects_and_know_their_place() -> None:
         module = copy.deepcopy(whole)
         kept = dict(module.named_parameters())
         names = list(module.state_dict())
-        applied = apply_split(module, split, axis)
+        rows = place(whole_rows(whole), split)
+        undo = apply_split(module, split, axis)
         assert dict(module.named_parameters()) == kept, "an optimizer would lose them"
         assert list(module.state_dict()) == names
         assert module.head.weight is module.embedding.weight
-        for name, place in applied.places.items():
-            assert place.elements == kept[name].numel()
-            own = [whole.get_parameter(name)[tuple(slice(*r) for r in b)] for b in place.slices]
+        layout = Layout(tp=2)
+        for name, row in rows.items():
+            part = row.shard(layout.at(axis.rank))
+            assert part.elements == kept[name].numel()
+            assert row.local_shape(layout.at(axis.rank)) == tuple(kept[name].shape)
+            own = [whole.get_parameter(name)[tuple(slice(*r) for r in b)] for b in part.slices]
             assert torch.equal(torch.cat([t.flatten() for t in own]), kept[name].flatten())
-        assert applied.holders == {n: 2 for n in kept if n not in applied.places}
-        for undo in applied.undo:
-            undo()
+            assert row.copies_in_model(layout) == (1 if row.cut else 2)
+        for take_away in undo:
+            take_away()
         assert not any("forward" in part.__dict__ for part in module.modules())
-        return applied.places["embedding.weight"].slices
+        return rows["embedding.weight"].shard(layout.at(axis.rank)).slices
 
     assert on_ranks(2, work) == [(((0, 17), (0, 16)),), (((17, 33), (0, 16)),)]
 

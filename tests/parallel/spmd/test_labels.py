@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal.base.errors import PlanError
-from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Split, Tiled, boxes, cut, join
+from shoal.base.placement import even_cut
+from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Split, Tiled, cut, join
 
 GRID = Tiled(((2, Split(0, 3)), (2, Split(1))))
 COPIES = Tiled(((2, Split(1)), (2, WHOLE)))
@@ -44,11 +45,12 @@ def test_sums_and_wholes() -> None:
 @pytest.mark.parametrize("split", [Split(0), Split(1), Split(0, 3), Split(1, 2), Split(2, 3)])
 def test_boxes_say_where_the_stored_elements_lie(split: Split) -> None:
     whole = torch.arange(12 * 8 * 6).view(12, 8, 6)
+    placed = even_cut("tp", split.dim, whole.shape[split.dim], 2, groups=split.groups)
     for rank in range(2):
         stored = cut(whole, split, rank, 2).reshape(-1)
         found = [
             whole[tuple(slice(a, b) for a, b in box)].reshape(-1)
-            for box in boxes(whole.shape, split, rank, 2)
+            for box in placed.boxes(tuple(whole.shape), rank)
         ]
         assert torch.equal(torch.cat(found), stored)
 

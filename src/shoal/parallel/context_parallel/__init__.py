@@ -81,15 +81,8 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
         if isinstance(embedding, nn.Embedding):
             stand_ins.append(ContextLookup(name, embedding, ring))
     program.notices.extend(_told(world.size, classes, whole))
-    return replace(
-        program,
-        holders={
-            name: program.holders.get(name, 1) * world.size
-            for name in (*program.parameters, *program.frozen)
-        },
-        joined={name: (*program.joined.get(name, ()), world) for name in program.parameters},
-        on_close=(*program.on_close, *(one.take_away for one in reversed(stand_ins))),
-    )
+    undo = [one.take_away for one in reversed(stand_ins)]
+    return replace(program, on_close=(*program.on_close, *undo))
 
 
 def _drawing_alike(run: Callable[[nn.Module], Any], module: nn.Module) -> Any:

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.plan import Bucket
+from shoal.base.plan import Bucket, Plan
 from shoal.fabric import World
 from shoal.fabric.uneven_collectives import PendingSum
-from shoal.parallel.program import Local, laid_out_like
+from shoal.parallel.program import Local, Program, laid_out_like
 
 REDUCE = {"fp32": "float32", "bf16": "bfloat16"}
 """Formats in which sums may travel."""
@@ -46,21 +46,27 @@ def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, 
     return found
 
 
+def summed_over(program: Program) -> list[World]:
+    """For every bucket the data-parallel ranks over which it is summed."""
+    return [program.sums[bucket.names[0]][0] for bucket in program.plan.buckets]
+
+
+def reduced_format(plan: Plan) -> torch.dtype | None:
+    """The format in which gradients travel; None: as they are kept."""
+    return getattr(torch, REDUCE[plan.sums]) if plan.sums else None
+
+
 class BucketReducer:
     """The reducer of `ddp` and, where buckets have cuts, of `zero1`; see `program.Reducer`."""
 
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        buckets: tuple[Bucket, ...],
-        world: World,
-        local: Mapping[str, Local],
-        reduce: str = "",
-    ) -> None:
+    def __init__(self, program: Program, local: Mapping[str, Local]) -> None:
+        parameters, buckets, device = program.parameters, program.plan.buckets, program.world.device
         self.parameters = parameters
-        self.reduce = getattr(torch, REDUCE[reduce]) if reduce else None
+        self.reduce = reduced_format(program.plan)
         self.plan = buckets
-        self.world = world
+        self.traffic = program.world.traffic
+        self.worlds = summed_over(program)
+        self.ranks = [world.rank for world in self.worlds]
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
         self.parts: dict[str, torch.Tensor] = {}
@@ -68,9 +74,7 @@ class BucketReducer:
         self.local = local
         self.copied = {name for bucket in buckets if bucket.compute for name in bucket.names}
         for number, bucket in enumerate(buckets):
-            flat = torch.zeros(
-                bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
-            )
+            flat = torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), device=device)
             self.flats.append(flat)
             for name, (start, stop) in places(bucket, parameters).items():
                 part, parameter = flat[start:stop], parameters[name]
@@ -79,7 +83,7 @@ class BucketReducer:
                 self.views[name] = own
                 self.bucket_of[name] = number
                 if bucket.cuts:
-                    low, high = bucket.cuts[world.rank : world.rank + 2]
+                    low, high = bucket.cuts[self.ranks[number] : self.ranks[number] + 2]
                     self.parts[name] = flat[max(start, low) : max(min(stop, high), low)]
         self.active = False
         self.armed = False
@@ -119,7 +123,7 @@ class BucketReducer:
         self.armed = False
         while len(self.pending) < len(self.flats):
             self._send()
-        with self.world.traffic.waiting():
+        with self.traffic.waiting():
             for number, (work, sent) in enumerate(self.pending):
                 if isinstance(work, PendingSum):
                     work.result(out=self._own(number))
@@ -179,7 +183,7 @@ class BucketReducer:
         flat, cuts = self.flats[number], self.plan[number].cuts
         if not cuts:
             return flat
-        return flat[cuts[self.world.rank] : cuts[self.world.rank + 1]]
+        return flat[cuts[self.ranks[number]] : cuts[self.ranks[number] + 1]]
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
@@ -206,10 +210,11 @@ class BucketReducer:
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
+        world = self.worlds[number]
         if cuts:
-            self.pending.append((self.world.scatter_sum(sent, cuts), sent))
+            self.pending.append((world.scatter_sum(sent, cuts), sent))
         else:
-            self.pending.append((self.world.sum(sent, wait=False), sent))
+            self.pending.append((world.sum(sent, wait=False), sent))
 
 
 def second_gradient(name: str) -> PlanError:

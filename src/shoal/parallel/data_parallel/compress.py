@@ -61,7 +61,7 @@ def apply(program: Program) -> Program:
         _sender(policy, bucket, program.parameters, program.data) for bucket in program.plan.buckets
     ]
     sums = CompressedSums(program.data, senders)
-    program.reducer.world = sums
+    program.reducer.worlds = [sums] * len(senders)
     program.notices.append(
         f"layout.compress = {compress}: what one step leaves out is added in the next and is not "
         f"saved, so a resumed run is close to the uninterrupted one, not equal"
@@ -131,9 +131,9 @@ class CompressedSums:
 
 @runtime_checkable
 class Sends(Protocol):
-    """A reducer that hands whole buckets to its `world`, always in the plan's order."""
+    """A reducer that hands whole buckets to their worlds, always in the plan's order."""
 
-    world: World | CompressedSums
+    worlds: Sequence[World | CompressedSums]
 
 
 @dataclass

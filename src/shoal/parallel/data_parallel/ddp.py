@@ -12,27 +12,20 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shoal.base.plan import Bucket
-from shoal.fabric import World
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.program import Local, Program, whole_locals
 
 
 def apply(program: Program) -> Program:
     """Give the program a reducer that sums over all ranks in the plan's buckets."""
-    plan = program.plan
-    local = whole_locals(program)
     masters = _masters(program)
-    local.update(masters)
-    reducer = _Reducer(
-        program.parameters, plan.buckets, program.data, local, plan.sums, masters=masters
-    )
+    local = {**whole_locals(program), **masters}
+    reducer = _Reducer(program, local, masters)
     return replace(
         program,
         reducer=reducer,
         local=local,
         parts={name: (one.parameter.detach(), one.shard) for name, one in masters.items()},
-        copies=program.data.size,
         on_close=(*program.on_close, reducer.close),
     )
 
@@ -53,18 +46,11 @@ class _Reducer(BucketReducer):
     """Sums in buckets, and copies masters to the module after the optimizer's step."""
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        buckets: tuple[Bucket, ...],
-        world: World,
-        local: Mapping[str, Local],
-        reduce: str,
-        *,
-        masters: Mapping[str, Local],
+        self, program: Program, local: Mapping[str, Local], masters: Mapping[str, Local]
     ) -> None:
-        super().__init__(parameters, buckets, world, local, reduce)
+        super().__init__(program, local)
         self.masters = masters
-        self.copied_data = [parameters[name].data for name in masters]
+        self.copied_data = [program.parameters[name].data for name in masters]
         self.master_data = [one.parameter.data for one in masters.values()]
 
     def publish(self) -> None:

@@ -21,7 +21,6 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,17 +39,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.shards import Shard
 from shoal.base.units import bytes_text
 from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
 from shoal.parallel._torch import forget_groups, pytree, send_unused
-from shoal.parallel.data_parallel.buckets import REDUCE
+from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
-from shoal.trace.blocks import gathered_blocks, loose_blocks
+from shoal.trace.blocks import loose_blocks
 from shoal.trace.flops import meta_twin
 from shoal.trace.stand_in import StandIn
 
@@ -65,23 +63,24 @@ def apply(program: Program) -> Program:
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
             parameter.data = parameter.data.contiguous()
-    units = gathered_blocks(module)
+    units = [module.get_submodule(name) for name in _units(program)]
     program.notices.extend(_at_once(program, units))
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     scatters = [scatter]
     detours = []
-    if program.apart and layout.expert_shard > 1:
+    own = [name for name in program.parameters if program.is_expert(name)]
+    if own and layout.expert_shard > 1:
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = mesh(world, layout.expert_degrees, [*among, "expert_shard"])
-        for part in _experts(program):
+        for part in _experts(program, own):
             detours += _wrap(program, [part], over, scatters[1])
     detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     detours += watch_units(shards, program)
     parameters = trainable(module)
     # A rank alone with its experts, or among whole copies of them, has no rows to deal out.
-    undealt = program.apart if layout.expert_shard == 1 else {}
+    undealt = {name: program.sums[name][0] for name in own if layout.expert_shard == 1}
     reducer = ShardedGradients(module, parameters, scatters, plan.defer_sync, undealt)
     for shard in shards:
         shard.unshard()
@@ -89,7 +88,7 @@ def apply(program: Program) -> Program:
         shard.reshard()
     still = frozen(module)
     parts = {
-        name: (_local(p).detach(), _rows(name, p, program))
+        name: (_local(p).detach(), program.rows[name].kept(program.at, layout))
         for name, p in {**parameters, **still}.items()
     }
     local = {
@@ -110,8 +109,6 @@ def apply(program: Program) -> Program:
         local=local,
         parts=parts,
         reducer=reducer,
-        copies=layout.dp_replicate,
-        copies_apart=dict.fromkeys(program.apart, layout.expert_replicate),
         together=True,
         twin=twin,
         on_evaluated=(*program.on_evaluated, reshard),
@@ -141,9 +138,16 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
     ]
 
 
-def _experts(program: Program) -> list[nn.Module]:
+def _units(program: Program) -> list[str]:
+    """Names of the blocks that this rank gathers one at a time: those that it holds all of."""
+    rows = [row for row in program.rows.values() if row.unit and not row.is_expert]
+    elsewhere = {row.unit for row in rows if program.pipe.rank not in row.stages}
+    return [unit for unit in dict.fromkeys(row.unit for row in rows) if unit not in elsewhere]
+
+
+def _experts(program: Program, names: list[str]) -> list[nn.Module]:
     """Layers of experts that ranks have dealt out: what stands in for their forward calls them."""
-    own = {id(program.parameters[name]) for name in program.apart if name in program.parameters}
+    own = {id(program.parameters[name]) for name in names}
     return [
         part
         for part in program.module.modules()
@@ -162,7 +166,7 @@ def _wrap(
     # Of other stages, or without an element, which torch's cutting fails on.
     ignored = {p for p in module.parameters() if p.is_meta or not p.numel()}
     if program.plan.layout.expert_shard == 1:
-        ignored |= {p for n, p in module.named_parameters() if n in program.apart}
+        ignored |= {p for n, p in module.named_parameters() if program.is_expert(n)}
     for unit in wrapped:
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
@@ -191,9 +195,7 @@ def _wrap(
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
     """Gather a unit in the narrow format if its matrices are all read in it anyway."""
-    plan, reduce = program.plan, None
-    if plan.sums:
-        reduce = getattr(torch, REDUCE[plan.sums])
+    plan, reduce = program.plan, reduced_format(program.plan)
     copied = {name: bucket.compute for bucket in plan.buckets for name in bucket.names}
     names = {id(p): name for name, p in program.parameters.items()}
     here = [(p, copied.get(names.get(id(p), ""), "")) for p in unit.parameters()]
@@ -205,31 +207,6 @@ def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecision
         reduce_dtype=reduce or torch.float32,
         cast_forward_inputs=False,
     )
-
-
-def _rows(name: str, parameter: torch.Tensor, program: Program) -> Shard:
-    layout = program.plan.layout
-    if not parameter.numel():
-        return program.place(name)  # nothing to deal: every rank has all of it
-    if name in program.apart:
-        among, degree = program.apart[name], layout.expert_shard
-    else:
-        among, degree = program.data, layout.dp_shard
-    return row_shard(program.place(name), parameter, among, degree)
-
-
-def row_shard(whole: Shard, parameter: torch.Tensor, data: World, degree: int) -> Shard:
-    """Which rows of `whole` this rank holds: torch deals ceil(rows / degree) to each.
-
-    whole   what the ranks of `data` hold together · degree  of dp_shard
-    """
-    shape = tuple(parameter.shape)
-    rows = -(-shape[0] // degree)
-    place = data.rank % degree  # dp_shard is the inner axis
-    start, stop = min(place * rows, shape[0]), min((place + 1) * rows, shape[0])
-    width = math.prod(shape[1:])
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return replace(whole, dtype=dtype, slices=whole.part(start * width, stop * width))
 
 
 class ShardedGradients:

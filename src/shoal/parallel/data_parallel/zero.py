@@ -14,7 +14,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), §5; stage 2 with a reduce-scatter per m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -23,9 +23,14 @@ from torch import nn
 from shoal.base.errors import BugError
 from shoal.base.plan import Bucket
 from shoal.base.shards import Shard
-from shoal.fabric import World
 from shoal.fabric.uneven_collectives import PendingSum
-from shoal.parallel.data_parallel.buckets import REDUCE, BucketReducer, places, second_gradient
+from shoal.parallel.data_parallel.buckets import (
+    BucketReducer,
+    places,
+    reduced_format,
+    second_gradient,
+    summed_over,
+)
 from shoal.parallel.program import Local, Part, Program
 
 IN_FLIGHT = 1
@@ -38,14 +43,10 @@ backward pass, which would be waited for at the end of it anyway.
 
 def apply(program: Program) -> Program:
     """Cut weights, sums of gradients and what the optimizer steps over all ranks."""
-    plan, world = program.plan, program.data
     weights = FlatWeights(program)
     local = weights.local()
-    reducer: _ZeroOne | ScatterReducer
-    if plan.layout.zero == 1 or plan.defer_sync:
-        reducer = _ZeroOne(weights, local, program.parameters, plan.buckets, world, plan.sums)
-    else:
-        reducer = ScatterReducer(weights, local, program.parameters, plan.buckets, world, plan.sums)
+    once = program.plan.layout.zero == 1 or program.plan.defer_sync
+    reducer = (_ZeroOne if once else ScatterReducer)(program, weights, local)
     return replace(
         program,
         reducer=reducer,
@@ -64,12 +65,14 @@ class FlatWeights:
     """
 
     def __init__(self, program: Program) -> None:
-        parameters, buckets, world = program.parameters, program.plan.buckets, program.data
-        self.parameters, self.buckets, self.world = parameters, buckets, world
-        self.place = program.place
+        parameters, buckets = program.parameters, program.plan.buckets
+        self.parameters, self.buckets = parameters, buckets
+        self.traffic, self.place = program.world.traffic, program.place
+        self.worlds = summed_over(program)
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
-        for bucket in buckets:
+        self.spans: list[tuple[int, int]] = []
+        for bucket, world in zip(buckets, self.worlds, strict=True):
             if not bucket.cuts:
                 raise BugError("a bucket without cuts came to a zero stage")
             wide = torch.zeros(
@@ -78,22 +81,19 @@ class FlatWeights:
             at = places(bucket, parameters)
             for name, (start, stop) in at.items():
                 wide[start:stop].view(parameters[name].shape).copy_(parameters[name].detach())
-            low, high = self.span(bucket)
+            low, high = bucket.cuts[world.rank : world.rank + 2]
+            self.spans.append((low, high))
             flat = wide.to(getattr(torch, bucket.compute or bucket.dtype))
             for name, (start, stop) in at.items():
                 parameters[name].data = flat[start:stop].view(parameters[name].shape)
             self.flats.append(flat)
             self.masters.append(wide[low:high].clone() if bucket.compute else flat[low:high])
 
-    def span(self, bucket: Bucket) -> tuple[int, int]:
-        """Where this rank's part of a bucket begins and ends."""
-        return bucket.cuts[self.world.rank], bucket.cuts[self.world.rank + 1]
-
     def local(self) -> dict[str, Local]:
         """The part of every parameter that this rank steps, flat; absent where it has none."""
         found: dict[str, Local] = {}
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
-            low, high = self.span(bucket)
+        for bucket, master, span in zip(self.buckets, self.masters, self.spans, strict=True):
+            low, high = span
             for name, (start, stop) in places(bucket, self.parameters).items():
                 first, last = max(start, low), min(stop, high)
                 if first >= last:
@@ -122,13 +122,13 @@ class FlatWeights:
 
     def widen(self) -> None:
         """Give the module the masters in the place of narrow copies, whole; all ranks call it."""
-        for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True):
+        for number, (flat, master, bucket) in enumerate(self._each()):
             if not bucket.compute:
                 continue
-            low, high = self.span(bucket)
+            low, high = self.spans[number]
             wide = torch.zeros_like(flat, dtype=master.dtype)
             wide[low:high] = master
-            work = self.world.gather_parts(wide, bucket.cuts)
+            work = self.worlds[number].gather_parts(wide, bucket.cuts)
             if work is not None:
                 work.wait()
             for name, (start, stop) in places(bucket, self.parameters).items():
@@ -138,30 +138,26 @@ class FlatWeights:
     def publish(self) -> None:
         """Every rank gives its parts to all others."""
         works = []
-        for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True):
+        for number, (flat, master, bucket) in enumerate(self._each()):
             if bucket.compute:
-                low, high = self.span(bucket)
+                low, high = self.spans[number]
                 flat[low:high].copy_(master)
-            works.append(self.world.gather_parts(flat, bucket.cuts))
-        with self.world.traffic.waiting():
+            works.append(self.worlds[number].gather_parts(flat, bucket.cuts))
+        with self.traffic.waiting():
             for work in works:
                 if work is not None:
                     work.wait()
+
+    def _each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Bucket]]:
+        """What is read, what this rank steps of it, and its bucket."""
+        return zip(self.flats, self.masters, self.buckets, strict=True)
 
 
 class _ZeroOne(BucketReducer):
     """Whole gradients, of which only the own part is summed."""
 
-    def __init__(
-        self,
-        weights: FlatWeights,
-        local: dict[str, Local],
-        parameters: dict[str, nn.Parameter],
-        buckets: tuple[Bucket, ...],
-        world: World,
-        reduce: str,
-    ) -> None:
-        super().__init__(parameters, buckets, world, local, reduce)
+    def __init__(self, program: Program, weights: FlatWeights, local: dict[str, Local]) -> None:
+        super().__init__(program, local)
         self.weights = weights
 
     def publish(self) -> None:
@@ -172,18 +168,12 @@ class _ZeroOne(BucketReducer):
 class ScatterReducer:
     """The reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
 
-    def __init__(
-        self,
-        weights: FlatWeights,
-        local: dict[str, Local],
-        parameters: dict[str, nn.Parameter],
-        buckets: tuple[Bucket, ...],
-        world: World,
-        reduce: str,
-    ) -> None:
+    def __init__(self, program: Program, weights: FlatWeights, local: dict[str, Local]) -> None:
+        parameters, buckets = program.parameters, program.plan.buckets
         self.weights, self.local = weights, local
-        self.reduce = getattr(torch, REDUCE[reduce]) if reduce else None
-        self.parameters, self.plan, self.world = parameters, buckets, world
+        self.reduce = reduced_format(program.plan)
+        self.parameters, self.plan = parameters, buckets
+        self.traffic, self.worlds = weights.traffic, weights.worlds
         self.places = [places(bucket, parameters) for bucket in buckets]
         self.bucket_of = {name: n for n, bucket in enumerate(buckets) for name in bucket.names}
         self.parts = [torch.zeros_like(master) for master in weights.masters]
@@ -233,7 +223,7 @@ class ScatterReducer:
         self.active = False
         for name, local in self.local.items():
             number = self.bucket_of[name]
-            low = self.plan[number].cuts[self.world.rank]
+            low = self.weights.spans[number][0]
             first = max(self.places[number][name][0] - low, 0)
             part = self.parts[number][first : first + local.parameter.numel()]
             local.parameter.grad = part.view(local.parameter.shape)
@@ -305,10 +295,11 @@ class ScatterReducer:
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
-        self.pending.append((number, self.world.scatter_sum(sent, self.plan[number].cuts)))
+        arriving = self.worlds[number].scatter_sum(sent, self.plan[number].cuts)
+        self.pending.append((number, arriving))
 
     def _receive(self) -> None:
         number, arriving = self.pending.pop(0)
-        with self.world.traffic.waiting():
+        with self.traffic.waiting():
             part = arriving.result(out=torch.empty_like(self.parts[number]))
         self.parts[number].add_(part)

@@ -7,7 +7,7 @@ the layout. Layers of experts are found by what they hold and how they are calle
 and checked by running them (expert/check.py).
 
 An expert sees the tokens of all ranks that exchange with it, so its gradient is summed only over
-the data-parallel ranks that hold the same experts; everything else over all of them (apart.py).
+the data-parallel ranks that hold the same experts; everything else over all of them.
 Every rank runs as many passes as the busiest one, since all must join every exchange.
 
 Source: Lepikhin et al. 2020 (2006.16668); ep borrowed from data parallelism: Rajbhandari et al.
@@ -16,7 +16,7 @@ Source: Lepikhin et al. 2020 (2006.16668); ep borrowed from data parallelism: Ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,12 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
-from shoal.base.shards import Shard
+from shoal.base.placement import Placement, even_cut
 from shoal.fabric.axes import along
 from shoal.parallel.expert_parallel.balance import Loads
 from shoal.parallel.expert_parallel.check import NotExperts, checked
 from shoal.parallel.expert_parallel.stand_in import RoutedForward
-from shoal.parallel.program import Program, dtype_of
+from shoal.parallel.program import Program, take
 from shoal.trace.find_experts import ExpertLayer, find_layers
 
 
@@ -82,38 +82,46 @@ def _check_number(layer: ExpertLayer, layout: Layout) -> None:
     )
 
 
-def apply(program: Program, layers: list[ExpertLayer]) -> Program:
-    """Keep this rank's experts, in place, and let tokens travel; nothing without layers.
+def place(
+    rows: Mapping[str, Placement], layers: Sequence[ExpertLayer], module: nn.Module, layout: Layout
+) -> dict[str, Placement]:
+    """Deal the experts of every layer out, by rows of their stacks.
 
     Errors: PlanError where another technique has cut experts already
     """
+    found, names = dict(rows), {id(p): name for name, p in module.named_parameters()}
+    for layer in layers:
+        for parameter in layer.part.parameters():
+            row = found[names[id(parameter)]]
+            if row.cut is not None and row.cut.axis != "ep":
+                raise PlanError(
+                    f"layout.ep = {layout.ep}: {row.name} is cut by layout.tp = {layout.tp} "
+                    f"already; nearest: layout.tp=1"
+                )
+            cut, unit = even_cut("ep", 0, row.shape[0], layout.ep), layer.name
+            if layout.zero < 3 or layout.expert_shard == 1:
+                unit = ""
+            found[row.name] = replace(row, cut=cut, unit=unit)
+    return found
+
+
+def apply(program: Program, layers: Sequence[ExpertLayer]) -> Program:
+    """Keep this rank's experts, in place, and let tokens travel; nothing without layers."""
     if not layers:
         return program
     degrees = program.plan.layout.expert_degrees
     axis = along(program.world, degrees, ["ep"])
-    holders = along(program.world, degrees, ["expert_replicate", "expert_shard"])
     own = [layer for layer in layers if not any(p.is_meta for p in layer.part.parameters())]
-    places, apart = dict(program.places), {}
+    done: set[str] = set()
     names = {id(p): name for name, p in program.module.named_parameters()}
     loads = Loads({layer.name: layer.experts for layer in own}, program.data, program.notices)
     undo = []
     for layer in own:
-        share = layer.experts // axis.size
-        low = axis.rank * share
         for parameter in layer.part.parameters():
             name = names[id(parameter)]
-            if name in apart:
-                continue  # tied to another layer's
-            if name in program.places:
-                raise PlanError(
-                    f"layout.ep = {axis.size}: {name} is cut by layout.tp = "
-                    f"{program.tensor.size} already; nearest: layout.tp=1"
-                )
-            whole = tuple(parameter.shape)
-            box = ((low, low + share), *((0, size) for size in whole[1:]))
-            places[name] = Shard(name, whole, dtype_of(parameter), (box,))
-            parameter.data = parameter.data[low : low + share].clone()
-            apart[name] = holders
+            if name not in done:  # else tied to another layer's
+                parameter.data = take(parameter.data, program.cuts[name], axis.rank)
+                done.add(name)
         undo.append(RoutedForward(layer, axis, loads).take_away)
     program.notices.append(
         f"layout.ep = {axis.size}: {len(own)} layers of {own[0].experts} experts, "
@@ -123,8 +131,6 @@ def apply(program: Program, layers: list[ExpertLayer]) -> Program:
     )
     return replace(
         program,
-        places=places,
-        apart=apart,
         together=True,
         around=(*program.around, loads.micro_batch),
         on_update=(*program.on_update, loads.commit) if own else program.on_update,

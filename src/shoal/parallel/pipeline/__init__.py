@@ -12,7 +12,7 @@ DeepSeek-V3 technical report 2024 (DualPipe)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -23,10 +23,12 @@ from torch import nn
 
 from shoal.base.actions import Schedule
 from shoal.base.errors import BugError, nearest
+from shoal.base.layout import Layout
 from shoal.base.phases import phase
+from shoal.base.placement import Placement
 from shoal.base.plan import Plan
 from shoal.base.schedules import check_recompute as check_recompute
-from shoal.base.schedules import check_stages
+from shoal.base.schedules import check_stages, stages_of
 from shoal.fabric import World
 from shoal.fabric.axes import among, members
 from shoal.parallel.pipeline.crossing import Crossing
@@ -48,12 +50,28 @@ def plan(program: Program, run: Callable[[nn.Module], Any]) -> StageCut | None:
              does not go with recompute
     """
     layout = program.plan.layout
-    if layout.pp == 1:
-        return None
-    trunk = find_trunk(program.module, run)
-    kind = type(program.module).__name__
+    return stages_of_model(program.module, run, layout) if layout.pp > 1 else None
+
+
+def stages_of_model(module: nn.Module, run: Callable[[nn.Module], Any], layout: Layout) -> StageCut:
+    """Where the stages of a module begin and end under a layout; see `plan`."""
+    trunk, kind = find_trunk(module, run), type(module).__name__
     check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
-    return cut_stages(program.module, trunk, run, layout.stages)
+    return cut_stages(module, trunk, run, layout.stages)
+
+
+def place(rows: Mapping[str, Placement], cut: StageCut, layout: Layout) -> dict[str, Placement]:
+    """Say which ranks of the pipeline hold each tensor, and sum the gradients of several."""
+    pieces = [
+        [cut.keep[piece] for piece in stages_of(layout.schedule, layout.pp, rank, layout.stages)]
+        for rank in range(layout.pp)
+    ]
+    found = {}
+    for name, row in rows.items():
+        ranks = tuple(r for r, own in enumerate(pieces) if any(name in kept for kept in own))
+        over = (*row.sum_over, "pp") if row.trains and len(ranks) > 1 else row.sum_over
+        found[name] = replace(row, stages=ranks, sum_over=over)
+    return found
 
 
 def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program:
@@ -68,7 +86,6 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
     schedule = make(program.plan.accumulate)
     own = {s: s % schedule.pieces for s, at in enumerate(schedule.stage_rank) if at == rank}
     stages = Stages(module, cut, own.values())
-    holders, joined = _shared(program, cut, schedule)
     drop_foreign(module, {name for piece in own.values() for name in cut.keep[piece]})
     runtime = PipeRuntime(
         {stage: stages.stages[piece] for stage, piece in own.items()},
@@ -82,38 +99,12 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
         program,
         parameters=trainable(module),
         frozen=frozen(module),
-        holders=holders,
-        joined=joined,
         mirrored=_mirrored(program, schedule),
         run=runtime.run,
         forward=lambda program, one: runtime.forward_only(one),
         on_evaluated=(*program.on_evaluated, runtime.settle),
         on_close=(*program.on_close, stages.take_away),
     )
-
-
-def _shared(
-    program: Program, cut: StageCut, schedule: Schedule
-) -> tuple[dict[str, int], dict[str, tuple[World, ...]]]:
-    """The program's `holders` and `joined`, with what several ranks of the pipeline hold."""
-    holders, joined = dict(program.holders), dict(program.joined)
-    lines = members(program.plan.layout.degrees, ["pp"])
-    for name, _ in program.module.named_parameters():
-        ranks = sorted(
-            {
-                rank
-                for stage, rank in enumerate(schedule.stage_rank)
-                if name in cut.keep[stage % schedule.pieces]
-            }
-        )
-        if len(ranks) < 2:
-            continue
-        # Every rank of the run makes the group, also those that hold no part of it.
-        sharers = among(program.world, [tuple(line[rank] for rank in ranks) for line in lines])
-        if program.pipe.rank in ranks:
-            holders[name] = holders.get(name, 1) * len(ranks)
-            joined[name] = (*joined.get(name, ()), sharers)
-    return holders, joined
 
 
 def _mirrored(program: Program, schedule: Schedule) -> World | None:

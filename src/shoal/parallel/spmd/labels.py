@@ -12,7 +12,6 @@ Source: the placements of GSPMD (Xu et al. 2021, 2105.04663) and DTensor, with s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shoal.base.errors import PlanError
-from shoal.base.shards import Box
 
 
 @dataclass(frozen=True)
@@ -116,30 +114,3 @@ def grid_place(label: Tiled, rank: int) -> tuple[int, ...]:
         place.append(rank % parts)
         rank //= parts
     return tuple(reversed(place))
-
-
-def boxes(shape: Sequence[int], split: Split, rank: int, degree: int) -> tuple[Box, ...]:
-    """Where the elements of rank `rank`'s contiguous shard lie in the whole tensor.
-
-    Gives boxes in the order in which their elements are stored: one box per segment, and where
-    segments lie in a later dim also one per index of the dims before it.
-
-    >>> boxes((6, 2), Split(0, 3), 1, 2)
-    (((1, 2), (0, 2)), ((3, 4), (0, 2)), ((5, 6), (0, 2)))
-    >>> boxes((2, 4), Split(1, 2), 0, 2)
-    (((0, 1), (0, 1)), ((0, 1), (2, 3)), ((1, 2), (0, 1)), ((1, 2), (2, 3)))
-    """
-    dim, groups = split.dim, split.groups
-    width = shape[dim] // (groups * degree)
-    starts = [(group * degree + rank) * width for group in range(groups)]
-    after = tuple((0, n) for n in shape[dim + 1 :])
-    if groups == 1:
-        before = [tuple((0, n) for n in shape[:dim])]
-    else:
-        before = [
-            tuple((k, k + 1) for k in index)
-            for index in itertools.product(*(range(n) for n in shape[:dim]))
-        ]
-    return tuple(
-        (*head, (start, start + width), *after) for head, start in itertools.product(before, starts)
-    )

@@ -11,6 +11,7 @@ described in docs/any-module.md
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import BugError
+from shoal.base.placement import Placement
 from shoal.base.policies import TensorPolicy
 from shoal.fabric import World
 from shoal.parallel.mmap_init import mmap_init
@@ -25,7 +27,7 @@ from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import checked
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, is_shard, show
-from shoal.parallel.tensor_parallel.cut import apply_split
+from shoal.parallel.tensor_parallel.cut import apply_split, cut_of
 from shoal.trace.trunk import Run, Trunk
 
 
@@ -34,15 +36,19 @@ def apply(program: Program, split: ModelSplit | None) -> Program:
     if split is None:
         return program
     with mmap_init():  # other stages' parts are let go before they take private memory
-        done = apply_split(program.module, split, program.tensor)
+        undo = apply_split(program.module, split, program.tensor)
     program.notices.extend(split.notices)
-    return replace(
-        program,
-        places=done.places,
-        holders=done.holders,
-        joined={name: (program.tensor,) for name in done.partial},
-        on_close=(*program.on_close, *done.undo),
-    )
+    return replace(program, on_close=(*program.on_close, *undo))
+
+
+def place(rows: Mapping[str, Placement], split: ModelSplit) -> dict[str, Placement]:
+    """Say how tp cuts each parameter, and which gradients are summed over its ranks."""
+    found = dict(rows)
+    for name, one in split.parameters.items():
+        row = found[name]
+        over = (*row.sum_over, "tp") if one.partial and row.trains else row.sum_over
+        found[name] = replace(row, cut=cut_of(name, row.shape, split), sum_over=over)
+    return found
 
 
 def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit | None:

@@ -1,0 +1,124 @@
+"""Derives where every tensor of a model goes under a layout: the rows that a run then follows.
+
+`derive` finds out how the model can be divided, by one look at what it does; `place` turns that and
+the layout into one `Placement` per parameter and buffer. Neither needs another process, so a plan
+can be placed before anything starts; `compose.divide` does the same and checks the parts on the
+ranks before it cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shoal.base.layout import Layout
+from shoal.base.placement import Placement
+from shoal.base.plan import Plan
+from shoal.parallel import precision
+from shoal.parallel.program import dtype_of
+from shoal.trace.blocks import gathered_blocks
+
+if TYPE_CHECKING:
+    from shoal.parallel.pipeline.partition_model import StageCut
+    from shoal.parallel.spmd.splits import ModelSplit
+    from shoal.trace.find_experts import ExpertLayer
+
+Rows = dict[str, Placement]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """How a model can be divided: by tp, by pp, and which layers of experts ep deals out."""
+
+    split: ModelSplit | None = None
+    cut: StageCut | None = None
+    experts: Sequence[ExpertLayer] = ()
+
+
+def derive(module: nn.Module, plan: Plan, run: Callable[[nn.Module], Any]) -> Derived:
+    """Find how a module, whole, can be divided as a plan's layout wants; unchecked.
+
+    run      does one forward pass on a sample
+    Errors   PlanError where it cannot, naming the part and the nearest legal choice
+    """
+    from shoal.parallel.expert_parallel import dealt
+    from shoal.parallel.pipeline import stages_of_model
+    from shoal.parallel.tensor_parallel import split_by
+
+    layout = plan.layout
+    experts = dealt(module, run, layout) if layout.ep > 1 else ()
+    cut = stages_of_model(module, run, layout) if layout.pp > 1 else None
+    trunk = cut.trunk if cut else None
+    split = split_by(plan, module, run, layout.tp, trunk) if layout.tp > 1 else None
+    return Derived(split, cut, experts)
+
+
+def place(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
+    """Say of every parameter and buffer who holds, sums and steps it, by first name.
+
+    module   whole; its numbers do not matter
+    device   of the ranks: not all of them read narrow copies
+    Errors   PlanError for a stack of experts that tp has cut already
+    """
+    rows = _whole(module, plan, device)
+    if derived.split is not None:
+        from shoal.parallel import tensor_parallel
+
+        rows = tensor_parallel.place(rows, derived.split)
+    if plan.layout.cp > 1:
+        rows = {name: _also_over(row, "cp") for name, row in rows.items()}
+    if derived.cut is not None:
+        from shoal.parallel import pipeline
+
+        rows = pipeline.place(rows, derived.cut, plan.layout)
+    if derived.experts:
+        from shoal.parallel import expert_parallel
+
+        rows = expert_parallel.place(rows, derived.experts, module, plan.layout)
+    rows = {name: _over_data(row, plan.layout) for name, row in rows.items()}
+    return _gathered(rows, module) if plan.layout.zero == 3 else rows
+
+
+def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
+    """The rows of a module that nothing divides."""
+    narrow = precision.copies(module, plan.compute, device)
+    rows = {}
+    for name, p in module.named_parameters():
+        compute = narrow.get(name, "")
+        rows[name] = Placement(name, tuple(p.shape), dtype_of(p), p.requires_grad, compute)
+    for name, buffer in module.named_buffers():
+        rows[name] = Placement(name, tuple(buffer.shape), dtype_of(buffer), is_buffer=True)
+    return rows
+
+
+def _gathered(rows: Rows, module: nn.Module) -> Rows:
+    """Say with which block each tensor is gathered under zero 3; experts have units of their own."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = dict(rows)
+    for unit, block in gathered_blocks(module).items():
+        for parameter in block.parameters():
+            row = found[names[id(parameter)]]
+            if row.data == "rows" and not row.is_expert:
+                found[row.name] = replace(row, unit=unit)
+    return found
+
+
+def _also_over(row: Placement, axis: str) -> Placement:
+    return replace(row, sum_over=(*row.sum_over, axis)) if row.trains else row
+
+
+def _over_data(row: Placement, layout: Layout) -> Placement:
+    """What the data-parallel axes do with a tensor, whatever else divides it."""
+    if row.is_buffer:
+        return row
+    axes = tuple(axis for axis in row.data_axes if row.degree(axis, layout) > 1)
+    data = ("whole", "states", "states", "rows")[layout.zero]
+    if data == "rows" and (not row.elements or row.degree(row.data_axes[1], layout) == 1):
+        data = "whole"  # nothing to deal, or nobody to deal it to
+    if data == "states" and not (row.trains and axes):
+        data = "whole"
+    return replace(row, sum_over=(*axes, *row.sum_over) if row.trains else (), data=data)
