@@ -96,7 +96,7 @@ def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
 
 
 def _gathered(rows: Rows, module: nn.Module) -> Rows:
-    """Say with which block each tensor is gathered under zero 3; experts have units of their own."""
+    """Say with which block each tensor is gathered under zero 3; experts have their own units."""
     names = {id(p): name for name, p in module.named_parameters()}
     found = dict(rows)
     for unit, block in gathered_blocks(module).items():

@@ -1,0 +1,120 @@
+"""Rows of a plan say what its run holds, saves and sums: live storages, files and counters agree."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from placed_rows import Told, told_of
+from shoal.base.plan import Plan
+
+DEADLINE_S = 300
+TWO: list[Any] = ["ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2}, {"cp": 2}]
+FOUR: list[Any] = [
+    "zero2", "hsdp", {"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2},
+    {"tp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_shard": 2},
+    {"pp": 2, "dp_shard": 2, "zero": 1},
+]  # fmt: skip
+EXPERTS: list[Any] = [
+    {"dp_replicate": 4, "ep": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 2},
+    {"dp_replicate": 2, "ep": 2, "pp": 2},
+]  # fmt: skip
+CASES: list[tuple[int, dict[str, Any]]] = [
+    *((2, {"model": "our gpt", "layout": layout}) for layout in TWO),
+    *((4, {"model": "our gpt", "layout": layout}) for layout in FOUR),
+    *((4, {"model": "our llama", "layout": layout}) for layout in FOUR[2:7]),
+    *((4, {"model": "our moe", "layout": layout}) for layout in EXPERTS),
+    *((4, {"model": "our llama", "layout": layout, "precision": "bf16"}) for layout in
+      ("ddp", "zero1", "zero2", "fsdp")),
+    (4, {"model": "our gpt", "layout": {"pp": 4, "schedule": "dualpipe"}, "micro_batches": 8}),
+    (4, {"model": "our resnet", "layout": "fsdp"}),
+    (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
+    (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),
+]  # fmt: skip
+
+
+def label(case: Any) -> str:
+    ranks, words = case
+    return f"{ranks}-" + "-".join(str(value) for value in words.values())
+
+
+@pytest.fixture(scope="module")
+def measured(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Case → what every rank told."""
+    root = tmp_path_factory.mktemp("placed")
+    found: dict[str, list[Any]] = {}
+    for ranks in (2, 4):
+        mine = [case for case in CASES if case[0] == ranks]
+        wanted = [{**case[1], "folder": str(root / f"{ranks}-{n}")} for n, case in enumerate(mine)]
+        told = worlds(ranks).call("placed_case:measure_all", wanted=wanted, deadline_s=DEADLINE_S)
+        for n, case in enumerate(mine):
+            found[label(case)] = [answer[n] for answer in told]
+    return found
+
+
+def recomputed(answers: list[Any]) -> list[tuple[Any, Told]]:
+    """What each rank measured, beside what the rows of plan.json, rank 0's, say of it."""
+    plan = Plan.from_json(answers[0]["plan"])
+    return [(answer, told_of(plan, rank)) for rank, answer in enumerate(answers)]
+
+
+each = pytest.mark.parametrize("case", CASES, ids=label)
+
+
+@each
+def test_one_row_per_parameter(measured: dict[str, list[Any]], case: Any) -> None:
+    for answer in measured[label(case)]:
+        rows = Plan.from_json(answer["plan"]).placements
+        assert [row.name for row in rows if not row.is_buffer] == answer["names"]
+
+
+@each
+def test_states_are_what_the_rows_say(measured: dict[str, list[Any]], case: Any) -> None:
+    """To the byte, of weights, gradients and SGD's momentum; and the planner says it too."""
+    for answer, told in recomputed(measured[label(case)]):
+        expected = [told.weights, told.gradients, told.masters + told.stepped]
+        assert answer["states"] == expected
+        assert answer["planned states"] == expected
+
+
+@each
+def test_sums_and_buckets_are_what_the_rows_say(measured: dict[str, list[Any]], case: Any) -> None:
+    for answer, told in recomputed(measured[label(case)]):
+        assert [tuple(names) for names in answer["buckets"]] == told.buckets
+        for source in ("sums", "planned sums"):
+            heard = Counter({tuple(call): times for *call, times in answer[source]})
+            assert heard == told.sums, source
+
+
+@each
+def test_slices_are_what_the_rows_say(measured: dict[str, list[Any]], case: Any) -> None:
+    """Of every rank; and a file's slice is one that some rank's row names, all of them once."""
+    answers = measured[label(case)]
+    kept: dict[str, list[set[int]]] = {}
+    shapes = {row.name: row.shape for row in Plan.from_json(answers[0]["plan"]).placements}
+    for answer, told in recomputed(answers):
+        for name, slices in answer["slices"].items():
+            assert places(shapes[name], slices) == told.slices[name], name
+            kept.setdefault(name, []).append(told.slices[name])
+    for name, (shape, slices) in answers[0]["file"].items():
+        assert tuple(shape) == shapes[name]
+        for box in slices:
+            assert any(places(shape, [box]) <= part for part in kept[name]), name
+        sizes = [len(places(shape, [box])) for box in slices]
+        assert sum(sizes) == len(places(shape, slices)) == math.prod(shape), name
+
+
+def places(shape: Any, boxes: Any) -> set[int]:
+    """Flat places of a tensor's elements that lie in some boxes."""
+    found = set()
+    for box in boxes:
+        for index in itertools.product(*(range(start, stop) for start, stop in box)):
+            place = 0
+            for k, size in zip(index, shape, strict=True):
+                place = place * size + k
+            found.add(place)
+    return found
