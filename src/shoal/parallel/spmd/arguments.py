@@ -7,7 +7,7 @@ Which number is meant is found by trying: `edits` lists what to try, `divided` d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,21 @@ def divided(template: Any, wanted: Sequence[Edit]) -> Any:
         return value
 
     return walk(template, ())
+
+
+def renumbered(template: Any, numbers: Mapping[int, int]) -> Any:
+    """The same with other whole numbers in the place of some.
+
+    >>> renumbered(([2, [8, 4, True]], {}), {8: 1})
+    ([2, [1, 4, True]], {})
+    """
+    if type(template) is int:
+        return numbers.get(template, template)
+    if isinstance(template, list | tuple):
+        return type(template)(renumbered(item, numbers) for item in template)
+    if isinstance(template, dict):
+        return {key: renumbered(item, numbers) for key, item in template.items()}
+    return template
 
 
 def as_float64(value: Any) -> Any:

@@ -10,14 +10,16 @@ Source: EasyDist's discovery (alibaba/easydist), with segments, grids and divide
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from shoal.parallel.spmd.arguments import Edit, divided, edits, numbers_in
-from shoal.parallel.spmd.experiment import Call, Experiment, Value
-from shoal.parallel.spmd.labels import Label, Partial, Split, Tiled, divides
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.arguments import Edit, divided, edits, numbers_in, renumbered
+from shoal.parallel.spmd.experiment import Call, Experiment, Value, run
+from shoal.parallel.spmd.labels import Label, Partial, Split, Tiled, cut, divides
 from shoal.parallel.spmd.outcome import labels_of
 from shoal.trace.attention import shared_attention
 
@@ -83,7 +85,7 @@ class Rules:
             small = _smaller(call, degree)
             if small is not None and _possible(small, labels, degree) and self._experiment(small):
                 found = self._try(small, labels, degree, once)
-                if found is None or not found.edits:
+                if found is None or not found.edits or _fits(call, labels, degree, found):
                     return found
         return self._try(call, labels, degree, once)
 
@@ -149,18 +151,78 @@ def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
 
 
 def _smaller(call: Call, degree: int) -> Call | None:
-    """The same call at smaller sizes; None where values are known or a number may be a size."""
+    """The same call at smaller sizes, equal ones staying equal; None where values are known.
+
+    Numbers above 4, which are more than a dim's number, must be sizes and become smaller with them.
+    """
     if call.buffers or any(value.known is not None for value in call.values):
         return None
-    if any(n > 4 for _, n in numbers_in(call.template)):  # more than a dim's number
+    if call.target is torch.ops.aten.reshape.default:
+        return _smaller_reshape(call, degree)
+    sizes = {n for value in call.values for n in value.shape}
+    numbers = {n for _, n in numbers_in(call.template) if n > 4}
+    if not numbers <= sizes:
         return None
+    small = _shrunk(sorted(sizes), degree)
+    return _with(
+        call,
+        [tuple(small[n] for n in value.shape) for value in call.values],
+        renumbered(call.template, {n: small[n] for n in numbers}),
+    )
+
+
+def _smaller_reshape(call: Call, degree: int) -> Call | None:
+    """A reshape whose first and last dims, as far as they stay as they are, are smaller."""
+    args, kwargs = call.template
+    shape, wanted = call.values[0].shape, tuple(args[1])
+    pairs = list(zip(shape, wanted, strict=False))
+    first = next((k for k, (n, m) in enumerate(pairs) if n != m), len(pairs))
+    ends = list(zip(reversed(shape[first:]), reversed(wanted[first:]), strict=False))
+    last = next((k for k, (n, m) in enumerate(ends) if n != m), len(ends))
+    kept = sorted({*shape[:first], *(shape[len(shape) - last :])})
+    inner = {*shape[first : len(shape) - last], *wanted[first : len(wanted) - last]}
+    small = _shrunk(kept, degree, besides=inner)
+
+    def shrunk(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        middle = sizes[first : len(sizes) - last]
+        ends = (sizes[:first], sizes[len(sizes) - last :])
+        return (*(small[n] for n in ends[0]), *middle, *(small[n] for n in ends[1]))
+
+    return _with(call, [shrunk(shape)], ([args[0], list(shrunk(wanted)), *args[2:]], kwargs))
+
+
+def _shrunk(sizes: Sequence[int], degree: int, besides: Collection[int] = ()) -> dict[int, int]:
+    """Smaller sizes that can be cut as the old ones; those that differ go on to differ."""
     small: dict[int, int] = {}
     multiple = 4
-    for n in sorted({n for value in call.values for n in value.shape}):
-        if n <= 4 * degree or n % degree:
-            small[n] = n
-        else:  # sizes that differ go on to differ
-            small[n] = min(n, multiple * degree)
+    for n in sizes:
+        while multiple * degree in besides:
             multiple += 1
-    values = tuple(Value(tuple(small[n] for n in v.shape), v.dtype) for v in call.values)
-    return replace(call, values=values)
+        if n <= multiple * degree or n % degree:
+            small[n] = n
+        else:
+            small[n] = multiple * degree
+            multiple += 1
+    return small
+
+
+def _with(call: Call, shapes: Sequence[tuple[int, ...]], template: Any) -> Call:
+    values = tuple(Value(s, v.dtype) for s, v in zip(shapes, call.values, strict=True))
+    return replace(call, arguments=repr(template), template=template, values=values)
+
+
+def _fits(call: Call, labels: tuple[Label, ...], degree: int, rule: Rule) -> bool:
+    """Whether a rule found at smaller sizes gives each rank results of the right shapes."""
+    whole = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in call.values]
+    result, template = run(call, call.template, whole), divided(call.template, rule.edits)
+    if result is None:
+        return False
+    wholes = pytree.tree_leaves(result)
+    outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(wholes)
+    for rank in range(degree):
+        held = [cut(t, label, rank, degree) for t, label in zip(whole, labels, strict=True)]
+        mine = pytree.tree_leaves(run(call, template, held))
+        wanted = [cut(t, label, rank, degree) for t, label in zip(wholes, outs, strict=True)]
+        if [t.shape for t in wanted] != [getattr(t, "shape", None) for t in mine]:
+            return False
+    return True

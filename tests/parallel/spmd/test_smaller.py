@@ -1,0 +1,59 @@
+"""Rules found at smaller sizes split every model as those found at its own sizes do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from zoo import MODELS, model_of
+
+from shoal.base.errors import PlanError
+from shoal.parallel.spmd import rules, split_block
+from shoal.parallel.spmd.experiment import Call, Experiment, Slot, Value
+from shoal.parallel.spmd.labels import WHOLE, Split
+from shoal.parallel.spmd.model_split import plan_split
+from shoal.trainer.contract import call_model
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_do_not_matter(name: str, degree: int, monkeypatch: Any) -> None:
+    found = []
+    for large in (1 << 62, 0):  # never smaller, always smaller
+        monkeypatch.setattr(rules, "LARGE", large)
+        monkeypatch.setattr(split_block, "RULES", rules.Rules())
+        module, inputs, call = model_of(name)
+        try:
+            split = plan_split(module, lambda m, x=inputs, c=call: call_model(m, x, c), degree)
+        except PlanError as refusal:
+            found.append(str(refusal))
+            continue
+        held = {n: (one.label, one.partial) for n, one in split.parameters.items()}
+        found.append((held, split.exchanges, split.notices))
+    assert found[0] == found[1]
+
+
+def test_a_long_sequence_is_tried_as_a_short_one(monkeypatch: Any) -> None:
+    """Rotary tables, norms and heads of a 70B block on 8192 tokens: no tensor of that size."""
+    seen: list[int] = []
+    right = Experiment.of
+
+    def of(call: Call) -> Experiment | None:
+        seen.append(sum(value.elements for value in call.values))
+        return right(call)
+
+    monkeypatch.setattr(Experiment, "of", staticmethod(of))
+    known = rules.Rules()
+    hidden = Value((3, 8192, 8192), torch.bfloat16)
+    norm = Call(
+        torch.ops.aten.rms_norm.default, "norm", ([Slot(0), [8192], Slot(1), 1e-5], {}),
+        (hidden, Value((8192,), torch.bfloat16)),
+    )  # fmt: skip
+    heads = Call(
+        torch.ops.aten.reshape.default, "heads", ([Slot(0), [3, 8192, 64, 128]], {}), (hidden,)
+    )
+    assert known.find(norm, (Split(1), WHOLE), 8).out == Split(1)
+    found = known.find(heads, (Split(2),), 8)
+    assert (found.out, found.edits) == (Split(2), (((0, 1, 2), 8),))
+    assert max(seen) < 1 << 20
