@@ -8,9 +8,10 @@ import pytest
 from planned_case import case_of
 
 from shoal.base.cluster import Cluster, Device, Link
-from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
+from shoal.base.comm_volume import Crossing, TensorExchange, Travel
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 from shoal.planner.comm_volume import busiest, sent_by
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_states import Elements, state_bytes
@@ -108,15 +109,32 @@ TRAVEL = Travel(
         (TensorExchange("all_gather", "forward", 64),),
         (TensorExchange("all_reduce", "forward", 32, 2),),
     ),
-    partial_bytes=(16, 24),
     crossings=(Crossing(40, 36),),
-    kept=(Kept((0,), 800), Kept((1,), 600), Kept((0, 1), 400)),
 )
+
+
+def row(name: str, elements: int, stages: tuple[int, ...], data: str, *axes: str) -> Placement:
+    over = (*axes, *(("pp",) if len(stages) > 1 else ()))
+    return Placement(name, (elements,), "float32", True, stages=stages, sum_over=over, data=data)
+
+
+def placed(asked: Case, *over: str, both: bool = False, data: str = "whole") -> Case:
+    """A table that both ends use, a weight and a norm on each of two stages."""
+    ends = ((0, 1), (0, 1)) if both else ((0,), (1,))
+    norms = (*over, *(("tp",) if asked.layout.tp > 1 else ()))
+    rows = (
+        row("table", 100, (0, 1), data, *over),
+        row("first", 200, ends[0], data, *over),
+        row("first norm", 4, ends[0], data, *norms),
+        row("last", 150, ends[1], data, *over),
+        row("last norm", 6, ends[1], data, *norms),
+    )
+    return asked.but(placements=rows)
 
 
 def test_sent_bytes_add_up_over_axes() -> None:
     """Eight samples a step: four times what two samples make travel, and sums once."""
-    asked = case(Layout(tp=2, pp=2, schedule="1f1b"))
+    asked = placed(case(Layout(tp=2, pp=2, schedule="1f1b")))
     first, last = (sent_by(asked, TRAVEL, rank) for rank in range(2))
     assert (first.all_gather_bytes, first.send_bytes) == (4 * 32, 4 * 40)
     assert first.all_reduce_bytes == 16 + 400
@@ -126,17 +144,21 @@ def test_sent_bytes_add_up_over_axes() -> None:
 
 def test_two_copies_sum_all_gradients_and_share_the_micro_batches() -> None:
     """Each rank is once the first stage and once the last; both hold all of two stages."""
-    asked = case(Layout(pp=2, tp=2), schedule="dualpipe")
+    asked = placed(case(Layout(pp=2, tp=2), schedule="dualpipe"), both=True)
     for rank in range(2):
         sent = sent_by(asked, TRAVEL, rank)
         assert sent.send_bytes == 2 * 40 + 2 * 36
         assert sent.all_gather_bytes == 2 * 32
-        assert sent.all_reduce_bytes == 2 * 2 * 32 + (16 + 24) + (800 + 600 + 400)
+        norms = 16 + 24
+        assert sent.all_reduce_bytes == 2 * 2 * 32 + norms + (800 + 600 + 400 + norms)
 
 
 def test_split_optimizers_sum_their_part_of_what_is_shared() -> None:
-    plain = case(Layout(pp=2, dp_replicate=2, schedule="1f1b"))
-    split = plain.but(layout=Layout(pp=2, dp_shard=2, zero=1, schedule="1f1b"))
-    elements = cut(plain, 0).units[0][0].parameters + 100 * cut(plain, 0).units[1][1]
-    assert sent_by(plain, TRAVEL, 0).all_reduce_bytes == 4 * elements + 400
-    assert sent_by(split, TRAVEL, 0).all_reduce_bytes == 200
+    whole = case(Layout(pp=2, dp_replicate=2, schedule="1f1b"))
+    parts = case(Layout(pp=2, dp_shard=2, zero=1, schedule="1f1b"))
+    on_first = 4 * (100 + 200 + 4)
+    sent = sent_by(placed(whole, "dp_replicate"), TRAVEL, 0)
+    assert sent.all_reduce_bytes == on_first + 400
+    sent = sent_by(placed(parts, "dp_shard", data="states"), TRAVEL, 0)
+    assert sent.all_reduce_bytes == 200
+    assert sent.reduce_scatter_bytes == sent.all_gather_bytes == on_first / 2

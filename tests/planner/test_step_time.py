@@ -15,16 +15,14 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.shape import Transformer
 from shoal.planner.calibrations import CPU, FITTED, GPU, calibration_of
-from shoal.planner.comm_volume import data_traffic
 from shoal.planner.model_states import rank_elements
 from shoal.planner.published import published
-from shoal.planner.stage_cut import cut
 from shoal.planner.step_sync import BUCKET_BYTES
 from shoal.planner.step_terms import step_terms
 from shoal.planner.step_time import Table, effective, predict_time
 from shoal.planner.step_work import peak_flops_per_s
-from shoal.planner.traffic import Payload, step_traffic
 from shoal.planner.transformer import Kernels, model_facts
+from traffic_theory import Payload, step_traffic
 
 SMALL = Transformer("small", 6, 256, 4, 4, 768, 2048)
 FACTS = model_facts(SMALL, 256, 4, Kernels(fused_norm=False))
@@ -82,7 +80,6 @@ def test_fsdp_gathers_bare_layers_once_with_the_root(mixed: bool, defer: bool) -
     payload = Payload(whole, whole, inside, whole - inside)
     sent = step_traffic(LAYOUTS["fsdp"], payload, accumulate=3, defer_sync=defer).total_bytes
     assert sum(predict_time(case).bytes.values()) == pytest.approx(sent)
-    assert data_traffic(case, cut(case, 0)).total_bytes == pytest.approx(sent)
 
 
 def test_on_cores_everything_sent_is_waited_for() -> None:

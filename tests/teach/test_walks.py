@@ -8,7 +8,6 @@ import pytest
 
 from shoal.base.errors import BugError, PlanError
 from shoal.base.timeline import Timeline
-from shoal.planner import traffic
 from shoal.teach.calculators import collectives as costs
 from shoal.teach.schedules_simulate import bubble_of
 from shoal.teach.walks import collectives, fsdp, messages, zero
@@ -16,6 +15,7 @@ from shoal.teach.walks.messages import ALPHA_S, BYTES_PER_S, Message, Ranks
 from shoal.teach.walks.pipelines import Pipeline, afab_beside_1f1b, closed_formula, pipeline
 from shoal.teach.walks.shards import first_weights, gradient
 from shoal.teach.walks.walk import Cell, Walk
+from traffic_theory import Payload, step_traffic
 
 BETA = 1 / BYTES_PER_S
 M = 48 * 2**20
@@ -163,8 +163,8 @@ def test_fsdp_obeys_its_own_rules(ranks: int, turns: int, forward_s: float) -> N
 def test_fsdp_sends_what_the_planner_says(ranks: int, turns: int) -> None:
     """The walk counts gathers and scatters; planner/traffic.py knows the formula."""
     units = [fsdp.UNIT_PARAMETERS * 2] * fsdp.UNITS
-    payload = traffic.Payload(gradient_bytes=sum(units), unit_bytes=sum(units))
-    expected = traffic.step_traffic(traffic_layout(ranks), payload, accumulate=turns).total_bytes
+    payload = Payload(gradient_bytes=sum(units), unit_bytes=sum(units))
+    expected = step_traffic(traffic_layout(ranks), payload, accumulate=turns).total_bytes
     world_bytes = sum(
         (s.end_s - s.start_s - (ranks - 1) * ALPHA_S) * BYTES_PER_S
         for s in timeline(fsdp.fsdp(ranks, turns)).spans

@@ -95,8 +95,8 @@ def _bucket(plan, rows, names, at, told, shared) -> None:  # type: ignore[no-unt
     if first.data == "states":
         own = -(-elements // ranks)
         start, stop, elements = own * place, own * (place + 1), own * ranks
-        sent = 1 if plan.layout.zero == 1 or plan.defer_sync else plan.accumulate
-        told.sums["reduce_scatter", elements * wide, ranks] += sent
+        once = plan.layout.zero == 1 or plan.defer_sync
+        told.sums["reduce_scatter", elements * wide, ranks] += 1 if once else plan.accumulate
     elif ranks > 1:
         told.sums["all_reduce", elements * wide, ranks] += 1
     told.weights += elements * read
@@ -135,11 +135,9 @@ def _units(plan, mine, at, told) -> None:  # type: ignore[no-untyped-def]
         outer, inner = (rows[0].degree(axis, plan.layout) for axis in rows[0].data_axes)
         size = 0
         for row in rows:
-            long = len(local(row, at)) // math.prod(row.shape[1:]) if row.cut else row.shape[0]
-            if row.cut and row.cut.dim:
-                long = row.shape[0]
-            each = len(local(row, at)) // long
-            size += -(-long // inner) * each * BYTES[row.dtype]
+            ends = row.cut.segments if row.cut and row.cut.dim == 0 else ((0, row.shape[0]),)
+            long = sum(e[1] - e[0] for e in ends)
+            size += -(-long // inner) * (len(local(row, at)) // long) * BYTES[row.dtype]
         told.sums["reduce_scatter", size * inner, inner] += plan.accumulate
         if outer > 1:
             told.sums["all_reduce", size, outer] += plan.accumulate

@@ -16,7 +16,8 @@ import pytest
 from netns import told_by
 from shoal.base.layout import Layout
 from shoal.fabric.traffic import wire_bytes
-from shoal.planner.traffic import Payload, StepTraffic, step_traffic
+from shoal.planner.traffic import StepTraffic
+from traffic_theory import Payload, step_traffic
 
 DEADLINE_S = 170
 LEAST_PAYLOAD_BYTES = 32 * 2**20
@@ -117,11 +118,3 @@ def test_metrics_say_what_the_kernel_counted(counted: dict[Case, Any], case: Cas
 def test_accumulation_sends_no_more(counted: dict[Case, Any], ranks: int, layout: str) -> None:
     once, thrice = (counted[ranks, layout, n, False]["kernel_bytes"] for n in (1, 3))
     assert thrice == pytest.approx(once, rel=0.02)
-
-
-def test_small_parameters_travel_padded() -> None:
-    """The theory's limit, in figures: 5 rows over 4 ranks are 8 on the wire."""
-    from shoal.base.placement import Placement
-    from shoal.planner.traffic import row_padded_bytes
-
-    assert row_padded_bytes([Placement("w", (5, 7), "float32")], 4) == 8 * 7 * 4

@@ -17,7 +17,7 @@ TWO: list[Any] = ["ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2}, {"cp": 
 FOUR: list[Any] = [
     "zero2", "hsdp", {"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2},
     {"tp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_shard": 2},
-    {"pp": 2, "dp_shard": 2, "zero": 1},
+    {"pp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2, "zero": 2},
 ]  # fmt: skip
 EXPERTS: list[Any] = [
     {"dp_replicate": 4, "ep": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 2},

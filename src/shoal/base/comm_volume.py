@@ -33,28 +33,15 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Parameters that the same stages keep: which, and bytes of their gradients on one rank."""
-
-    stages: tuple[int, ...]
-    gradient_bytes: int
-
-
-@dataclass(frozen=True)
 class Travel:
     """What one micro-batch of `samples` samples makes travel in a divided model.
 
     exchanges      of each stage: collectives over its tensor-parallel ranks
-    partial_bytes  of each stage: gradients of whole parameters, summed over those once a step
     crossings      between each stage and the next, on one tensor-parallel rank
-    kept           parameters by the stages that keep them; gradients of what several ranks so hold
-                   are summed once a step
 
     Stages are those of one copy of the model.
     """
 
     samples: int
     exchanges: tuple[tuple[TensorExchange, ...], ...]
-    partial_bytes: tuple[int, ...]
     crossings: tuple[Crossing, ...] = ()
-    kept: tuple[Kept, ...] = ()

@@ -6,22 +6,19 @@ between stages. Whoever predicts a run, and whoever compares its counters, reads
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.base.comm_volume import Crossing, Kept, TensorExchange, Travel
+from shoal.base.comm_volume import Crossing, TensorExchange, Travel
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.splits import ModelSplit
 from shoal.trace.shapes import tensors_of
 
 
-def travel_of(
-    module: nn.Module, split: ModelSplit | None, cut: StageCut | None, samples: int
-) -> Travel:
-    """What `module` will make travel; its layers are split already, its stages not yet taken.
+def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
+    """What a model so divided will make travel.
 
     samples   in the batch that the split and the cut were made with
     """
@@ -31,28 +28,12 @@ def travel_of(
     for name, several in (split.exchanges if split else {}).items():
         at = _stage(name, stage_of, stages)
         exchanges[at] += [TensorExchange(e.kind, e.when, e.payload_bytes) for e in several]
-    sizes = {
-        name: parameter.numel() * max(4, parameter.element_size())
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
-    partial = {n for n, one in split.parameters.items() if one.partial} if split else set()
-    keep = (frozenset(sizes),) if cut is None else cut.keep
     parts = _parts(split) if split else {}
     return Travel(
         samples,
         tuple(tuple(one) for one in exchanges),
-        tuple(sum(sizes[name] for name in partial & kept) for kept in keep),
         () if cut is None else tuple(_crossing(cut, s, parts) for s in range(1, stages)),
-        () if cut is None else _kept(cut, sizes),
     )
-
-
-def _kept(cut: StageCut, sizes: Mapping[str, int]) -> tuple[Kept, ...]:
-    found: Counter[tuple[int, ...]] = Counter()
-    for name, size_bytes in sizes.items():
-        found[tuple(stage for stage, kept in enumerate(cut.keep) if name in kept)] += size_bytes
-    return tuple(Kept(stages, size_bytes) for stages, size_bytes in found.items())
 
 
 def _stage(name: str, stage_of: Mapping[str, int], stages: int) -> int:

@@ -79,7 +79,7 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     program = bind(program, rows.values())
     program = tensor_parallel.apply(program, split)
     if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
-        travel = travel_of(module, split, cut, look.samples)
+        travel = travel_of(split, cut, look.samples)
         program = replace(program, travel=travel)
     program = context_parallel.apply(program, run)
     program = pipeline.apply(program, cut, tensor_parallel.Crossing(program.tensor))

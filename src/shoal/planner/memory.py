@@ -24,7 +24,8 @@ from shoal.base.policies import RECOMPUTE
 from shoal.planner.activations import Activations, activations, shares, waiting_head_bytes
 from shoal.planner.bytes_in_flight import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
 from shoal.planner.frameworks import Framework, framework
-from shoal.planner.model_states import WIDTHS, Elements, state_bytes
+from shoal.planner.model_states import WIDTHS, Elements, States, state_bytes
+from shoal.planner.placed import states
 from shoal.planner.stage_cut import Stage, cut, is_block
 from shoal.planner.start_up import start_bytes
 from shoal.planner.transient_memory import (
@@ -128,8 +129,7 @@ def _candidates(case: Case, stage: int | None) -> list[int]:
 
 def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     elements = rank_sum(case, stage.units, stage.tied)
-    weights, gradients, optimizer = state_bytes(case, elements, wide_elements(case, stage))
-    weights += frozen_bytes(case, stage)
+    weights, gradients, optimizer = _states(case, stage, elements)
     sharded = sharded_bytes(case, stage)
     if gathers_on_gloo(case):
         instants = _instants_on_gloo(case, habits, stage, elements)
@@ -154,6 +154,15 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
     parts["context"] = case.cluster.device.reserved_bytes
     return _finish(parts, allocated, best.when, stage.rank)
+
+
+def _states(case: Case, stage: Stage, elements: Elements) -> States:
+    """What stays from step to step: by the plan's rows where it is placed, else by units."""
+    plan, layout = case.plan, case.layout
+    if plan.placements and plan.offload == "none" and case.framework == "shoal":
+        return states(plan, stage.rank * (layout.processes // layout.pp), case.optimizer_bytes)
+    found = state_bytes(case, elements, wide_elements(case, stage))
+    return found._replace(weights=found.weights + frozen_bytes(case, stage))
 
 
 def _instants(
