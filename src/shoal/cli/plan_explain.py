@@ -10,13 +10,13 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.layout import Layout
-from shoal.base.schedules import check_stages, copies
+from shoal.base.schedules import copies
 from shoal.base.splits import ExchangeRow, Explained, SplitRow, shard_text
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config
@@ -96,10 +96,16 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
 
 def explain_model(config: Config, layout: Layout) -> Explained:
     """Every parameter of the configured model under `layout`."""
+    from shoal.config.resolve import plan_of
+    from shoal.parallel.place import derive
+
     module, look = _look_at(config)
-    tensor = _over_tp(module, look, config, layout) if layout.tp > 1 else Derived()
-    stages = _over_pp(module, look, layout) if layout.pp > 1 else {}
-    experts = _over_ep(module, look, layout) if layout.ep > 1 else frozenset()
+    found = derive(module, replace(plan_of(config), layout=layout), look)
+    tensor = _over_tp(module, found.split, layout) if found.split is not None else Derived()
+    keep = found.cut.keep if found.cut is not None else ()
+    experts = {
+        f"{one.name}.{name}" for one in found.experts for name, _ in one.part.named_parameters()
+    }
     rows = []
     for name, parameter in module.named_parameters():
         inside = tensor.held.get(name, Held())
@@ -107,7 +113,7 @@ def explain_model(config: Config, layout: Layout) -> Explained:
         across = over_data(layout, shape) if parameter.requires_grad else Held(reason="frozen")
         if name in experts:
             across = over_experts(layout, shape)
-        on = stages.get(name, ())
+        on = tuple(stage for stage, kept in enumerate(keep) if name in kept)
         tied = f"gradients of stages {', '.join(map(str, on))} summed" if len(on) > 1 else ""
         if copies(layout.schedule) > 1:
             tied = "gradients of both copies summed"
@@ -178,15 +184,6 @@ def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
     )
 
 
-def _over_ep(module: Any, look: Look, layout: Layout) -> frozenset[str]:
-    """Names of stacks of experts."""
-    from shoal.parallel.expert_parallel import dealt
-
-    layers = dealt(module, look, layout)
-    names = (f"{one.name}.{name}" for one in layers for name, _ in one.part.named_parameters())
-    return frozenset(names)
-
-
 def _look_at(config: Config) -> tuple[Any, Look]:
     """The model, and how to run one like it on the first samples of its data."""
     import torch
@@ -219,23 +216,8 @@ def _look_at(config: Config) -> tuple[Any, Look]:
     return module, look
 
 
-def _over_pp(module: Any, look: Look, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Stages that hold each parameter."""
-    from shoal.parallel.pipeline.cut import cut_stages
-    from shoal.trace.trunk import find_trunk
-
-    trunk, kind = find_trunk(module, look), type(module).__name__
-    check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
-    cut = cut_stages(module, trunk, look, layout.stages)
-    names = (name for name, _ in module.named_parameters())
-    return {name: tuple(s for s, kept in enumerate(cut.keep) if name in kept) for name in names}
-
-
-def _over_tp(module: Any, look: Look, config: Config, layout: Layout) -> Derived:
+def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:
     """How every layer is split."""
-    from shoal.parallel.tensor_parallel import split_by
-
-    split = split_by(config.layout, module, look, layout.tp)
     held = {}
     for name, parameter in module.named_parameters():
         one = split.parameters[name]

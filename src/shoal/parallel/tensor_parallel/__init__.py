@@ -62,9 +62,6 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
     degree, policy = program.tensor.size, program.plan
     if degree == 1:
         return None
-    if trunk is not None and trunk.leaf:
-        # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
-        trunk = replace(trunk, leaf=False)
     split = split_by(policy, program.module, run, degree, trunk)
     return checked(program.module, split, program.tensor, strict=policy.strict)
 
@@ -72,7 +69,10 @@ def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit |
 def split_by(
     policy: TensorPolicy, module: nn.Module, run: Run, degree: int, trunk: Trunk | None = None
 ) -> ModelSplit:
-    """Find how a module is split over `degree` ranks under a policy; errors as `plan`."""
+    """Find how a module is split over `degree` ranks under a policy; trunk and errors as `plan`."""
+    if trunk is not None and trunk.leaf:
+        # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
+        trunk = replace(trunk, leaf=False)
     return plan_split(
         module,
         run,
