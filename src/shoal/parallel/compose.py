@@ -24,8 +24,8 @@ from shoal.parallel import (
     dropout_rng,
     precision,
     sync_buffers,
-    to_device,
 )
+from shoal.parallel._torch import pytree
 from shoal.parallel.place import Derived, place
 from shoal.parallel.program import Program, bind, undivided
 
@@ -60,7 +60,7 @@ def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
-    program = to_device.apply(program)
+    program = _to_device(program)
     program = precision.apply(program)
     if look is None:
         return bind(program, place(module, plan, Derived(), world.device).values())
@@ -164,3 +164,15 @@ def _by_layout(program: Program) -> Program:
     from shoal.parallel.data_parallel import single
 
     return single.apply(program)
+
+
+def _to_device(program: Program) -> Program:
+    """Place every tensor of a batch on the world's device; nothing to do on the CPU."""
+    device = program.world.device
+    if device.type == "cpu":
+        return program
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return replace(program, prepare=(*program.prepare, lambda b: pytree.tree_map(move, b)))
