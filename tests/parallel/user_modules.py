@@ -162,6 +162,78 @@ class UNet(nn.Module):
         return self.leave(x)
 
 
+class Attributes(nn.Module):
+    """Blocks as attributes, beside a bare table, as research code has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.block0, self.block1, self.block2, self.block3 = (Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.block1(self.block0(self.tokens(ids)))
+        return self.head(self.block3(self.block2(x)))
+
+
+class Stem(nn.Module):
+    """Two layers before the blocks, as Whisper's convolutions: the second's backward reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.leave = nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.gelu(self.first(x)))
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+class Mix(nn.Module):
+    """A block of any width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stage(nn.Module):
+    """Blocks of one width, and a layer to the next one's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mix(width) for _ in range(2))
+        self.wider = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.wider(x)
+
+
+class Stages(nn.Module):
+    """Stages of unequal width that hold the blocks, as Swin's and ConvNeXt's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 8)
+        self.stages = nn.ModuleList(Stage(width) for width in (8, 16))
+        self.leave = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.leave(x)
+
+
 class Carried(nn.Module):
     """A block in a tuple's hands: gives back what it got, its balance loss, an integer, a None."""
 
@@ -343,5 +415,8 @@ EXAMPLES: dict[str, Example] = {
     "encoder": Example(Encoder, tokens, named("encoder.layers.{}")),
     "gpt": Example(Gpt, tokens, named("layers.{}")),
     "mlp": Example(mlp, lambda n: numbers(n, 6), ("0", "2", "4", "6")),
+    "attributes": Example(Attributes, tokens, named("block{}")),
+    "stages": Example(Stages, lambda n: numbers(n, SEQUENCE, 5), named("stages.{}", 2)),
+    "stem": Example(Stem, lambda n: numbers(n, SEQUENCE, 5), named("layers.{}")),
     "recurrent": Example(Recurrent, lambda n: numbers(n, SEQUENCE, 5), ("block",)),
 }

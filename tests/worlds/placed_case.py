@@ -21,7 +21,7 @@ from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
 SUMMING = ("shoal.parallel.data_parallel", "shoal.fabric.sharding")
-"""Where sums of gradients are asked for; all else that travels is asked for elsewhere."""
+"""Where sums of gradients and gathers of weights are asked for, and nothing else that travels."""
 
 
 def measure_all(world: World, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def measure(
 
     frozen   parameters whose names hold this do not train
     """
-    build, data = any_case._our_model(model)
+    build, data, loss = _model(model)
 
     def built() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -58,6 +58,7 @@ def measure(
     run = parallelize(
         built,
         lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+        loss,
         layout=layout,
         batch=2 * micro_batches * degree,
         micro_batch=2,
@@ -71,7 +72,7 @@ def measure(
     own = [data[start + k] for k in range(2 * micro_batches)]
     batch = torch.utils.data.default_collate(own)
     run.step(batch)
-    sums = _heard(run, batch)
+    heard = _heard(run, batch)
     run.forward_backward(batch)
     counted = state_bytes(run)
     run.update()
@@ -82,7 +83,8 @@ def measure(
         "plan": run.plan.to_json(),
         "states": [counted.weights, counted.gradients, counted.optimizer],
         "buckets": [list(bucket.names) for bucket in run.plan.buckets],
-        "sums": [[*call, times] for call, times in sums.items()],
+        "sums": [[*call, n] for call, n in heard.items() if call[0] != "all_gather"],
+        "gathers": [[*call, n] for call, n in heard.items() if call[0] == "all_gather"],
         "slices": shards,
         "file": _file(Path(folder)) if world.is_first else {},
         **_foreseen(run.plan, world.rank),
@@ -92,6 +94,17 @@ def measure(
     return told
 
 
+def _model(name: str) -> tuple[Any, Any, Any]:
+    """What builds it, its samples in fp32, its loss (None: ours)."""
+    if name in any_case.OURS:
+        return *any_case._our_model(name), None
+    example = any_case.examples()[name]
+    data = any_case.Samples(example.inputs)
+    if data.whole.is_floating_point():
+        data.whole = data.whole.float()
+    return example.build, data, any_case.any_loss
+
+
 def _model_ranks(layout: Any) -> int:
     """Ranks that share one model's work."""
     axes = layout if isinstance(layout, dict) else {}
@@ -99,7 +112,7 @@ def _model_ranks(layout: Any) -> int:
 
 
 def _heard(run: Run, batch: Any) -> Counter[tuple[str, int, int]]:
-    """Sums of gradients in one step: (kind, payload bytes, degree) → how often."""
+    """What data parallelism sends in one step: (kind, payload bytes, degree) → how often."""
     found: Counter[tuple[str, int, int]] = Counter()
     traffic = run.program.world.traffic
     count = traffic.count
@@ -107,7 +120,7 @@ def _heard(run: Run, batch: Any) -> Counter[tuple[str, int, int]]:
     def hear(kind: str, payload_bytes: int, degree: int) -> None:
         callers = [sys._getframe(n).f_globals["__name__"] for n in range(1, 4)]
         asked = any(caller.startswith(SUMMING) for caller in callers)
-        if asked and degree > 1 and kind != "all_gather":
+        if asked and degree > 1:
             found[kind, payload_bytes, degree] += 1
         count(kind, payload_bytes, degree)
 
@@ -120,10 +133,14 @@ def _heard(run: Run, batch: Any) -> Counter[tuple[str, int, int]]:
 def _foreseen(plan: Plan, rank: int) -> dict[str, Any]:
     """The planner's figures of the same rank, from the rows as they are written."""
     plan = replace(Plan.from_json(plan.to_json()), buckets=())
-    sums = Counter(tuple(one) for one in placed.gradient_sums(plan, rank))
+    sums, gathers = (
+        Counter(tuple(one) for one in every(plan, rank))
+        for every in (placed.gradient_sums, placed.weight_gathers)
+    )
     return {
         "planned states": list(placed.states(plan, rank, 4)),
         "planned sums": [[*call, times] for call, times in sums.items()],
+        "planned gathers": [[*call, times] for call, times in gathers.items()],
     }
 
 

@@ -26,6 +26,8 @@ SAMPLE = [
     ("gpt", "tp2 pp2"),
     pytest.param("hf llama", "tp2 pp2", marks=pytest.mark.proof),
     ("gpt", "tp2 fsdp2"),
+    ("attributes", "tp2 fsdp2"),
+    ("stages", "pp2 fsdp2"),
     ("hf gpt2", "pp2 fsdp2"),
     pytest.param("our llama", "tp2 pp2 dp2", marks=pytest.mark.proof),  # 8 processes
 ]
@@ -41,6 +43,17 @@ def test_a_layout_equals_one_process(worlds, model: str, layout: str) -> None:
     assert report["trajectories"][0]["largest"]["gradient"] <= 1e-12
     # A block that failed the check at the start stays whole: equal, and not what is meant here.
     assert not [line for line in report["notices"] if "computes something else" in line]
+
+
+@pytest.mark.parametrize("model", ["attributes", "stages", "nested", "recurrent"])
+def test_blocks_wherever_they_stand_are_gathered_one_by_one(worlds, model: str) -> None:
+    """As attributes, inside of unequal stages, in a ModuleDict, one that is called several times."""
+    layout = {"dp_shard": 2, "zero": 3}
+    report = worlds(2).call("any_case:prove", steps=3, model=model, layout=layout)[0]
+    assert report["verdict"] == "equal", report["reason"] or report["cause"]
+    assert report["trajectories"][0]["largest"]["gradient"] <= 1e-12
+    at_once = [line for line in report["notices"] if "are gathered at once" in line]
+    assert bool(at_once) == (model == "recurrent"), "one block alone is no repeated part"
 
 
 def test_every_layout_is_in_the_sample() -> None:

@@ -32,6 +32,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
       ("ddp", "zero1", "zero2", "fsdp")),
     (4, {"model": "our gpt", "layout": {"pp": 4, "schedule": "dualpipe"}, "micro_batches": 8}),
     (4, {"model": "our resnet", "layout": "fsdp"}),
+    *((4, {"model": model, "layout": "fsdp"}) for model in ("attributes", "stages", "nested")),
     (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
     (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),
 ]  # fmt: skip
@@ -88,6 +89,18 @@ def test_sums_and_buckets_are_what_the_rows_say(measured: dict[str, list[Any]], 
         for source in ("sums", "planned sums"):
             heard = Counter({tuple(call): times for *call, times in answer[source]})
             assert heard == told.sums, source
+
+
+@each
+def test_gathers_of_weights_are_what_the_planner_says(
+    measured: dict[str, list[Any]], case: Any
+) -> None:
+    for answer in measured[label(case)]:
+        heard, planned = (
+            Counter({tuple(call): times for *call, times in answer[source]})
+            for source in ("gathers", "planned gathers")
+        )
+        assert heard == planned
 
 
 @each

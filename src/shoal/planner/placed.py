@@ -112,7 +112,8 @@ def weight_gathers(plan: Plan, rank: int) -> Iterator[Collective]:
     for unit, rows in here.units().items():
         inner = rows[0].degree(rows[0].data_axes[1], layout)
         size = sum(here.row_elements(row) for row in rows) * inner * _gathered_bytes(unit, rows)
-        passes = (2 if unit else 1) * plan.accumulate  # before the backward pass once more
+        # A block before its backward pass once more; the rest stays, in a pipeline for the step.
+        passes = 2 * plan.accumulate if unit else 1 if layout.pp > 1 else plan.accumulate
         yield from [Collective("all_gather", size, inner)] * passes
 
 

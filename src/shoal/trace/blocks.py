@@ -1,12 +1,18 @@
 """What is a block of a model to the techniques that wrap one at a time: fsdp, recompute, compile.
 
-Blocks are the entries of the outermost ModuleLists and Sequentials. A model that keeps its layers
-as plain attributes (`self.block0`, `self.block1`, …) has none: then there is nothing to wrap, fsdp
-gathers all of it at once, and the prediction of a run has to say so, as has its start.
+    lists       entries of ModuleLists and Sequentials. A list of unequal entries that hold lists of
+                equal ones themselves (stages of a Swin or a U-Net) is looked into
+    attributes  `self.block0`, `self.block1`, …, and entries of a ModuleDict: siblings of one class
+                that have a forward, with layers inside and no blocks
+
+The outermost ones count. A model that has neither is one piece: fsdp gathers all of it at once, and
+the prediction of a run has to say so, as has its start.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,15 +21,88 @@ from torch import nn
 ROOT = "-"
 """In the place of a block's name: no block at all."""
 
+LISTS = (nn.ModuleList, nn.Sequential)
+UNCALLED = (nn.ModuleList, nn.ModuleDict)
+
+POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
+"""Printed numbers that do not change what a unit costs: drop rates above 0, epsilons."""
+
 
 def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Entries of the outermost ModuleLists and Sequentials, with their names."""
+    """The outermost blocks, with their names; of a list all entries, single layers too.
+
+    >>> def layer(width): return nn.TransformerEncoderLayer(width, 2, 8)
+    >>> stages = nn.ModuleList(nn.Sequential(layer(w), layer(w), nn.Linear(w, 8)) for w in (4, 8))
+    >>> [name for name, _ in blocks(stages)]
+    ['0.0', '0.1', '0.2', '1.0', '1.1', '1.2']
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.block0, self.block1, self.head = layer(8), layer(8), nn.Linear(8, 8)
+    >>> [name for name, _ in blocks(Net())]
+    ['block0', 'block1']
+    """
+    is_list = isinstance(module, LISTS)
+    equal, alike = is_list and _has_equals(module), _attributes(module)
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        inside = _holds_equals(child) if is_list and not equal else isinstance(child, UNCALLED)
+        if (is_list and not inside) or name in alike:
             yield path, child
         else:
             yield from blocks(child, path)
+
+
+def kind_of(module: nn.Module) -> tuple[object, ...]:
+    """What two equal modules have in common.
+
+    >>> kind_of(nn.Linear(2, 3)) == kind_of(nn.Linear(2, 3)) != kind_of(nn.Linear(3, 2))
+    True
+    """
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    return (type(module), module.training, POSITIVE.sub("#", repr(module)), tuple(tensors))
+
+
+def _has_equals(module: nn.Module) -> bool:
+    """Whether a list has two equal entries with layers inside, or is one of single layers."""
+    entries = [
+        part for _, part in module.named_children() if next(part.parameters(), None) is not None
+    ]
+    kinds = Counter(kind_of(part) for part in entries if not is_single_layer(part))
+    return not kinds or max(kinds.values()) > 1
+
+
+def _holds_equals(module: nn.Module) -> bool:
+    """Whether a list of equal entries with layers inside stands anywhere in a part."""
+    lists = (part for part in module.modules() if isinstance(part, LISTS))
+    return any(
+        _has_equals(one) and any(not is_single_layer(part) for part in one.children())
+        for one in lists
+    )
+
+
+def _attributes(module: nn.Module) -> set[str]:
+    """Names of children that are blocks as attributes."""
+    if isinstance(module, LISTS):
+        return set()
+    children = [
+        (name, child)
+        for name, child in module.named_children()
+        if any(child.children())
+        and not isinstance(child, (*LISTS, *UNCALLED))
+        and type(child).forward is not nn.Module.forward
+        and next(child.parameters(), None) is not None
+    ]
+    often = Counter(type(child) for _, child in children)
+    return {
+        name
+        for name, child in children
+        if often[type(child)] > 1
+        and not any(not is_single_layer(part) for _, part in blocks(child))
+    }
 
 
 def is_single_layer(block: nn.Module) -> bool:
@@ -82,31 +161,3 @@ class Blocks:
             return Wrapped("", outside)
         around = [name for name in self.named if path.startswith(f"{name}.")]
         return Wrapped(around[0] if around else ROOT, outside)
-
-
-def loose_blocks(module: nn.Module, prefix: str = "") -> list[str]:
-    """Names of what look like blocks and are none: siblings of one class, kept as attributes.
-
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.block0, self.block1 = (nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2))
-    >>> loose_blocks(Net())
-    ['block0', 'block1']
-    """
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        return []
-    children = [
-        (n, c) for n, c in module.named_children() if next(c.parameters(), None) is not None
-    ]
-    kinds = [type(child) for _, child in children if any(child.children())]
-    found = []
-    for name, child in children:
-        path = f"{prefix}.{name}" if prefix else name
-        inside = any(not is_single_layer(part) for _, part in blocks(child))
-        lists = isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        if kinds.count(type(child)) > 1 and not inside and not lists:
-            found.append(path)
-        else:
-            found += loose_blocks(child, path)
-    return found

@@ -8,29 +8,13 @@ trainability are. Modules without parameters are no units: their work counts to 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from torch import nn
 
-POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
-"""Printed numbers that do not change what a unit costs: drop rates above 0, epsilons."""
+from shoal.trace.blocks import UNCALLED, kind_of
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-UNCALLED = (nn.ModuleList, nn.ModuleDict)
-
-
-def kind_of(module: nn.Module) -> tuple[object, ...]:
-    """What two equal modules have in common.
-
-    >>> kind_of(nn.Linear(2, 3)) == kind_of(nn.Linear(2, 3)) != kind_of(nn.Linear(3, 2))
-    True
-    """
-    tensors = [
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    ]
-    return (type(module), module.training, POSITIVE.sub("#", repr(module)), tuple(tensors))
 
 
 def find_units(root: nn.Module) -> list[tuple[str, nn.Module]]:

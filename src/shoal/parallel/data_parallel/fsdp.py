@@ -48,7 +48,6 @@ from shoal.parallel._torch import forget_groups, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
-from shoal.trace.blocks import loose_blocks
 from shoal.trace.flops import meta_twin
 from shoal.trace.stand_in import StandIn
 
@@ -77,6 +76,9 @@ def apply(program: Program) -> Program:
             detours += _wrap(program, [part], over, scatters[1])
     detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    if layout.pp > 1 and isinstance(module, FSDPModule):
+        # A stage runs forward passes between backward ones: what is in no block stays for them.
+        module.set_reshard_after_backward(False, recurse=False)
     detours += watch_units(shards, program)
     parameters = trainable(module)
     # A rank alone with its experts, or among whole copies of them, has no rows to deal out.
@@ -118,23 +120,16 @@ def apply(program: Program) -> Program:
 
 def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
     """The line for a model that fsdp cannot gather block by block: it costs what it should save."""
-    name, module = program.plan.layout.strategy, program.module
-    loose = loose_blocks(module)
-    inside = {id(p) for unit in units for p in unit.parameters()}
-    outside = [p for p in module.parameters() if id(p) not in inside and not p.is_meta]
-    size_bytes = sum(p.numel() * p.element_size() for p in outside)
-    alike = [p for path in loose for p in module.get_submodule(path).parameters() if not p.is_meta]
-    if units and 2 * sum(p.numel() * p.element_size() for p in alike) <= size_bytes:
-        return []  # a large table, not blocks, is what the root has, or nothing at all
-    size = bytes_text(size_bytes)
-    if loose:
-        more = f" to {loose[-1]}" if len(loose) > 1 else ""
-        what = f"{loose[0]}{more} are attributes, no entries of a ModuleList or Sequential"
-    else:
-        what = "the model has no ModuleList or Sequential whose entries are blocks of layers"
+    if units:
+        return []
+    name = program.plan.layout.strategy
+    size_bytes = sum(
+        p.numel() * p.element_size() for p in program.module.parameters() if not p.is_meta
+    )
     return [
-        f"layout.strategy = {name}: {what}, so {size} are gathered at once instead of block by "
-        f"block; nearest: keep the blocks in an nn.ModuleList, or layout.strategy=zero2"
+        f"layout.strategy = {name}: the model has no blocks of layers (entries of a ModuleList or "
+        f"Sequential, or attributes of one class), so {bytes_text(size_bytes)} are gathered at "
+        f"once instead of block by block; nearest: layout.strategy=zero2"
     ]
 
 
@@ -262,7 +257,9 @@ class ShardedGradients:
         self.fresh = set()
 
     def finish(self) -> None:
-        """Hand each local tensor its gradient."""
+        """Hand each local tensor its gradient; what a pipeline kept gathered is let go."""
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
         for name, local in self.local.items():
             gradient = self.parameters[name].grad
             if gradient is None:
