@@ -241,7 +241,7 @@ def losses_of(program: Any, world: Any) -> list[float]:
     import torch
 
     mine = torch.tensor([float(x) for x in program.losses], dtype=torch.float64)
-    told: list[float] = world.gather(mine)[-1].tolist()
+    told: list[float] = world.all_gather(mine)[-1].tolist()
     return told
 
 

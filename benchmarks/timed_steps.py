@@ -84,7 +84,7 @@ def advance(program: Program, data: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 def global_losses(program: Program, world: World) -> list[float]:
     """Mean over ranks of every step's loss; Shoal's are global already."""
     mine = torch.tensor([float(x) for x in program.losses], dtype=torch.float64)
-    world.sum(mine)
+    world.all_reduce(mine)
     return (mine / world.size).tolist()
 
 
@@ -124,7 +124,7 @@ def time_pairs(
                 mine[pair, number, side, 1] = time.process_time() - cpu_s
         if world.is_first and sys.stderr.isatty():
             print(f"\r{pair + 1} of {pairs} pairs", end="", file=sys.stderr)
-    everyone = world.gather(mine)  # [ranks, pairs, comparisons, side, wall or CPU]
+    everyone = world.all_gather(mine)  # [ranks, pairs, comparisons, side, wall or CPU]
     wall, cpu = everyone[..., 0].amax(0), everyone[..., 1].sum(0)
     return [
         {

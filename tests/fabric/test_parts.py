@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.uneven_collectives import PendingSum, gather_parts, scatter_sum
+from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
 
 WAIT = timedelta(seconds=30)
 CUTS = [
@@ -56,7 +56,7 @@ def values(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torc
 def test_each_rank_gets_the_sum_of_its_part(together, cuts: Sequence[int]) -> None:
     def action(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         tensor = values(rank, cuts[-1])
-        pending = scatter_sum(tensor, cuts, rank, group)
+        pending = reduce_scatter(tensor, cuts, rank, group)
         return pending.result(), tensor
 
     answers = together(action)
@@ -72,7 +72,7 @@ def test_the_sum_may_overwrite_its_source(together) -> None:
 
     def action(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         tensor = values(rank, 12)
-        scatter_sum(tensor, cuts, rank, group).result(out=tensor[cuts[rank] : cuts[rank + 1]])
+        reduce_scatter(tensor, cuts, rank, group).result(out=tensor[cuts[rank] : cuts[rank + 1]])
         return tensor
 
     expected = torch.stack([values(rank, 12) for rank in range(3)]).sum(0)
@@ -90,7 +90,7 @@ def test_parts_come_together_on_every_rank(together, cuts: Sequence[int]) -> Non
     def action(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         tensor = torch.full((cuts[-1],), torch.nan)
         tensor[cuts[rank] : cuts[rank + 1]] = whole[cuts[rank] : cuts[rank + 1]]
-        work = gather_parts(tensor, cuts, rank, group)
+        work = all_gather_parts(tensor, cuts, rank, group)
         if work is not None:
             work.wait()
         return tensor
@@ -103,7 +103,7 @@ def test_sums_under_way_may_be_several(together) -> None:
 
     def action(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         cuts = CUTS[0]
-        pending = [scatter_sum(values(rank + k, 12), cuts, rank, group) for k in (0, 10, 20)]
+        pending = [reduce_scatter(values(rank + k, 12), cuts, rank, group) for k in (0, 10, 20)]
         return [one.result() for one in reversed(pending)]
 
     for rank, parts in enumerate(together(action)):
@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_who_is_first(together) -> None:
         cuts = [0 if rank <= owner else 4 for rank in range(4)]
 
         def action(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-            return scatter_sum(tensors[rank], cuts, rank, group).result()
+            return reduce_scatter(tensors[rank], cuts, rank, group).result()
 
         return together(action)[owner]
 

@@ -43,7 +43,7 @@ class Rank:
     def gather_json(self, message: Any) -> list[Any]:
         return self.together.all(self.rank, message)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.rank == 0:
             self.together.messages.append(tensor.numel())
         return torch.stack(self.together.all(self.rank, tensor))

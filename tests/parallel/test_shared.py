@@ -26,7 +26,7 @@ class Others:
     def __init__(self, ranks: Ranks, seen: list[tuple[Ranks, int]]) -> None:
         self.ranks, self.seen = ranks, seen
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         self.seen.append((self.ranks, tensor.numel()))
         tensor += 1
 

@@ -207,10 +207,10 @@ class Mix(nn.Module):
 class Stage(nn.Module):
     """Blocks of one width, and a layer to the next one's."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, after: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Mix(width) for _ in range(2))
-        self.wider = nn.Linear(width, 2 * width)
+        self.wider = nn.Linear(width, after)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -224,8 +224,10 @@ class Stages(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(5, 8)
-        self.stages = nn.ModuleList(Stage(width) for width in (8, 16))
-        self.leave = nn.Linear(32, 3)
+        self.stages = nn.ModuleList(
+            Stage(*ends) for ends in ((8, 12), (12, 16), (16, 20), (20, 24))
+        )
+        self.leave = nn.Linear(24, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -416,7 +418,7 @@ EXAMPLES: dict[str, Example] = {
     "gpt": Example(Gpt, tokens, named("layers.{}")),
     "mlp": Example(mlp, lambda n: numbers(n, 6), ("0", "2", "4", "6")),
     "attributes": Example(Attributes, tokens, named("block{}")),
-    "stages": Example(Stages, lambda n: numbers(n, SEQUENCE, 5), named("stages.{}", 2)),
+    "stages": Example(Stages, lambda n: numbers(n, SEQUENCE, 5), named("stages.{}")),
     "stem": Example(Stem, lambda n: numbers(n, SEQUENCE, 5), named("layers.{}")),
     "recurrent": Example(Recurrent, lambda n: numbers(n, SEQUENCE, 5), ("block",)),
 }

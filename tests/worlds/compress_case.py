@@ -119,7 +119,7 @@ def telescope(
             totals[name] = [a + b for a, b in zip(before, now, strict=True)]
     kept = left(runs[compress])
     for one in kept:
-        world.sum(one)
+        world.all_reduce(one)
     reducer = runs[compress].program.reducer
     own = []
     for one, bucket in zip(kept, runs[compress].plan.buckets, strict=True):

@@ -264,7 +264,7 @@ def equality(
         for piece, gradients in both_copies(world, runtime, parts)
     ]
     total = torch.tensor(float(sum(losses)), dtype=torch.float64)
-    world.sum(total)
+    world.all_reduce(total)
     shown = [runtime.forward_only(micro_batch(index, [])) for index in range(micro_batches)]
     runtime.settle()
     told = {
@@ -303,7 +303,7 @@ def both_copies(
             if parameter.grad is not None:  # a copy without micro-batches has none
                 total += parameter.grad
         for total in summed:
-            world.sum(total)
+            world.all_reduce(total)
         yield piece, summed
 
 
@@ -399,10 +399,10 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
     for name, parameter in whole.named_parameters():
         here = dict(module.named_parameters())[name]
         mine = torch.zeros_like(parameter) if here.is_meta else here.grad
-        world.sum(mine)  # a tied weight gets its gradient on two stages
+        world.all_reduce(mine)  # a tied weight gets its gradient on two stages
         grads.append((mine, parameter.grad))
     total = torch.tensor(float(sum(losses)), dtype=torch.float64)
-    world.sum(total)
+    world.all_reduce(total)
     return {
         "far": far([a for a, _ in grads], [b for _, b in grads]),
         "loss": abs(float(total - sum(expected))) / float(sum(expected)),

@@ -122,7 +122,7 @@ def sync_each(world: World) -> Iterator[None]:
     def call(*arguments: Any) -> Any:
         if now["ran"] and now["reducer"] is not None:
             for flat in now["reducer"].flats:
-                world.sum(flat)
+                world.all_reduce(flat)
         now["ran"] += 1
         return called(*arguments)
 
@@ -263,7 +263,7 @@ class Alone:
     def __init__(self, world: World) -> None:
         self.device = world.device
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """One row: this rank's."""
         return tensor.unsqueeze(0)
 

@@ -205,7 +205,7 @@ def own_norm() -> Iterator[None]:
         if program.world.size == 1:
             return told
         square = stepping._squares(program, stepping.reducer_of(program)).reshape(1)
-        program.tensor.sum(square)
+        program.tensor.all_reduce(square)
         return replace(told, norm=float(square) ** 0.5)
 
     with patch.object(stepping, "_tally", tally):

@@ -87,7 +87,7 @@ def back_to_back(world: World, folder: str, saves: int) -> dict[str, Any]:
     for step in range(saves):
         begin(told, world, root, step)
         number = torch.tensor([float(step)])
-        world.sum(number)
+        world.all_reduce(number)
         sums.append(number.item())
     last = told.saving.settle()
     told.saving.close()
@@ -120,7 +120,7 @@ def steps_until_told(told: Told, world: World) -> dict[str, Any]:
     for step in range(STEPS_AT_MOST):
         heard = told.saving.report() == FAILED
         number = torch.tensor([float(heard)])
-        world.sum(number)
+        world.all_reduce(number)
         if number.item():
             outcome = told.saving.settle()
             text = str(outcome.failure) if outcome is not None else "settle gave nothing"

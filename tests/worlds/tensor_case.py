@@ -254,7 +254,7 @@ def gradients(
     for name, p in module.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         if split.parameters[name].partial:
-            world.sum(grad)
+            world.all_reduce(grad)
         whole = wholes[name].grad
         whole = torch.zeros_like(wholes[name]) if whole is None else whole
         if cut := cut_of(name, tuple(whole.shape), split):

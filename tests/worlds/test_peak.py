@@ -43,19 +43,11 @@ def gathered(worlds) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", ["listed", "attributes"])
 def test_what_is_gathered_at_once_is_foreseen(gathered, name: str) -> None:
-    """Blocks that are plain attributes are one piece with the rest, and the plan says so."""
+    """Also of blocks that are plain attributes."""
     for rank in gathered[name]:
         assert rank["sizes"] == pytest.approx(rank["foreseen"], rel=0.01)
-        assert len(rank["sizes"]) == (2 if name == "listed" else 1)
-
-
-def test_blocks_kept_as_attributes_are_told(gathered) -> None:
-    (line,) = [text for text in gathered["attributes"][0]["notices"] if "gathered at once" in text]
-    assert line.startswith(
-        "shoal: layout.strategy = fsdp: block0 to block3 are attributes, no entries of a ModuleList "
-        "or Sequential, so 8.1 MiB are gathered at once instead of block by block; nearest: "
-    )
-    assert not gathered["listed"][0]["notices"]
+        assert len(rank["sizes"]) == 2, "blocks, and the rest"
+        assert not rank["notices"]
 
 
 @pytest.mark.parametrize("name", ["listed", "attributes"])

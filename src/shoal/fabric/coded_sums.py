@@ -94,7 +94,7 @@ class _Int8Flight:
         self.gathered = received.new_empty(self.cuts[-1])
         own = self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]]
         encode_rest(sender.codec, sender.left_of_sum.add(total), own)
-        self.work = world.gather_parts(self.gathered, self.cuts)
+        self.work = world.all_gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
         """Decode all parts; the own one too, so that all ranks have the same bits."""
@@ -184,7 +184,7 @@ class LargestSum:
         cuts = [own.numel() * rank for rank in range(world.size + 1)]
         gathered = own.new_empty(cuts[-1])
         gathered[cuts[world.rank] : cuts[world.rank + 1]] = own
-        return _LargestFlight(self, gathered, world.gather_parts(gathered, cuts))
+        return _LargestFlight(self, gathered, world.all_gather_parts(gathered, cuts))
 
     def begin(self) -> None:
         """See `Sender.begin`."""

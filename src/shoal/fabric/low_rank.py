@@ -96,7 +96,7 @@ class LowRankSum:
             message.append(numbers[start:stop].clone())
             numbers[start:stop] = 0
         first = torch.cat(message) if message else numbers.new_empty(0)
-        return _LowRankFlight(self, first, self.world.sum(first, wait=False))
+        return _LowRankFlight(self, first, self.world.all_reduce(first, wait=False))
 
     def begin(self) -> None:
         """See `Sender.begin`."""
@@ -139,7 +139,7 @@ class _LowRankFlight:
             own.append(q.reshape(-1))
         self.first = self.first[place:]
         self.second = torch.cat(own) if own else self.first[:0]
-        self.work = sender.world.sum(self.second, wait=False) if own else None
+        self.work = sender.world.all_reduce(self.second, wait=False) if own else None
 
     def result(self, out: torch.Tensor) -> None:
         """Multiply out; what travelled whole is put back in its places."""

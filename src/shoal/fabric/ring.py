@@ -39,17 +39,17 @@ class Ring:
         self.world, self.rank, self.size = world, world.rank, world.size
         self.messages = PointToPoint(world)
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the ranks, in place."""
-        self.world.sum(tensor)
+        self.world.all_reduce(tensor)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[...] of every rank to [size, ...]."""
-        return self.world.gather(tensor)
+        return self.world.all_gather(tensor)
 
-    def scatter_sum(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
         """Begin to sum a flat tensor of which rank r gets elements cuts[r] to cuts[r + 1]."""
-        return self.world.scatter_sum(tensor, cuts)
+        return self.world.reduce_scatter(tensor, cuts)
 
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> Turn:
         """Begin a turn; the tensors must stay as they are until it is waited for.

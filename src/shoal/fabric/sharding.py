@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
-from shoal.fabric.uneven_collectives import let_go, scatter_sum
+from shoal.fabric.uneven_collectives import let_go, reduce_scatter
 
 
 class GatherParameters:
@@ -84,6 +84,6 @@ class ScatterGradients:
         ranks, part = group.size(), output_tensor.numel()
         with self.traffic.waiting():
             cuts = [part * rank for rank in range(ranks + 1)]
-            scatter_sum(input_tensor, cuts, group.rank(), group).result(out=output_tensor)
+            reduce_scatter(input_tensor, cuts, group.rank(), group).result(out=output_tensor)
         let_go(input_tensor)  # our `allocate` made it, and torch only keeps it until it was sent
         return None

@@ -55,7 +55,7 @@ def let_go(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def scatter_sum(
+def reduce_scatter(
     tensor: torch.Tensor, cuts: Sequence[int], rank: int, group: dist.ProcessGroup
 ) -> PendingSum:
     """Begin a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
@@ -76,7 +76,7 @@ def scatter_sum(
     return PendingSum(work, received.view(ranks, mine), tensor)
 
 
-def gather_parts(
+def all_gather_parts(
     tensor: torch.Tensor, cuts: Sequence[int], rank: int, group: dist.ProcessGroup
 ) -> dist.Work | None:
     """Begin an all-gather in place: the elements from cuts[r] to cuts[r + 1] become rank r's."""

@@ -37,7 +37,7 @@ from shoal.base.systems import loopback
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
 from shoal.fabric.process_info import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Traffic
-from shoal.fabric.uneven_collectives import PendingSum, gather_parts, scatter_sum
+from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -100,8 +100,8 @@ class World:
         """Rank 0: the one that speaks for all."""
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor, *, wait: bool = True) -> dist.Work | None:
-        """Sum a tensor over all ranks, in place; with `wait=False` the returned work is pending."""
+    def all_reduce(self, tensor: torch.Tensor, *, wait: bool = True) -> dist.Work | None:
+        """All-reduce a tensor, in place: the sum over ranks; `wait=False` gives pending work."""
         if self.group is None:
             return None
         self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
@@ -111,8 +111,8 @@ class World:
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
-    def scatter_sum(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
-        """Begin to sum a flat tensor over all ranks, each of which gets its own part of the sum.
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
+        """Reduce-scatter a flat tensor: begin to sum it; each rank gets its own part of the sum.
 
         tensor   [elements], left as it is until the result was waited for
         cuts     rank r gets the elements from cuts[r] to cuts[r + 1]
@@ -120,17 +120,17 @@ class World:
         if self.group is None:
             return PendingSum(None, tensor.clone().unsqueeze(0), tensor)
         self.traffic.count(REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size)
-        return scatter_sum(tensor, cuts, self.rank, self.group)
+        return reduce_scatter(tensor, cuts, self.rank, self.group)
 
-    def gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
-        """Begin to complete a flat tensor of which every rank holds its own part, in place."""
+    def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
+        """All-gather a flat tensor of which ranks hold parts: begin to complete it, in place."""
         if self.group is None:
             return None
         self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size)
-        return gather_parts(tensor, cuts, self.rank, self.group)
+        return all_gather_parts(tensor, cuts, self.rank, self.group)
 
-    def largest(self, number: int) -> int:
-        """The largest of every rank's numbers, on every rank."""
+    def all_reduce_max(self, number: int) -> int:
+        """All-reduce a number by its maximum over ranks."""
         if self.group is None:
             return number
         told = torch.tensor([number], device=self.device)
@@ -139,8 +139,8 @@ class World:
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return int(told.item())
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack one equal-shaped tensor of every rank: [...] → [size, ...]."""
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-gather one equal-shaped tensor of every rank: [...] → [size, ...]."""
         if self.group is None:
             return tensor.unsqueeze(0).clone()
         out = tensor.new_empty(self.size * tensor.numel())
@@ -164,10 +164,12 @@ class World:
             return [json.loads(json.dumps(message))]
         raw = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         raw = raw.to(self.device)
-        lengths = self.gather(torch.tensor([raw.numel()], device=self.device)).flatten().tolist()
+        lengths = (
+            self.all_gather(torch.tensor([raw.numel()], device=self.device)).flatten().tolist()
+        )
         padded = raw.new_zeros(max(lengths))
         padded[: raw.numel()] = raw
-        rows = self.gather(padded).cpu().numpy()
+        rows = self.all_gather(padded).cpu().numpy()
         return [
             json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)
         ]
@@ -181,7 +183,7 @@ class World:
         if self.group is None:
             return flag
         falses = torch.tensor([0 if flag else 1], device=self.device)
-        self.sum(falses)
+        self.all_reduce(falses)
         return int(falses.item()) == 0
 
     def local_first(self, work: Callable[[], Any]) -> Any:

@@ -75,7 +75,7 @@ class Shares:
             length = -(-total // len(ranks))
             if not length:
                 continue
-            whole = group.gather(mean[at : at + length]).reshape(-1)[:total]
+            whole = group.all_gather(mean[at : at + length]).reshape(-1)[:total]
             at += length
             for name, part in zip(
                 names, whole.split([like[name].numel() for name in names]), strict=True

@@ -78,14 +78,14 @@ def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
 
 def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> Callable[[], object]:
     def gather() -> None:
-        work = group.gather_parts(tensor, cuts)
+        work = group.all_gather_parts(tensor, cuts)
         if work is not None:
             work.wait()
 
     if kind == "all_reduce":
-        return lambda: group.sum(tensor)
+        return lambda: group.all_reduce(tensor)
     if kind == "reduce_scatter":
-        return lambda: group.scatter_sum(tensor, cuts).result()
+        return lambda: group.reduce_scatter(tensor, cuts).result()
     return gather
 
 

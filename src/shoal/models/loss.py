@@ -291,7 +291,7 @@ def _all_chunks(
         if grad_weight is not None:
             _add_product(grad_weight, low, low_hidden)
     if shared is not None and grad_hidden is not None:
-        shared.sum(grad_hidden)  # each rank saw its own classes only
+        shared.all_reduce(grad_hidden)  # each rank saw its own classes only
     return total, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

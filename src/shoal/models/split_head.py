@@ -33,10 +33,10 @@ class Vocabulary(Protocol):
     def most(self) -> int:
         """Rows of the rank that holds most: chunks must be equal everywhere."""
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Every rank's [...] as [ranks, ...]."""
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def to_split_gradient(
     at_target = block.gather(1, here).masked_fill_(elsewhere, 0)
     largest = block.amax(1, keepdim=True)
     block.sub_(largest).exp_()
-    told = vocabulary.gather(torch.cat((largest, block.sum(1, keepdim=True), at_target), 1))
+    told = vocabulary.all_gather(torch.cat((largest, block.sum(1, keepdim=True), at_target), 1))
     maxima, sums, at_targets = told.unbind(2)  # each [ranks, rows]
     top = maxima.amax(0)
     total = (sums * (maxima - top).exp_()).sum(0)

@@ -116,7 +116,7 @@ class _Rule:
         mine = mine.to(self.world.device)
         for place, index in enumerate(self.seen):
             mine[place] = self._row(index)
-        everyone = self.world.gather(mine).reshape(-1, width)  # [ranks × most, width]
+        everyone = self.world.all_gather(mine).reshape(-1, width)  # [ranks × most, width]
         for row in sorted((r for r in everyone if r[0] >= 0), key=lambda r: float(r[0])):
             self._advance(row)
         self.seen = {}

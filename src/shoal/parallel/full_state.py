@@ -165,7 +165,7 @@ def _exchange(
         if count := spread.elements(world.rank):
             message[place : place + count] = parts[name][0].detach().reshape(-1)
             place += count
-    for rank, row in enumerate(world.gather(message).cpu()):
+    for rank, row in enumerate(world.all_gather(message).cpu()):
         place = 0
         for name, spread in spreads.items():
             for box in spread.sent(rank):

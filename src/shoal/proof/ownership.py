@@ -56,7 +56,7 @@ def replicas_apart(program: Program) -> dict[str, Apart]:
             shape, dtype = next(one[name][2:] for one in told if name in one)
             total = torch.zeros(shape, dtype=getattr(torch, dtype), device=program.world.device)
             _add_own(total, name, program)
-            program.world.sum(total)
+            program.world.all_reduce(total)
             found[name] = Apart(along, total.cpu())
     return found
 

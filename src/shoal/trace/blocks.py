@@ -43,10 +43,10 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
     ['block0', 'block1']
     """
     is_list = isinstance(module, LISTS)
-    equal, alike = is_list and _has_equals(module), _attributes(module)
+    unequal, alike = is_list and _equals(module) == 1, _attributes(module)
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        inside = _holds_equals(child) if is_list and not equal else isinstance(child, UNCALLED)
+        inside = _holds_equals(child) if unequal else isinstance(child, UNCALLED)
         if (is_list and not inside) or name in alike:
             yield path, child
         else:
@@ -66,22 +66,16 @@ def kind_of(module: nn.Module) -> tuple[object, ...]:
     return (type(module), module.training, POSITIVE.sub("#", repr(module)), tuple(tensors))
 
 
-def _has_equals(module: nn.Module) -> bool:
-    """Whether a list has two equal entries with layers inside, or is one of single layers."""
-    entries = [
-        part for _, part in module.named_children() if next(part.parameters(), None) is not None
-    ]
+def _equals(module: nn.Module) -> int:
+    """How many entries of a list are equal, of those with layers inside; 1 for unequal ones."""
+    entries = (part for part in module.children() if next(part.parameters(), None) is not None)
     kinds = Counter(kind_of(part) for part in entries if not is_single_layer(part))
-    return not kinds or max(kinds.values()) > 1
+    return max(kinds.values(), default=0)
 
 
 def _holds_equals(module: nn.Module) -> bool:
     """Whether a list of equal entries with layers inside stands anywhere in a part."""
-    lists = (part for part in module.modules() if isinstance(part, LISTS))
-    return any(
-        _has_equals(one) and any(not is_single_layer(part) for part in one.children())
-        for one in lists
-    )
+    return any(_equals(part) > 1 for part in module.modules() if isinstance(part, LISTS))
 
 
 def _attributes(module: nn.Module) -> set[str]:

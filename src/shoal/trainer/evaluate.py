@@ -70,7 +70,7 @@ def evaluate(
                     totals[1, column] += count
     if stopped:
         return {}
-    program.world.sum(totals)
+    program.world.all_reduce(totals)
     sums, counts = totals.tolist()
     values = {
         name: total / count if count else float("nan")
@@ -96,7 +96,7 @@ def _passes(
         following = next(own, None)
         batch = batch if following is None else following
         word = MORE if following is not None else NONE
-        word = group.largest(STOP if stop is not None and stop() else word)
+        word = group.all_reduce_max(STOP if stop is not None and stop() else word)
         if word == STOP:
             raise _StoppedError
         if word == NONE:

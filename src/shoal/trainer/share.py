@@ -33,7 +33,7 @@ def busiest(program: Program, batch: Any, own: int) -> int:
         return own
     if isinstance(batch, StepBatch):
         return -(-batch.total // world.size)
-    return world.largest(own)
+    return world.all_reduce_max(own)
 
 
 def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
@@ -52,7 +52,7 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
     if isinstance(batch, StepBatch):
         fewest = batch.total // world.size
     else:
-        fewest = -world.largest(-int(own is not None))
+        fewest = -world.all_reduce_max(-int(own is not None))
     if fewest or not rounds or world.all_true(spare is not None):  # all ask, or none
         return spare
     given = _given(world, own)
@@ -65,7 +65,7 @@ def _must_meet(program: Program) -> bool:
 
 def _given(world: World, own: Any) -> Any:
     """The last micro-batch of the first rank that has one, on every rank."""
-    source = -world.largest(-(world.size if own is None else world.rank))
+    source = -world.all_reduce_max(-(world.size if own is None else world.rank))
     tensors: list[torch.Tensor] = []
     told = world.broadcast_json(_described(own, tensors), source)
     if told is None:

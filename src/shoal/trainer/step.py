@@ -151,7 +151,7 @@ def _tally(
     vector = torch.cat(
         [known, squares.reshape(1), sums.new_tensor(flags), per_rank.flatten(), used]
     )
-    world.sum(vector)
+    world.all_reduce(vector)
     told = vector.tolist()
     slots = [told[6 + k * ranks : 6 + (k + 1) * ranks] for k in range(rows)]
     return Tally(

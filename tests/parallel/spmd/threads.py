@@ -58,15 +58,15 @@ class ThreadAxis:
         self.counts[kind] += 1
         self.payload_bytes[kind] += elements * tensor.element_size()
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         self._count("all_reduce", tensor.numel(), tensor)
         tensor.copy_(torch.stack(self._all(tensor)).sum(0))
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._count("all_gather", tensor.numel() * self.size, tensor)
         return torch.stack(self._all(tensor))
 
-    def scatter_sum(self, flat: torch.Tensor, cuts: list[int]) -> Pending:
+    def reduce_scatter(self, flat: torch.Tensor, cuts: list[int]) -> Pending:
         self._count("reduce_scatter", flat.numel(), flat)
         total = torch.stack(self._all(flat)).sum(0)
         return Pending(total[cuts[self.rank] : cuts[self.rank + 1]].clone())

@@ -64,7 +64,7 @@ class Sharing:
         """Over the ranks; the total is differentiable."""
         whole: Tensor = _Sum.apply(total, self.deal.axis)
         counted = count.clone()
-        self.deal.axis.sum(counted)
+        self.deal.axis.all_reduce(counted)
         return whole, counted
 
 
@@ -189,5 +189,5 @@ class _Sum(torch.autograd.Function):
 
 def _summed(value: Tensor, axis: Axis) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
-    axis.sum(total)
+    axis.all_reduce(total)
     return total

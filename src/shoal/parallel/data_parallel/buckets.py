@@ -212,9 +212,9 @@ class BucketReducer:
         sent = flat if self.reduce is None else flat.to(self.reduce)
         world = self.worlds[number]
         if cuts:
-            self.pending.append((world.scatter_sum(sent, cuts), sent))
+            self.pending.append((world.reduce_scatter(sent, cuts), sent))
         else:
-            self.pending.append((world.sum(sent, wait=False), sent))
+            self.pending.append((world.all_reduce(sent, wait=False), sent))
 
 
 def second_gradient(name: str) -> PlanError:

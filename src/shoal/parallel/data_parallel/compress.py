@@ -92,14 +92,14 @@ class CompressedSums:
         """The world's own counters."""
         return self.world.traffic
 
-    def sum(self, tensor: torch.Tensor, *, wait: bool = True) -> Arriving:
+    def all_reduce(self, tensor: torch.Tensor, *, wait: bool = True) -> Arriving:
         """Sum the next bucket over all ranks, in place."""
         arriving = Arriving(self._send(tensor), tensor, self._turn)
         if wait:
             arriving.wait()
         return arriving
 
-    def scatter_sum(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
         """Sum the next bucket; this rank gets the elements from cuts[rank] to cuts[rank + 1]."""
         own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
         return Arriving(self._send(tensor), own, self._turn)

@@ -76,9 +76,6 @@ def apply(program: Program) -> Program:
             detours += _wrap(program, [part], over, scatters[1])
     detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    if layout.pp > 1 and isinstance(module, FSDPModule):
-        # A stage runs forward passes between backward ones: what is in no block stays for them.
-        module.set_reshard_after_backward(False, recurse=False)
     detours += watch_units(shards, program)
     parameters = trainable(module)
     # A rank alone with its experts, or among whole copies of them, has no rows to deal out.
@@ -183,6 +180,9 @@ def _wrap(
         shard.set_custom_reduce_scatter(summed)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
+        if shard is module and plan.layout.pp > 1:
+            # A stage runs forward passes between backward ones: what is in no block stays for them.
+            shard.set_reshard_after_backward(False, recurse=False)
         send_unused(shard)
         holds_groups(shard, forget_groups)
     return detours
@@ -268,7 +268,7 @@ class ShardedGradients:
                 local.parameter.grad = _local(gradient)
             if name in self.undealt and local.parameter.grad is not None:
                 self.norms.append(torch.linalg.vector_norm(local.parameter.grad))
-                self.undealt[name].sum(local.parameter.grad)
+                self.undealt[name].all_reduce(local.parameter.grad)
 
     def publish(self) -> None:
         """The next pass gathers what was stepped; nothing that is gathered still may stay."""

@@ -65,10 +65,10 @@ def _messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _sum(world: World, tensors: list[torch.Tensor]) -> None:
     """Sum tensors over a world, in place, as one message."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        world.sum(tensors[0])
+        world.all_reduce(tensors[0])
         return
     together = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    world.sum(together)
+    world.all_reduce(together)
     parts = together.split([tensor.numel() for tensor in tensors])
     for tensor, summed in zip(tensors, parts, strict=True):
         tensor.copy_(summed.view_as(tensor))

@@ -128,7 +128,7 @@ class FlatWeights:
             low, high = self.spans[number]
             wide = torch.zeros_like(flat, dtype=master.dtype)
             wide[low:high] = master
-            work = self.worlds[number].gather_parts(wide, bucket.cuts)
+            work = self.worlds[number].all_gather_parts(wide, bucket.cuts)
             if work is not None:
                 work.wait()
             for name, (start, stop) in places(bucket, self.parameters).items():
@@ -142,7 +142,7 @@ class FlatWeights:
             if bucket.compute:
                 low, high = self.spans[number]
                 flat[low:high].copy_(master)
-            works.append(self.worlds[number].gather_parts(flat, bucket.cuts))
+            works.append(self.worlds[number].all_gather_parts(flat, bucket.cuts))
         with self.traffic.waiting():
             for work in works:
                 if work is not None:
@@ -295,7 +295,7 @@ class ScatterReducer:
         # Read before the sum mixes ranks: it tells whose numbers broke.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
-        arriving = self.worlds[number].scatter_sum(sent, self.plan[number].cuts)
+        arriving = self.worlds[number].reduce_scatter(sent, self.plan[number].cuts)
         self.pending.append((number, arriving))
 
     def _receive(self) -> None:

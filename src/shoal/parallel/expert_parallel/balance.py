@@ -55,7 +55,7 @@ class Loads:
         if self.steps % EVERY:
             return
         told = torch.cat(list(self.counts.values()))
-        self.data.sum(told)
+        self.data.all_reduce(told)
         rows = told.split([len(row) for row in self.counts.values()])
         self.notices.append(balance_line(dict(zip(self.counts, rows, strict=True)), EVERY))
         for row in self.counts.values():

@@ -47,13 +47,13 @@ class Axis(Protocol):
     def size(self) -> int:
         """How many."""
 
-    def sum(self, tensor: Tensor) -> Any:
+    def all_reduce(self, tensor: Tensor) -> Any:
         """Sum over the ranks, in place."""
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] of every rank to [size, ...]."""
 
-    def scatter_sum(self, tensor: Tensor, cuts: Sequence[int]) -> Sum:
+    def reduce_scatter(self, tensor: Tensor, cuts: Sequence[int]) -> Sum:
         """Begin to sum a flat tensor of which rank r gets elements cuts[r] to cuts[r + 1]."""
 
 
@@ -147,7 +147,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def _summed(value: Tensor, axis: Axis) -> Tensor:
     out = value.clone(memory_format=torch.contiguous_format)
-    axis.sum(out)
+    axis.all_reduce(out)
     return out
 
 
@@ -157,14 +157,14 @@ def _is_copy(label: Tiled, rank: int) -> bool:
 
 
 def _gathered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
-    return join(axis.gather(value.contiguous()).unbind(0), split)
+    return join(axis.all_gather(value.contiguous()).unbind(0), split)
 
 
 def _scattered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
     parts = [cut(value, split, rank, axis.size) for rank in range(axis.size)]
     flat = torch.cat([one.reshape(-1) for one in parts])
     count = parts[0].numel()
-    pending = axis.scatter_sum(flat, [count * rank for rank in range(axis.size + 1)])
+    pending = axis.reduce_scatter(flat, [count * rank for rank in range(axis.size + 1)])
     return pending.result().view(parts[0].shape)
 
 

@@ -175,7 +175,7 @@ def _in_gradients(
         summed = own.clone(memory_format=torch.contiguous_format)
         if summed.shape != wanted.shape:
             continue
-        trial.axis.sum(summed)
+        trial.axis.all_reduce(summed)
         if trial.everywhere(float((summed - wanted).norm() / norm)) <= tolerance:
             parts.append(n)
         elif trial.everywhere(float((summed - wanted * degree).norm() / norm)) <= tolerance:

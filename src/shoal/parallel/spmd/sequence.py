@@ -63,7 +63,7 @@ class Deal:
         cuts = [0, *itertools.accumulate(part.numel() for part in parts)]
         shape = list(whole.shape)
         shape[self.dim] = spans[self.axis.rank][1] - spans[self.axis.rank][0]
-        return self.axis.scatter_sum(torch.cat(parts), cuts).result().view(shape)
+        return self.axis.reduce_scatter(torch.cat(parts), cuts).result().view(shape)
 
     def whole_gradient(self, local: Tensor) -> Tensor:
         """The gradient of a whole that was cut, or this rank's summand of it."""
@@ -85,7 +85,7 @@ class Deal:
             shape = list(local.shape)
             shape[self.dim] = most - mine
             local = torch.cat((local, local.new_zeros(shape)), self.dim)
-        parts = self.axis.gather(local)
+        parts = self.axis.all_gather(local)
         return torch.cat(
             [p.narrow(self.dim, 0, n) for p, n in zip(parts, lengths, strict=True)], self.dim
         )

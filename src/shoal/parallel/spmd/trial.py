@@ -125,7 +125,7 @@ class Trial:
         """The largest of the ranks' numbers; not a number counts as infinite."""
         device = next(iter(self.numbers.values())).device
         told = torch.tensor([number], dtype=torch.float64, device=device).nan_to_num(nan=1e300)
-        return float(self.axis.gather(told).max())
+        return float(self.axis.all_gather(told).max())
 
     def _input(self, leaf: Tensor) -> Tensor:
         """Hidden states with noise; masks and tables as they are."""
@@ -176,12 +176,12 @@ class Trial:
 
     def _joined(self, part: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split | Tiled):
-            return join(self.axis.gather(part.contiguous()).unbind(0), label)
+            return join(self.axis.all_gather(part.contiguous()).unbind(0), label)
         return self._summed(part) if isinstance(label, Partial) else part
 
     def _summed(self, part: Tensor) -> Tensor:
         total = part.clone(memory_format=torch.contiguous_format)
-        self.axis.sum(total)
+        self.axis.all_reduce(total)
         return total
 
 

@@ -55,14 +55,14 @@ class SplitVocabulary:
         """Rows of the rank that holds most: the first."""
         return self.cuts[1]
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Every rank's [...] as [ranks, ...]."""
-        gathered: Tensor = self.axis.gather(tensor.contiguous())
+        gathered: Tensor = self.axis.all_gather(tensor.contiguous())
         return gathered
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
-        self.axis.sum(tensor)
+        self.axis.all_reduce(tensor)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., size] from hidden states [..., dim] and this rank's rows; looking gathers it."""
