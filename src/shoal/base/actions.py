@@ -21,6 +21,8 @@ KINDS = {
 class Action:
     """One piece of work: a kind of KINDS, for one micro-batch, on one stage of the model.
 
+    kind     F forward, B whole backward, I and W its halves: input's and weights' gradients
+
     >>> Action("F", 0, 3).text()
     'F3@0'
     """

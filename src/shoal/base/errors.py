@@ -39,7 +39,7 @@ class ConfigError(UserError):
 
 
 class PlanError(UserError):
-    """A layout that cannot be built on these processes or for this model."""
+    """A layout that cannot be built on these processes, for this model, or with other settings."""
 
 
 class ClusterError(ShoalError):

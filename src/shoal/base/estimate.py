@@ -102,7 +102,7 @@ class Case:
 
     loss          full, chunked, parallel: how the loss meets the vocabulary
     optimizer_bytes  state per fp32 element
-    expert_tp     ranks over which one expert is split; 0: 1 where Shoal deals experts, else as tp
+    expert_tp     ranks that split one expert; 0: 1 for "shoal" with ep > 1, else as tp
     framework     whose step is predicted: "shoal", or a peer whose published run is compared
     """
 

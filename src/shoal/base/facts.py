@@ -36,7 +36,10 @@ def default_processes(machine: MachineFacts) -> int:
 
 
 def this_machine() -> MachineFacts:
-    """Cores that this process may use, memory in bytes, NVIDIA GPUs that are visible to it."""
+    """Cores this process may use, all memory of the machine, visible NVIDIA GPUs; CUDA stays off.
+
+    A container's limit on memory is not looked at.
+    """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(usable_cores(), memory_bytes, _gpus())
 

@@ -145,7 +145,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy(OffloadPolicy, RecomputePolicy):
-    """Memory saved at the cost of time."""
+    """Memory saved at the cost of time: `recompute` activations, `offload` to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class CallPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPolicy:
-    """How many checkpoints stay."""
+    """How many complete checkpoints stay on disk, the newest ones."""
 
     keep: int = number(2, least=1, usual=2)
     """newest complete checkpoints that stay on disk"""
@@ -414,9 +414,10 @@ WHOLE_STEPS = {
 
 
 def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
-    """Refuse an optimizer of whole parameters where the layout cuts them, before anything starts.
+    """Refuse lamb, muon and adafactor where a layout cuts parameters, before anything starts.
 
-    strategy   `LayoutSection.named()` · tp, ep  degrees, where they are given
+    name       any other optimizer passes; `optim/probe.py` tries it once the run is built
+    strategy   `LayoutSection.named()` · tp, ep  degrees; 0 where they are not given
     Errors     PlanError with the nearest layout
     """
     why = WHOLE_STEPS.get(name.lower())

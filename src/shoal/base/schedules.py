@@ -100,7 +100,7 @@ def copies(schedule: str) -> int:
 
 
 def check_recompute(schedule: str, recompute: str) -> None:
-    """Refuse to compute blocks twice where a backward runs in two halves.
+    """Refuse recomputation, selective or full, where a schedule cuts the backward in two halves.
 
     Each weight's half would run its whole block again: exact, at 10 forwards' work in the place
     of 4 for a transformer's block.

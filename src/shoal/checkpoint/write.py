@@ -93,9 +93,9 @@ def save(
 
     pieces    equal (name, box) on several ranks are replicas: one of them is written
     record    free JSON, kept in the manifest; rank 0's is taken
-    keep      newest complete checkpoints that stay, this one included
-    aliases   name of a tied weight → the name under which it is offered
-    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`, once
+    keep      newest complete checkpoints that stay, this one included; later steps do not count
+    aliases   tied name → the name that is written; pieces of a tied name are left out
+    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`; neither where `step-N` stays
 
     A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
     Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,

@@ -49,11 +49,11 @@ Value = TypeVar("Value")
 
 
 class Merger:
-    """Exchanges fragments of one rank with its like in the other islands, one at a time.
+    """Exchanges one fragment at a time, in a thread, with the same rank of other islands.
 
     inner     the island's ranks on a group of their own, for the thread · shares  who sends what
-    admission of every fragment twice: among the islands of a region, and among all
-    round_s   what this island's inner steps since the last exchange took
+    admission two per fragment: [2·fragment] judges rounds of a region, [2·fragment + 1] of all
+    round_s   what the inner steps since the last exchange took: the deadline follows from it
     last_save of the round before: nobody votes while it is written, nor with yes if it failed
     """
 

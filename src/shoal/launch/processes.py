@@ -113,7 +113,10 @@ def die_with(parent: int) -> Callable[[], None] | None:
 
 
 class Guardian:
-    """The supervisor's end of `guardian.py`; without it (it was killed) the run goes on."""
+    """Starts `guardian.py`, which kills the process groups told to it when the supervisor ends.
+
+    If the guardian itself is killed, the run goes on without it.
+    """
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(

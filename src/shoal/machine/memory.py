@@ -25,7 +25,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Measure the peak from here on; only Linux can do that for resident bytes."""
+    """Measure the peak from here on; on a CPU only under Linux, elsewhere nothing happens."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

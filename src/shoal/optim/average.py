@@ -23,10 +23,10 @@ RISE = 10
 
 
 class WeightAverage:
-    """The average of named pieces of parameters.
+    """An exponential moving average of this rank's pieces of the parameters, float32 at least.
 
     decay       share of the old average that stays, once risen; 0 ≤ decay < 1
-    parameters  this rank's pieces by parameter name; they are read, never kept in another form
+    parameters  this rank's pieces by name: `update` reads them, `swapped` writes them
     updates     how many updates are in the average; belongs into a checkpoint's record
     Errors      ConfigError for a decay out of range
     """

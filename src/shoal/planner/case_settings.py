@@ -20,7 +20,7 @@ from shoal.planner.published import find
 
 
 def beside(config: Config) -> dict[str, Any]:
-    """Collect what a `Case` says beside model, cluster and plan, by name.
+    """Collect `loss` and `optimizer_bytes` of a `Case` from [model] and [optimizer].
 
     >>> beside(Config())
     {'loss': 'chunked', 'optimizer_bytes': 8}

@@ -49,7 +49,12 @@ def _schedule(case: Case) -> Schedule:
 
 
 def busiest(case: Case, travel: Travel) -> StepTraffic:
-    """What the rank sends that sends most."""
+    """Bytes, by kind, that the rank which sends most sends in one step of the case.
+
+    case     of a plan that has its placements: without them sums and gathers count as nothing
+    travel   what tp and pp send per micro-batch, as stated when the model was divided
+    Limits   looks at the first rank of each pipeline rank
+    """
     return max(
         (sent_by(case, travel, rank) for rank in range(case.layout.pp)),
         key=lambda sent: sent.total_bytes,

@@ -49,7 +49,11 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
 
 
 def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> float:
-    """The slowest link with which islands compute for the share `target`; inf if none does.
+    """Find the slowest link with which islands compute for the share `target` of the time.
+
+    facts    whose own bytes_per_s is not read
+    Gives    inf where no link is fast enough: latency, coding or slow islands cost more
+    Errors   PlanError for a target that is not between 0 and 1
 
     >>> facts = IslandsFacts(20e6, 0.5, 1.0)
     >>> link = needed_bytes_per_s(IslandsPolicy("streaming-diloco", count=3), facts)

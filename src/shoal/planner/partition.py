@@ -17,7 +17,9 @@ SAME = 1e-9
 
 
 def partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each of `parts` runs of a chain of at least as many costs begins; none is empty.
+    """Cut a chain into `parts` runs, none empty, of least largest sum; give where each begins.
+
+    Ties: the least sum of squares, then longer earlier runs. More parts than costs: not checked.
 
     >>> partition([1, 1, 1, 1, 1], 2), partition([3, 1, 1, 1, 3], 3), partition([0, 0], 2)
     ([0, 3], [0, 1, 4], [0, 1])

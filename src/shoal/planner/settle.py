@@ -34,9 +34,11 @@ def settle(
 ) -> Plan:
     """Fill in what a plan leaves open: layout, reason, micro-batch, accumulation.
 
-    plan         of policies, with a batch; keys of [layout] among `said` win over its own
-    said         the layout in words; `words_of` gives those of a `Layout`
-    parameters   elements of the model, None where it was not counted
+    plan         policies and a batch; its layout is not read, its `why` stays where it has one
+    said         the layout in words, which replaces the plan's (`words_of` gives those of one);
+                 policies among them win over the plan's. Degrees must multiply out to `processes`:
+                 none is derived; a strategy's are
+    parameters   elements of the model; None: its size is left out of account
     Errors       PlanError, ConfigError with the nearest legal choice
 
     >>> laptop = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
@@ -79,7 +81,11 @@ def goes_together(plan: Plan) -> bool:
 
 
 def settle_batch(plan: Plan) -> Plan:
-    """The second half of `settle`: micro-batches of a plan that has its layout and its batch."""
+    """Fill in micro-batch and accumulation of a plan that has its layout and its batch.
+
+    micro_batch   of the plan: a given one stays; 0: batch / gcd(batch, 8), whatever the layout
+    Errors        ConfigError where the batch does not divide; PlanError where the schedule cannot
+    """
     micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
     accumulate = check_batch(
         plan.batch, micro_batch, plan.layout.data_degree, derived=not plan.micro_batch

@@ -62,11 +62,13 @@ MOST_BEGUN = 2
 def prove_run(
     config: Config, source: Source, world: World, folder: Path, plan: Plan, said: Words | None
 ) -> str:
-    """Prove the layout of a training run before it begins, if `train.prove` asks for that.
+    """Prove that a run's layout computes what one process computes, if `train.prove` asks for it.
 
+    Every rank calls it, before the run begins.
     plan, said   as `start_run` takes them
-    Gives    the line for the user; empty where nothing was done
-    Errors   as `prove_before`
+    folder   the run's own: keeps proof.json; with a checkpoint in it nothing is proven
+    Gives    a line for the user, also where it could not be proven; "" where nothing was done
+    Errors   TrainingError where the two differ
     """
     if config.train.prove == "off" or world.size == 1:
         return ""

@@ -72,7 +72,11 @@ class CallLog:
 
 
 def first_calls(module: nn.Module, names: Iterable[str], run: Run) -> dict[str, Call]:
-    """The first call of each of some layers, in the order of the calls; absent if never called."""
+    """The first call of each of some layers, in the order of the calls; absent if never called.
+
+    run      one forward pass; done a second time where the cheap one fails
+    Limits   numbers in a call may be those of an equal layer's; shapes are its own
+    """
 
     def look(cheaply: bool) -> dict[str, Call]:
         calls = CallLog()

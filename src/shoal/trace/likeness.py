@@ -17,7 +17,10 @@ from shoal.trace.graph import Untraceable, trace
 
 
 class Likeness:
-    """Compares layers of one model; traces each at most once per call it is compared on."""
+    """Sorts a model's layers into groups of equal ones, so that one can be solved for all.
+
+    Equal: classes, shapes and attributes; or, where only attributes differ, their traced graphs.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

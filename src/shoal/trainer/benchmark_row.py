@@ -61,10 +61,12 @@ def measure_row(
 ) -> Row:
     """Train a fresh model under `layout` for a few steps; call it on every rank.
 
-    steps     timed optimizer steps · compared  the first steps, after which weights are compared
-    folder    where REFERENCE lies
-    Gives     the row's figures, equal on every rank; JSON values. {"reason": …} alone where the
-              layout cannot carry this model; else:
+    steps     timed, after 2 that warm up · compared  weights are compared after so many steps,
+              counted from the first and at most all of these, timed ones included
+    folder    where `single` writes its weights (REFERENCE): run it first, others compare theirs
+    Gives     figures, equal on every rank but for `predicted`; JSON values. {"reason": …} alone
+              where the layout cannot carry this model; else:
+              predicted     on rank 0 alone: what the planner foresees of the row
               text precision parameters   what ran
               per_s         targets (tokens) or samples per second of the median step, all ranks
               step_s        of each timed step · losses  of every step from the first

@@ -60,7 +60,11 @@ def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
-    """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs."""
+    """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs.
+
+    call     "single"; whatever else is kwargs
+    Errors   ConfigError where forward takes its inputs in another form; others as they are
+    """
     if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(
             f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "

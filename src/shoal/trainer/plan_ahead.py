@@ -65,8 +65,8 @@ def plan(
     precision    `compute` of [precision] · optimizer_bytes  state per fp32 element: 8 for Adam
     policies     further keys of a `shoal.Plan`; recompute is searched unless it is given
     Gives        a settled `Plan`, whose `why` says the step time and the peak that are foreseen
-    Errors       PlanError where nothing is legal, nothing fits or nothing would start, with what
-                 would; ConfigError for a wrong argument
+    Errors       PlanError where nothing is legal, no step fits in memory, or the weights do not
+                 fit on a device at the start, with what would; ConfigError for a wrong argument
     Source       docs/plan.md: what the figures are made of, and how far off they were
 
     >>> import torch

@@ -71,7 +71,9 @@ class RunFolder:
 
 
 def last_session(events: list[Record]) -> list[Record]:
-    """The events since the run was last started or resumed by a person.
+    """Give the events from the last `run_started` on; all of them where there is none.
+
+    A restart by Shoal's supervisor writes none; one by torchrun or SLURM does.
 
     >>> [e["event"] for e in last_session([{"event": "notice"}, {"event": "run_started"}])]
     ['run_started']

@@ -34,7 +34,7 @@ PLAIN: dict[str, type[Method]] = {
 
 
 def find_method(policy: IslandsPolicy, *, seed: int = 0) -> Method:
-    """The method of a run.
+    """Find the class of `islands.method` and make it with the policy's settings.
 
     seed     `train.seed`: noloco draws its pairs from it
     Errors   ConfigError for an unknown method, or for settings that it cannot have
