@@ -219,6 +219,14 @@ def test_too_many_tokens() -> None:
     )
 
 
+def test_generating_leaves_every_part_in_its_mode() -> None:
+    model = small(dropout=0.5).train()
+    model.blocks[0].eval()
+    modes = [part.training for part in model.modules()]
+    generate(model, torch.zeros(1, 2, dtype=torch.int64), 1, 0.0)
+    assert [part.training for part in model.modules()] == modes
+
+
 def test_generate() -> None:
     model, prompt = small(dropout=0.5), torch.randint(50, (2, 5))
     likeliest = generate(model, prompt, 3, 0.0, window=64)

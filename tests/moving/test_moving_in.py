@@ -192,9 +192,19 @@ def test_the_ddp_script_on_four_processes(tmp_path: Path) -> None:
     assert "rank 0's are used" in ended.err
 
 
+def plain_torchrun(processes: int, folder: Path, *scripts: Path) -> Ended:
+    """Of scripts without Shoal: gloo aborts about one of their exits in twenty (docs/lab-log.md)."""
+    try:
+        return torchrun(processes, folder, *scripts)
+    except AssertionError as ended:
+        if "terminate called without an active exception" not in str(ended):
+            raise
+        return torchrun(processes, folder, *scripts)
+
+
 def test_the_old_and_the_new_ddp_script(on_two: Ended, tmp_path: Path) -> None:
     """The same weights; but the old one prints the loss of rank 0's own 32 samples."""
-    old = torchrun(2, tmp_path, script("before", "ddp"))
+    old = plain_torchrun(2, tmp_path, script("before", "ddp"))
     alone = one_process(2)
     assert_close(old.weights(script("before", "ddp")), alone.weights)
     assert_close(on_two.weights(script("after", "ddp")), alone.weights)

@@ -60,4 +60,7 @@ def test_what_is_read_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     note_run(path, "fp32", 2.0)
     found = measured.read_measured(tmp_path, 2, "cpu")
     assert found is not None
+    with monkeypatch.context() as broken:  # a file with "local": 0
+        broken.setattr(measured, "cluster_of", lambda document: 1 // 0)
+        assert measured.read_measured(tmp_path, 2, "cpu") is None
     assert found.device.matrix_flops_per_s["fp32"] == 5e9

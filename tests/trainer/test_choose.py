@@ -91,6 +91,10 @@ def test_a_resumed_run_keeps_its_layout_and_takes_a_new_batch(digits, tmp_path: 
         kept.layout, "as before", 32, 8, True,
     )  # fmt: skip
     assert keep_choice(now, {"strategy": "ddp"}, tmp_path) == (now, False)
+    assert keep_choice(now, {"strategy": "auto", "zero": 2}, tmp_path)[1]
+    assert keep_choice(now, {"strategy": "auto", "zero": 1}, tmp_path) == (now, False)
+    cannot = replace(now, compress="topk")
+    assert keep_choice(cannot, {"strategy": "auto"}, tmp_path) == (cannot, False)
     (tmp_path / "plan.json").write_text("{half")
     assert keep_choice(now, {"strategy": "auto"}, tmp_path) == (now, False)
 

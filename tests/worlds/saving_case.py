@@ -23,7 +23,7 @@ from shoal.trainer.saving import FAILED, Saving
 
 ROWS, WIDTH = 64, 1024
 STEPS_AT_MOST = 2000
-COLLECTIVES = ("sum", "gather", "broadcast", "barrier")
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
 
 
 class Told:

@@ -388,7 +388,7 @@ def wrong_part(run: fx.GraphModule) -> None:
 
         def neighbours(value: Tensor, axis: Any, right: Any = right) -> Tensor:
             shifted = SimpleNamespace(rank=(axis.rank + 2) % axis.size, size=axis.size)
-            shifted.sum, shifted.gather = axis.sum, axis.gather
+            shifted.all_reduce, shifted.all_gather = axis.all_reduce, axis.all_gather
             return right(value, shifted)
 
         neighbours.__module__ = "exchange"

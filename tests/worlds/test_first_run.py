@@ -56,7 +56,8 @@ def test_the_run_folder_is_whole(first: tuple[CommandLine, str]) -> None:
     run = first[0].run
     assert load(run / "run.toml").config.train.steps == 30
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["strategy"] in ("ddp", "single")
+    # As this machine was measured: zero1 and zero2 send as much as ddp, and a hair may decide.
+    assert plan["strategy"] in ("single", "ddp", "zero1", "zero2")
     assert plan["buckets"]
     assert plan["flops_per_sample"] > 0
     assert [r["step"] for r in lines(run / "metrics.jsonl")] == list(range(1, 31))

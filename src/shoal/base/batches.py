@@ -37,7 +37,9 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
 
 
 def cut_span(start: int, stop: int, micro_batch: int) -> list[MicroBatch]:
-    """The micro-batches of a step over the positions start … stop − 1.
+    """Cut a whole step, of all ranks, into micro-batches; `owned` then picks those of one rank.
+
+    start, stop   stream positions of the samples, stop excluded; the last piece may be short
 
     >>> [(m.start, m.stop) for m in cut_span(4, 7, 2)]
     [(4, 6), (6, 7)]

@@ -90,7 +90,7 @@ def short(text: str) -> str:
 def one_of(
     where: str, got: object, allowed: Iterable[str], others: Mapping[str, str] | None = None
 ) -> str:
-    """The line for a value outside a list: what was got, the nearest legal value, then all of them.
+    """Write the line for a value outside a list: what was got, all legal values, the nearest.
 
     others   words of other projects → the legal value that is meant or that comes nearest
 

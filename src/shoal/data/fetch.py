@@ -120,7 +120,10 @@ def _digest_into(total: Any, value: Any) -> None:
 
 
 def identity_of(dataset: Any) -> list[Any] | None:
-    """Length and hashes of the first and the last sample; None where they cannot be read."""
+    """A dataset's length and hashes of its first and last sample; None where it cannot be read.
+
+    Both samples are loaded with fixed seeds, and the generators are put back afterwards.
+    """
     try:
         with seeded_draws("identity"):
             count = len(dataset)

@@ -7,7 +7,7 @@ a pipe that nobody but the supervisor can write to.
 Protocol, one line each on standard input:
   +PGID    guard this process group
   -PGID    it is gone; forget it
-  end      the supervisor finished or died: kill every group still listed, then exit
+At the end of input the supervisor finished or died: every group still listed is killed.
 
 Run by file name with `python -I -S`, so it imports nothing of Shoal and starts in milliseconds.
 """
@@ -43,7 +43,7 @@ def main() -> None:
     for group in guard(sys.stdin):
         try:
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # gone, or none of ours any more
             continue
 
 

@@ -29,9 +29,9 @@ def generate(
     model        gives `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds them
     temperature  above 0; lower is safer, 0 always the likeliest
     generator    of the model's device, for text that can be repeated
-    window       the model sees this many last tokens; not more than its own `sequence`
+    window       the model sees this many last tokens; unchecked: keep it within its `sequence`
     """
-    was_training = model.training
+    modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         for _ in range(steps):
@@ -46,5 +46,6 @@ def generate(
                 following = torch.multinomial(odds, 1, generator=generator)
             tokens = torch.cat((tokens, following), 1)
     finally:
-        model.train(was_training)
+        for part, mode in modes:  # a part may be in another mode than the whole
+            part.training = mode
     return tokens

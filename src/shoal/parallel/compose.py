@@ -111,7 +111,10 @@ def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
 
 
 def check_here(plan: Plan, device: torch.device) -> None:
-    """Errors: PlanError for a policy that no layout could hold on this device."""
+    """Ask compile, recompute and offload whether this device rules them out under any layout.
+
+    Errors: PlanError; so far for offload on a CPU
+    """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check_here", None):
             check(plan, device)

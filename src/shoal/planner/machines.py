@@ -42,10 +42,10 @@ _SHORT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_machines(
     text: str, machine: MachineFacts | None = None, cache: Path | None = None
 ) -> Cluster:
-    """The cluster that `--on TEXT` names.
+    """Read the cluster that `--on TEXT` names; `devices` are those of one island, all groups of it.
 
     machine   what `cpu` means: this machine's cores and memory; default: as the system tells
-    cache     folder of measured machines, so that `cpu` is what was measured here
+    cache     folder of measured machines: for `cpu`, a measurement there wins over `machine`
     Errors    PlanError: what was read, up to where, and an example; an unknown device or link with
               the nearest known one
 

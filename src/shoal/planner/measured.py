@@ -76,7 +76,9 @@ def _asked_threads() -> int:
 def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0) -> Cluster | None:
     """This machine as measured with `processes` ranks; None if it was not, or cannot be read.
 
+    This machine is known by host name, usable cores and torch version.
     cache    the cache folder · kind  cpu or gpu; default: whichever is there, GPUs first
+    threads  of a rank on a CPU; 0: as a run has it (OMP_NUM_THREADS, else its share of cores)
     """
     for which in (kind,) if kind else ("gpu", "cpu"):
         try:
@@ -84,7 +86,15 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
             document = json.loads(path.read_text())
             if document["version"] == VERSION:
                 return corrected(cluster_of(document), learnt(path))
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+        ):
             continue  # a cache: what cannot be read is measured again
     return None
 

@@ -36,8 +36,9 @@ VERSION = 1
 def plan_record(
     candidates: Sequence[Candidate], space: SearchSpace, *, top: int, notes: Sequence[str]
 ) -> dict[str, Any]:
-    """The document for the best `top` of the candidates, which are in order.
+    """Make the JSON document: the best candidate of each of the `top` best layouts.
 
+    candidates   not empty, best first
     space   what was searched; a layout that the user fixed is not held against the field's guide
     """
     best = candidates[0]

@@ -151,9 +151,11 @@ def kept_plan(folder: Path, processes: int) -> Plan | None:
 def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Plan, bool]:
     """Take the layout that an earlier start of a run chose, where it is left open again.
 
+    asked   keys of [layout] that the user set, "strategy" among them · folder  of the run; read
     Gives   the plan, and whether its layout is such a choice: a restart goes on bit for bit
     """
     kept = kept_plan(folder, plan.layout.processes) if is_open(asked) else None
-    if kept is None:
+    if kept is None or kept.layout.zero != asked.get("zero", kept.layout.zero):
         return plan, False
-    return settle_batch(replace(plan, layout=kept.layout, why=kept.why)), True
+    again = replace(plan, layout=kept.layout, why=kept.why)
+    return (settle_batch(again), True) if goes_together(again) else (plan, False)

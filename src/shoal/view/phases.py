@@ -132,7 +132,8 @@ class Silence:
 class PhaseLine:
     """Shows phases alone: in place on a terminal, a line now and then through a pipe.
 
-    title   stands before them · hear  takes phases of this process, `read` those of a run folder
+    `hear` takes phases of this process; `show(read_doing(folder))` draws those of a run folder.
+    title   stands before them on a terminal
     """
 
     def __init__(self, stream: TextIO, title: str = "") -> None:

@@ -31,7 +31,7 @@ Line = tuple[str, str]
 
 
 def print_splits(explained: Explained, stream: TextIO) -> None:
-    """Write the table, in colours on a terminal."""
+    """Write how a layout splits each parameter, and why, as a table; in colours on a terminal."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for text, style in split_lines(explained, min(WIDTH, max(80, console.width))):
         console.print(Text(text, style=style), soft_wrap=True)

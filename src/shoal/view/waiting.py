@@ -18,7 +18,7 @@ Record = dict[str, Any]
 class Waiting:
     """Says what is being measured: in place on a terminal, a `key=value` line per row elsewhere.
 
-    path    rows.jsonl, which the workers write · asked  (layout, parts) of every row
+    path    rows.jsonl, which the workers write · asked  (layout, processes) of every row
     skip    lines of it that are old news · quiet  nothing but the line in place
     """
 
