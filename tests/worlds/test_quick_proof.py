@@ -70,6 +70,15 @@ def test_a_proof_that_ended_is_not_repeated_at_a_restart(worlds, tmp_path: Path)
     assert ask(worlds, tmp_path, **bug)["line"] == "", "a resume had its proof"
 
 
+def test_a_difference_is_told_again_at_every_restart(worlds, tmp_path: Path) -> None:
+    """torchrun restarts whatever ends: at the third start it trained what was proven wrong."""
+    first = ask(worlds, tmp_path, bug="factor lost")["error"]
+    for _ in range(3):
+        told = ask(worlds, tmp_path, environ={"TORCHELASTIC_RESTART_COUNT": "1"})
+        assert told["error"] == first
+    assert ask(worlds, tmp_path)["line"].startswith("proof: ddp"), "a start of its own"
+
+
 def test_a_proof_that_was_killed_counts_as_not_done(worlds, tmp_path: Path) -> None:
     again = {"SHOAL_ATTEMPT": "1"}
     assert "error" in ask(worlds, tmp_path, bug="factor lost", environ=again), "never begun"

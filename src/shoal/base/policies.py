@@ -192,7 +192,10 @@ class KeepPolicy:
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeepPolicy):
-    """When the run's state is written, and how many copies stay."""
+    """When the run's state is written, and how many checkpoints stay (`keep`).
+
+    every   steps between checkpoints; 0: five over the run, and the last step always
+    """
 
     every: int = number(0, least=0)
     """steps between checkpoints; 0: five over the run, and the last step always"""

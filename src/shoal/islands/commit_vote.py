@@ -120,8 +120,10 @@ def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
 
 
 def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
-    """(whether the numbers are at fault, what to do) where a step did not happen.
+    """(whether the training is at fault, not the cluster; what to do) for a step that is lost.
 
+    True where an island could not save, or its numbers are at fault (not finite, no change
+    admitted); False where islands came to different weights.
     ballots   of all islands of the run
     """
     if not all(ballot.saved for ballot in ballots):

@@ -47,7 +47,7 @@ def build(
                  weights are read if they lie beside its config.json
     arguments    keys of [model]
     vocabulary   what the data's tokenizer has · sequence  tokens per sample; None if unknown
-    Errors       ConfigError, as `model_facts.resolve` and `foreign.build_foreign`
+    Errors       ConfigError, as `model_facts.resolve` and `huggingface.build_foreign`
 
     >>> build("mlp", {"hidden": 8}).head.in_features
     8

@@ -43,7 +43,11 @@ class States(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Elements of a stage on one rank before the data-parallel split."""
+    """Parameter elements of a unit, a block or a stage on one rank.
+
+    After tensor and expert parallelism, before the data-parallel split.
+    dense   all but the experts' · experts   those of mixture-of-experts layers
+    """
 
     dense: float
     experts: float

@@ -31,6 +31,7 @@ from torch import nn
 from shoal import __version__
 from shoal.base.errors import ShoalError, TrainingError
 from shoal.base.files import cache_folder, write_whole
+from shoal.base.lines import read_object
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.units import seconds_text
@@ -89,7 +90,7 @@ def prove_before(
         return ""
     attempts = Attempts(folder, content_key(_text(folder / "run.toml"), world.size))
     restarted = any(environ.get(name, "0") not in ("", "0") for name in RESTARTS)
-    begun = world.broadcast_json(attempts.begun(restarted) if world.is_first else None)
+    begun = _begun(attempts, restarted, world)
     if begun is None:
         return ""
     if isinstance(case.data, Iterator):
@@ -113,14 +114,29 @@ def prove_before(
         return too_long(expected_s, folder)
     battery = quick_battery(case, world.size, BUDGET_S)
     report = battery.prove(world, case.layout, case.policies)
-    if report["verdict"] == "different":
-        raise TrainingError(refusal(report))
+    refused = refusal(report) if report["verdict"] == "different" else ""
     if world.is_first:
-        attempts.write(begun + 1, report["verdict"])
+        attempts.write(begun + 1, report["verdict"], refused)
+    if refused:
+        raise TrainingError(refused)
     if key and report["verdict"] == "equal":
         kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
         _write({**_read(), key: kept})
     return line(report)
+
+
+def _begun(attempts: Attempts, restarted: bool, world: World) -> int | None:
+    """Attempts that did not end, on every rank; None where nothing is left to prove.
+
+    Errors   TrainingError where one before this restart found a difference: a launcher that
+             restarts whatever ends must not get past it
+    """
+    told = [attempts.begun(restarted), attempts.refused(restarted)] if world.is_first else None
+    begun, refused = world.broadcast_json(told)
+    if refused:
+        raise TrainingError(refused)
+    found: int | None = begun
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,7 +144,7 @@ class Attempts:
     """A run's attempts at its proof, kept in its folder. Rank 0 alone reads and writes.
 
     Format   <run>/proof.json: {"of": the configuration and the processes, "begun": attempts,
-             "verdict": of the one that ended, "" before}
+             "verdict": of the one that ended, "" before, "refused": its line where they differ}
     """
 
     folder: Path
@@ -141,21 +157,26 @@ class Attempts:
         """
         if find(self.folder / "checkpoints"):
             return None
-        if not restarted:
-            return 0
+        told = self._told(restarted)
         try:
-            told = json.loads(_text(self.folder / NAME))
-            if told["of"] != self.of:
-                return 0
-            return None if told["verdict"] else int(told["begun"])
-        except (ValueError, LookupError, TypeError):
+            return None if told.get("verdict") else int(told.get("begun", 0))
+        except (ValueError, TypeError):
             return 0
 
-    def write(self, begun: int, verdict: str) -> None:
+    def refused(self, restarted: bool) -> str:
+        """The line of a proof that found a difference before this restart; "" without one."""
+        return str(self._told(restarted).get("refused", ""))
+
+    def _told(self, restarted: bool) -> dict[str, Any]:
+        """What an attempt with the same configuration left."""
+        told = read_object(self.folder / NAME) if restarted else {}
+        return told if told.get("of") == self.of else {}
+
+    def write(self, begun: int, verdict: str, refused: str = "") -> None:
         """Keep how far the proof is; on a full disk the next attempt proves again."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            told = {"of": self.of, "begun": begun, "verdict": verdict}
+            told = {"of": self.of, "begun": begun, "verdict": verdict, "refused": refused}
             write_whole(self.folder / NAME, json.dumps(told))
 
 
