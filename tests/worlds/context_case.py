@@ -15,12 +15,12 @@ from torch import nn
 import any_case
 from forward_mistakes import wrong_loss
 from limited_case import limited
+from planted_divided import shared_twice, tie_not_summed
 from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import find_logits, token_loss
 from shoal.parallel import context_parallel
-from shoal.parallel.data_parallel import shared
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import autograd_collectives
 from shoal.proof import Battery
@@ -96,26 +96,6 @@ def restarted_lookup() -> Iterator[None]:
 
 
 @contextmanager
-def shared_twice() -> Iterator[None]:
-    """Gradients are summed over the ranks of a sequence once more."""
-    right = shared.sum_shared
-
-    def twice(*given: Any) -> None:
-        right(*given)
-        right(*given)
-
-    with patch.object(shared, "sum_shared", twice):
-        yield
-
-
-@contextmanager
-def not_shared() -> Iterator[None]:
-    """Every rank keeps the gradient of its own tokens."""
-    with patch.object(shared, "sum_shared", lambda *given: None):
-        yield
-
-
-@contextmanager
 def all_differentiate() -> Iterator[None]:
     """Every rank of a sequence differentiates the loss that all of them have."""
     with patch.object(Program, "differentiates", True):
@@ -148,7 +128,7 @@ BUGS = {
     "position restart": restarted,
     "position restart, learnt": restarted_lookup,
     "joined twice": shared_twice,
-    "not joined": not_shared,
+    "not joined": tie_not_summed,
     "all differentiate": all_differentiate,
     "all speak": all_speak,
     "own keys": own_keys,

@@ -193,10 +193,11 @@ def _smaller_reshape(call: Call, degree: int) -> Call | None:
 
 def _shrunk(sizes: Sequence[int], degree: int, besides: Collection[int] = ()) -> dict[int, int]:
     """Smaller sizes that can be cut as the old ones; those that differ go on to differ."""
+    taken = {*besides, *sizes}  # by sizes that may stay as they are
     small: dict[int, int] = {}
     multiple = 4
     for n in sizes:
-        while multiple * degree in besides:
+        while multiple * degree in taken and multiple * degree < n:
             multiple += 1
         if n <= multiple * degree or n % degree:
             small[n] = n
