@@ -59,17 +59,19 @@ def test_a_language_model_on_images_is_refused(
         "def images(): return [(torch.zeros(1, 8, 8), 3)] * 4\n"
         "def ids(): return [(torch.arange(8), torch.arange(8))] * 4\n"
     )
-    images = open_source(DataSection(source="my_samples:images"), 0)
-    ids = open_source(DataSection(source="my_samples:ids"), 0)
+    of_images, of_ids = (DataSection(source=f"my_samples:{name}") for name in ("images", "ids"))
+    images, ids = open_source(of_images, 0), open_source(of_ids, 0)
     small = {"dim": 8, "layers": 1, "heads": 2}
     with pytest.raises(ConfigError) as caught:
-        build_model(ModelSection(arguments=small), images, 8)
+        build_model(ModelSection(arguments=small), of_images, images)
     assert str(caught.value) == (
         "model.name = llama: reads tokens, data.source = my_samples:images gives images; "
         "nearest: model.name=resnet or model.name=vit"
     )
-    assert build_model(ModelSection(name="resnet"), images, 8)
-    assert build_model(ModelSection(arguments=small), ids, 8), "ids of the user's own are tokens"
+    assert build_model(ModelSection(name="resnet"), of_images, images)
+    assert build_model(ModelSection(arguments=small), of_ids, ids), (
+        "ids of the user's own are tokens"
+    )
 
 
 def test_a_builder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,9 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.source=digits", "model.name = llama: reads tokens, data.source = digits gives "
          "images; nearest: model.name=resnet"),
         ("data.source=digits model.name=llama-3-8b", "nearest: model.name=resnet"),
+        ("model.name=resnet", "model.name = resnet: reads images, data.source = stdlib gives "
+         "tokens; nearest: model.name=llama, or data.source=digits"),
+        ("model.name=mlp", "model.name = mlp: reads numbers"),
         ("data.source=text:missing/*.txt", "text:missing/*.txt"),
         ("data.source=tokens:missing", "tokens:missing"),
         ("data.source=stdlb", "nearest: stdlib"),

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.cli.start import prepare
-from shoal.config.sections import ModelSection
+from shoal.config.sections import DataSection, ModelSection
 from shoal.data.sources import Source
 from shoal.data.tokens import SyntheticTokens
 from shoal.models.catalog import build
@@ -148,9 +148,12 @@ def test_a_job_builds_it(tmp_path: Path) -> None:
     data = SyntheticTokens(4, 16, 61, 0)
     source = Source(data, None, None, 61, None, None, "synthetic: 4 samples", "tokens")
     name = write(tmp_path / "m", LLAMA)
-    assert type(build_model(ModelSection(name=name), source, 16)).__name__ == "LlamaForCausalLM"
+    assert (
+        type(build_model(ModelSection(name=name), DataSection(sequence=16), source)).__name__
+        == "LlamaForCausalLM"
+    )
     with pytest.raises(ConfigError, match="longer than the 64 positions"):
-        build_model(ModelSection(name=name), source, 65)
+        build_model(ModelSection(name=name), DataSection(sequence=65), source)
 
 
 def refusal(name: str, arguments: dict[str, Any] | None = None, **known: int) -> str:

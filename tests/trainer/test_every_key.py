@@ -365,8 +365,8 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         config = settled(key, tmp_path).loaded.config
         seen: Seen = {}
 
-        def build_model(section: Any, source: Any, sequence: int) -> nn.Module:
-            seen.update(model=section, sequence=sequence)
+        def build_model(section: Any, data: Any, source: Any) -> nn.Module:
+            seen.update(model=section, sequence=data.sequence)
             return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
 
         def build_optimizer(policy: Any, parameters: Any, module: Any) -> Any:

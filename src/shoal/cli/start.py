@@ -32,6 +32,7 @@ from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
     asked_layout,
     check_reads,
+    kind_by_name,
     plan_of,
     processes_of,
     resolve_batch,
@@ -182,8 +183,9 @@ def _check_paths(loaded: Loaded) -> None:
     ):
         if path:
             check_function(path, key)
-    if config.data.source == "digits" and not config.model.build:
-        check_reads(config.model.name, "digits", lambda: "images")
+    kind = kind_by_name(config.data.source)
+    if kind and not config.model.build:
+        check_reads(config.model.name, config.data.source, lambda: kind)
 
 
 def _check_resumable(folder: Path) -> None:

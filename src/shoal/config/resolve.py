@@ -104,20 +104,47 @@ def resolve_islands(loaded: Loaded) -> None:
         check_keep(loaded.config.checkpoint.keep)
 
 
+READS = {
+    **dict.fromkeys(("llama", "gpt", "moe", "mixtral"), "tokens"),
+    **{"resnet": "images", "vit": "images", "mlp": "numbers"},
+}
+"""What models by name are made for."""
+
+
 def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
-    """Refuse a language model by name on data that are no tokens, before it meets them.
+    """Refuse a model by name on data that it does not read, before it meets them.
 
     model, source  `model.name` and `data.source`
-    find_kind      says what the data are: tokens, images or numbers; asked only where it matters
+    find_kind      says what the data are: text (tokens of our own sources), tokens (whole numbers,
+                   or unknown), images or numbers; asked only where it matters
     Errors         ConfigError with the nearest model that reads such data
     """
-    on_tokens = model.partition("-")[0] in ("llama", "gpt", "moe", "mixtral")
-    if on_tokens and (gives := find_kind()) != "tokens":
-        nearest = "resnet or model.name=vit" if gives == "images" else "mlp"
-        raise ConfigError(
-            f"model.name = {model}: reads tokens, data.source = {source} gives {gives}; nearest: "
-            f"model.name={nearest}"
-        )
+    family = model.partition("-")[0]
+    reads = READS.get(family, "")
+    if not reads:
+        return
+    gives = find_kind()
+    if reads == "tokens" and gives in ("images", "numbers"):
+        nearest = "model.name=resnet or model.name=vit" if gives == "images" else "model.name=mlp"
+    elif reads != "tokens" and gives == "text":
+        gives, nearest = "tokens", "model.name=llama, or data.source=digits"
+    else:
+        return
+    raise ConfigError(
+        f"model.name = {model}: reads {reads}, data.source = {source} gives {gives}; nearest: "
+        f"{nearest}"
+    )
+
+
+def kind_by_name(source: str) -> str:
+    """What a source of ours gives, by its name alone; "" for others.
+
+    >>> kind_by_name("text:*.md"), kind_by_name("digits"), kind_by_name("mine:samples")
+    ('text', 'images', '')
+    """
+    name = source.partition(":")[0]
+    ours = {**dict.fromkeys(("stdlib", "text", "tokens", "synthetic"), "text"), "digits": "images"}
+    return ours.get(name, "")
 
 
 def model_label(model: ModelSection) -> str:

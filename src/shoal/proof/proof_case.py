@@ -161,7 +161,7 @@ def case_of(
     """
     settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
     return ProofCase(
-        lambda: build_model(config.model, source, config.data.sequence),
+        lambda: build_model(config.model, config.data, source),
         import_loss(config.model),
         source.train,
         source.collate,

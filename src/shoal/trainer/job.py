@@ -19,7 +19,7 @@ from shoal.base.frames import user_place
 from shoal.base.plan import Plan
 from shoal.config.paths import load_function
 from shoal.config.resolve import check_reads
-from shoal.config.sections import Config, ModelSection
+from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.fetch import first_samples, sample_kind
 from shoal.data.sources import Source
 from shoal.fabric import World
@@ -50,7 +50,7 @@ def open_run(
     built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
 
     def make_model() -> nn.Module:
-        built.append(build_model(config.model, source, config.data.sequence))
+        built.append(build_model(config.model, config.data, source))
         return built[0]
 
     return start_run(
@@ -67,19 +67,18 @@ def open_run(
     )
 
 
-def build_model(section: ModelSection, source: Source, sequence: int) -> nn.Module:
+def build_model(section: ModelSection, data: DataSection, source: Source) -> nn.Module:
     """The module that `[model]` names (`hf:PATH` too), or what the user's builder gives."""
     if section.build:
         return call_builder(section.build, section.arguments)
     on_tokens = source.kind == "tokens"
-    if not on_tokens:
-        data = source.description.partition(": ")[0]
-        check_reads(section.name, data, lambda: sample_kind(source.train))
+    kind = "text" if on_tokens else None
+    check_reads(section.name, data.source, lambda: kind or sample_kind(source.train))
     return build(
         section.name,
         section.arguments,
         vocabulary=source.vocabulary if on_tokens else None,
-        sequence=sequence if on_tokens else None,
+        sequence=data.sequence if on_tokens else None,
     )
 
 
