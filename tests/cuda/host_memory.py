@@ -35,7 +35,7 @@ def program_of(dropout: float = 0.1) -> Program:
 
 def parking(program: Program, least_bytes: int = LEAST_PARKED) -> Program:
     """What `offload.apply` makes of it, also on the CPU, where that has nothing to relieve."""
-    park = offload.Activations(program.module, DEVICE, least_bytes)
+    park = offload.Activations(program.module, program.blocks, DEVICE, least_bytes)
     return replace(program, around=(*program.around, park.micro_batch))
 
 

@@ -17,7 +17,8 @@ from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
-from shoal.parallel.place import derive, place
+from shoal.parallel.place import derive, rows_of
+from shoal.trace.record import Record
 from shoal.trainer.contract import call_model
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def test_every_layout_has_one_row_per_tensor_whose_parts_make_it_up(name: str) -
         plan = Plan(layout, 64, 4, 64 // 4 // layout.data_degree)
         run = partial(call_model, inputs=inputs, call=call)
         try:
-            rows = place(module, plan, derive(module, plan, run), CPU)
+            rows = rows_of(module, plan, derive(Record(module, run), plan), CPU)
         except PlanError as refusal:
             refused.append(str(refusal))
             continue
@@ -79,8 +80,9 @@ import json, resource, torch
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.models.catalog import build
-from shoal.parallel.place import derive, place
+from shoal.parallel.place import derive, rows_of
 from shoal.planner.published import published
+from shoal.trace.record import Record
 
 shape = published("llama-3-70b")
 sizes = {"dim": shape.hidden, "layers": shape.layers, "heads": shape.heads,
@@ -90,7 +92,7 @@ with torch.device("meta"):
     tokens = torch.zeros(3, 8192, dtype=torch.long)
 layout = Layout(tp=8, pp=4, dp_shard=2, zero=3, schedule="1f1b")
 plan = Plan(layout, 64, 1, 32, compute="bf16")
-rows = place(model, plan, derive(model, plan, lambda m: m(tokens)), torch.device("cuda"))
+rows = rows_of(model, plan, derive(Record(model, lambda m: m(tokens)), plan), torch.device("cuda"))
 peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 held = [sum(row.kept(layout.at(rank), layout).elements for row in rows.values()
             if layout.at(rank)["pp"] in row.stages) for rank in range(layout.processes)]

@@ -11,9 +11,9 @@ from user_modules import EXAMPLES, made
 
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd import model_split
-from shoal.trace import calls as capture
-from shoal.trace import trunk
+from shoal.trace import record
 from shoal.trace.echo import NoLog, as_cheaply, echoing
+from shoal.trace.record import Record
 
 CALLS: list[Any] = []
 
@@ -127,19 +127,18 @@ def found(name: str) -> Any:
     module = made(EXAMPLES[name].build)
     inputs = EXAMPLES[name].inputs(3)
     run = lambda m: EXAMPLES[name].call(m, inputs)  # noqa: E731
-    seen = trunk.find_trunk(module, run)
+    seen = Record(module, run).trunk
     told: Any
     try:
-        split = model_split.plan_split(module, run, 2, sequence=True)
+        split = model_split.plan_split(Record(module, run), 2, sequence=True)
         told = split.parameters, split.exchanges, split.notices, split.tables.split
     except PlanError as refusal:
         told = str(refusal)
-    return seen.blocks, seen.called, seen.leaf, [call.name for call in seen.calls], told
+    return seen.blocks, seen.called, seen.leaf, seen.calls, told
 
 
 @pytest.mark.parametrize("name", ["nested", "unet", "tuples", "encoder"])
 def test_echoes_change_nothing_that_is_found(name: str, monkeypatch: Any) -> None:
     with_echoes = found(name)
-    for user in (trunk, capture, model_split):
-        monkeypatch.setattr(user, "as_cheaply", lambda look: look(False))
+    monkeypatch.setattr(record, "as_cheaply", lambda look: look(False))
     assert found(name) == with_echoes

@@ -53,6 +53,7 @@ MADE = {"layout", "why", "parameters", "buckets", "placements", "accumulate"}
 
 UNHELD: dict[str, Any] = {
     "offload": "none",  # a CPU has nothing to offload from
+    "blocks": (),  # the model here has none of that name
     **{"split": (), "sequence_parallel": "auto", "context": "auto"},  # one process splits nothing
 }
 """What a run of one process on a CPU is started without."""
@@ -117,6 +118,7 @@ VALUES: dict[str, str] = {
     "layout.sequence_parallel": f"layout.sequence_parallel=off {TP}",
     "layout.split": f"layout.split=head.weight=whole {TP}",
     "layout.context": f"layout.context=ulysses {CP}",
+    "layout.blocks": "layout.blocks=Block layout.strategy=fsdp",
     "precision.compute": "precision.compute=fp64",
     "precision.reduce": "precision.reduce=bf16 layout.strategy=ddp",
     "precision.loss_scale": "precision.loss_scale=1024.0 precision.compute=fp16",

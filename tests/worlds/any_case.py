@@ -29,6 +29,7 @@ from shoal.parallel.spmd.model_split import plan_split
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
 from shoal.trace.casts import CastsLifted
+from shoal.trace.record import Record
 from shoal.trainer.contract import call_model, split_batch
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.result import StepResult
@@ -158,7 +159,7 @@ def split_share(model: str, degree: int) -> float:
     )
     try:
         with mmap_init():
-            split = plan_split(module, lambda m: call_model(m, inputs, call), degree)
+            split = plan_split(Record(module, lambda m: call_model(m, inputs, call)), degree)
     except PlanError:
         return 0.0
     sizes = {name: p.numel() for name, p in module.named_parameters()}

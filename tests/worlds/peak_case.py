@@ -29,7 +29,7 @@ from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
 SEQUENCE, VOCABULARY = 64, 512
-MICRO_BATCH = {"llama": 2, "layers": 8, "listed": 8, "attributes": 8}
+MICRO_BATCH = {"llama": 2, "layers": 8, "listed": 8, "attributes": 8, "often": 8}
 LINK = Link("wire", 1e-6, 1e9)
 
 Samples = tuple[Tensor, Tensor]
@@ -47,28 +47,31 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Four equal blocks between two layers, in a list or as plain attributes."""
+    """Four blocks between two layers: in a list, as plain attributes, or one called four times."""
 
-    def __init__(self, *, listed: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 8)
-        if listed:
+        if how == "listed":
             self.blocks = nn.ModuleList(Block() for _ in range(4))
+        elif how == "often":
+            self.block = Block()
         else:
             self.block0, self.block1, self.block2, self.block3 = (Block() for _ in range(4))
-        self.listed = listed
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for n in range(4):
-            x = self.blocks[n](x) if self.listed else getattr(self, f"block{n}")(x)
+            each = {"listed": f"blocks.{n}", "often": "block"}.get(self.how, f"block{n}")
+            x = self.get_submodule(each)(x)
         return self.last(x)
 
 
 def model(name: str) -> nn.Module:
-    """Blocks with attention, blocks listed or not, bare layers, which fsdp leaves in the root."""
-    if name in ("listed", "attributes"):
-        return Blocks(listed=name == "listed")
+    """Blocks with attention, `Blocks`, bare layers, which fsdp leaves in the root."""
+    if name in ("listed", "attributes", "often"):
+        return Blocks(name)
     if name == "llama":
         arguments = {"dim": 256, "layers": 3, "heads": 4}
         return build("llama", arguments, vocabulary=VOCABULARY, sequence=SEQUENCE)
@@ -120,6 +123,7 @@ def gathered(world: World, name: str) -> dict[str, Any]:
             layout="fsdp",
             batch=2 * world.size,
             micro_batch=2,
+            sample=samples_,
             world=world,
         )
 
@@ -168,6 +172,7 @@ def case_of(
 
 def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) -> dict[str, Any]:
     """One layout."""
+    gc.collect()  # else a step may begin with the shards of the run before: modules are cycles
     torch.manual_seed(0)
     rows = MICRO_BATCH[name]
     run = parallelize(
@@ -177,6 +182,7 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
         layout=layout,
         batch=rounds * rows * world.size,
         micro_batch=rows,
+        sample=samples(name, rows),
         world=world,
     )
     batch = samples(name, rounds * rows, world.rank)

@@ -31,7 +31,7 @@ from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages
 from shoal.planner.check_schedule import check
 from shoal.planner.schedules import make_schedule
-from shoal.trace.trunk import find_trunk
+from shoal.trace.record import Record
 
 WIDTH = 6
 
@@ -380,7 +380,7 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
     lists = make(2 * world.size)
     placed = lists.stage_rank
-    cut = cut_stages(module, find_trunk(module, sample), sample, lists.pieces)
+    cut = cut_stages(Record(module, sample), lists.pieces)
     own = {s: s % lists.pieces for s, rank in enumerate(placed) if rank == world.rank}
     drop_foreign(module, set().union(*(cut.keep[piece] for piece in own.values())))
     held = Stages(module, cut, own.values())

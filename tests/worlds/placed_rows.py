@@ -131,16 +131,17 @@ def _units(plan, mine, at, told) -> None:  # type: ignore[no-untyped-def]
     units: dict[str, list[Placement]] = {}
     for row in (row for row in mine if row.data == "rows" and row.trains):
         units.setdefault(row.unit if row.unit not in elsewhere else "", []).append(row)
-    for rows in units.values():
+    for unit, rows in units.items():
+        calls = rows[0].calls if unit else 1
         outer, inner = (rows[0].degree(axis, plan.layout) for axis in rows[0].data_axes)
         size = 0
         for row in rows:
             ends = row.cut.segments if row.cut and row.cut.dim == 0 else ((0, row.shape[0]),)
             long = sum(e[1] - e[0] for e in ends)
             size += -(-long // inner) * (len(local(row, at)) // long) * BYTES[row.dtype]
-        told.sums["reduce_scatter", size * inner, inner] += plan.accumulate
+        told.sums["reduce_scatter", size * inner, inner] += plan.accumulate * calls
         if outer > 1:
-            told.sums["all_reduce", size, outer] += plan.accumulate
+            told.sums["all_reduce", size, outer] += plan.accumulate * calls
 
 
 def _also_over(row, size, shared) -> None:  # type: ignore[no-untyped-def]

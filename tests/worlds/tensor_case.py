@@ -33,6 +33,7 @@ from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.parallel.spmd.split_block import BlockSplit
 from shoal.parallel.tensor_parallel.cut import apply_split, cut_of
+from shoal.trace.record import Record
 from shoal.trainer.parallelize import parallelize
 
 BATCH, SEQ, VOCABULARY = 2, 12, 67
@@ -210,7 +211,10 @@ def equality(
     reference = copy.deepcopy(module)
     inputs, _ = sample(name)
     split = plan_split(
-        module, lambda m: m(inputs), world.size, sequence=sequence, overrides=overrides or {}
+        Record(module, lambda m: m(inputs)),
+        world.size,
+        sequence=sequence,
+        overrides=overrides or {},
     )
     undo_split = apply_split(module, split, world)
     undo = recompute.apply(program_of(module, world).but(recompute=again)).on_close
@@ -301,7 +305,7 @@ def planned_with(world: World, bug: str) -> tuple[nn.Module, ModelSplit]:
     }.get(bug, ("fused", {}))
     module = built(name, **settings)
     inputs, _ = sample(name)
-    split = plan_split(module, lambda m: m(inputs), world.size)
+    split = plan_split(Record(module, lambda m: m(inputs)), world.size)
     (group,) = split.classes
     wrong = group.split
     if bug == "qkv cut":
@@ -439,7 +443,7 @@ def example(world: World, name: str, *, sequence: bool = False) -> dict[str, Any
     module = made(one.build)
     reference = copy.deepcopy(module)
     inputs = one.inputs(3)
-    split = plan_split(module, lambda m: one.call(m, inputs), world.size, sequence=sequence)
+    split = plan_split(Record(module, lambda m: one.call(m, inputs)), world.size, sequence=sequence)
     kept = checked(module, split, world)
     apply_split(module, kept, world)
     totals = []

@@ -127,6 +127,7 @@ KEYS = {
     "sequence_parallel": ("parallel/tensor_parallel/",),
     "split": ("parallel/tensor_parallel/",),
     "context": ("parallel/context_parallel/",),
+    "blocks": ("trace/blocks.py",),
 }
 """Keys of techniques, and the files that are the technique."""
 

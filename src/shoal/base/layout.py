@@ -107,6 +107,11 @@ class Layout:
         """How many ranks draw different micro-batches."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def is_derived(self) -> bool:
+        """Whether it is derived from what a model does with a sample."""
+        return max(self.tp, self.pp, self.cp, self.ep) > 1
+
     def lends(self, ep: int) -> bool:
         """Whether the data-parallel ranks can deal experts among `ep` of them: whole shards.
 

@@ -99,6 +99,7 @@ class Placement:
                 all keep it, and each steps a share of its gradient bucket (zero 1, 2) · `rows`,
                 each keeps and steps some rows (zero 3)
     unit        zero 3: the part of the model with which it is gathered; "" the rest, at once
+    calls       how often a forward pass calls that unit, and so gathers it
     """
 
     name: str
@@ -111,6 +112,7 @@ class Placement:
     sum_over: tuple[str, ...] = ()
     data: str = "whole"
     unit: str = ""
+    calls: int = 1
     is_buffer: bool = False
 
     @staticmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.base.layout import Layout
 from shoal.base.placement import Placement, rows_of_records
-from shoal.base.policies import Policies
+from shoal.base.policies import POLICIES, Policies, with_lists
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Plan(Policies):
         record: dict[str, Any] = json.loads(text)
         found = {key.name: record[key.name] for key in fields(Plan) if key.name in record}
         found["layout"] = Layout(**found["layout"])
-        found["split"] = tuple(found.get("split", ()))
+        found |= with_lists({key: found[key] for key in POLICIES if key in found})
         found["placements"] = rows_of_records(found.get("placements", ()))
         found["buckets"] = tuple(
             Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})

@@ -7,7 +7,7 @@ A key is said once, here. The section of run.toml that inherits a policy has its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -162,6 +162,19 @@ class CompilePolicy:
 
     compile: str = word(COMPILE, {"true": "blocks", "false": "none"})
     """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksPolicy:
+    """What is a block of the model, to every technique that wraps, cuts or keys one at a time."""
+
+    blocks: tuple[str, ...] = ()
+    """the modules that are blocks, by name (layers.*) or class (Layer); empty: what repeats"""
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether the user says what the blocks are."""
+        return bool(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +337,7 @@ class Policies(
     CompilePolicy,
     CompressPolicy,
     TensorPolicy,
+    BlocksPolicy,
     LoopPolicy,
     CallPolicy,
     KeepPolicy,
@@ -350,13 +364,17 @@ MOST_SEED = 2**63 - 1
 """What torch's generators take."""
 
 
-def patterns_of(split: str | Iterable[str]) -> tuple[str, ...]:
-    """Give layout.split as a tuple, also where one pattern stands alone.
+def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Give keys of policies that are lists as tuples, also where one entry stands alone.
 
-    >>> patterns_of("*.q=row"), patterns_of(["*.q=row"])
-    (('*.q=row',), ('*.q=row',))
+    >>> with_lists({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
+    {'split': ('*.q=row',), 'blocks': ('Block',), 'clip': 1.0}
     """
-    return (split,) if isinstance(split, str) else tuple(split)
+    lists = {key for key in words if isinstance(POLICIES[key].default, tuple)}
+    return {
+        key: ((value,) if isinstance(value, str) else tuple(value)) if key in lists else value
+        for key, value in words.items()
+    }
 
 
 def check_value(name: str, key: Field[Any], value: Any) -> None:

@@ -98,9 +98,11 @@ def explain_model(config: Config, layout: Layout) -> Explained:
     """Every parameter of the configured model under `layout`."""
     from shoal.config.resolve import plan_of
     from shoal.parallel.place import derive
+    from shoal.trace.record import Record
 
     module, look = _look_at(config)
-    found = derive(module, replace(plan_of(config), layout=layout), look)
+    plan = replace(plan_of(config), layout=layout)
+    found = derive(Record(module, look, plan), plan)
     tensor = _over_tp(module, found.split, layout) if found.split is not None else Derived()
     keep = found.cut.keep if found.cut is not None else ()
     experts = {

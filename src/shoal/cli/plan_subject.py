@@ -116,7 +116,8 @@ def find_model(
     config = loaded.config
     section = config.model
     given = "data.sequence" in loaded.origins
-    if section.build or (section.name in FAMILIES and section.name not in LANGUAGE):
+    by_arithmetic = section.name in LANGUAGE and not config.layout.names_blocks
+    if section.build or (section.name in FAMILIES and not by_arithmetic):
         return _traced(config, cluster, element_bytes)
     sequence = config.data.sequence
     if section.name in FAMILIES:

@@ -12,6 +12,7 @@ from typing import Any
 from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import AXES, STAGES
 from shoal.base.policies import (
+    BlocksPolicy,
     CallPolicy,
     CheckpointPolicy,
     CompilePolicy,
@@ -86,7 +87,7 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
 
 
 @dataclass(frozen=True)
-class LayoutSection(CompressPolicy, TensorPolicy):
+class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     """How the work is split; degrees that are 0 are left to the strategy."""
 
     strategy: str = "auto"

@@ -1,5 +1,11 @@
 """The table of contents: in which order techniques turn a module into a program, and why.
 
+    prepare       the whole module, equal on all ranks
+    record        what it does with a sample, where a layout is derived from that
+    place         rows: who holds, sums and steps each of its tensors
+    materialise   the part of it that this rank holds
+    wrap          what goes around it: generators, recompute, sums of gradients
+
 Each line is one technique, one file and one verb. None of them knows another. What a plan does not
 ask for is not imported: a start pays for the techniques that it uses.
 """
@@ -10,7 +16,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -26,8 +32,11 @@ from shoal.parallel import (
     sync_buffers,
 )
 from shoal.parallel._torch import pytree
-from shoal.parallel.place import Derived, place
+from shoal.parallel.place import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
+
+if TYPE_CHECKING:
+    from shoal.trace.record import Record
 
 
 class Look(Protocol):
@@ -41,50 +50,84 @@ class Look(Protocol):
         """What the module gives for them."""
 
 
-def divide(module: nn.Module, plan: Plan, world: World, look: Look | None = None) -> Program:
-    """The part of `module` that this rank holds under `plan`; the rest of it is free afterwards.
+def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
+    """A program of the whole module, with equal weights on all ranks; nothing is divided yet.
 
     module    whole, on the world's device and in the plan's parameter format
-    look      needed for tp, pp, cp and ep, which are derived from what the model does
-    Errors    PlanError when ranks hold different models, where this one cannot be divided so, and
-              for a policy that cannot hold here: said first, since tracing takes seconds
+    Errors    PlanError when ranks hold different models, and for a policy that cannot hold here:
+              said first, since a record takes seconds
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
             check(plan, world.device)
     program = undivided(module, plan, world)
-    if look is not None:
-        from shoal.trace.flops import meta_twin
-
-        program = replace(program, twin=meta_twin(module))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
     program = _to_device(program)
-    program = precision.apply(program)
-    if look is None:
-        return bind(program, place(module, plan, Derived(), world.device).values())
-    # Modules that other layouts do without.
-    from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
-    from shoal.parallel.comm_volume import travel_of
+    return precision.apply(program)
 
-    run = partial(look, program)
-    # Experts are found by how whole parts of the model call each other.
-    experts = expert_parallel.plan(program, run)
-    # Where stages end is seen on whole layers; what a stage then holds of a layer is its part.
-    cut = pipeline.plan(program, run)
-    split = tensor_parallel.plan(program, run, cut.trunk if cut else None)
-    # Before anything is cut, so that every technique cuts by the same rows.
-    rows = place(module, plan, Derived(split, cut, experts), world.device)
-    program = bind(program, rows.values())
-    program = tensor_parallel.apply(program, split)
-    if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
-        travel = travel_of(split, cut, look.samples)
-        program = replace(program, travel=travel)
-    program = context_parallel.apply(program, run)
-    program = pipeline.apply(program, cut, tensor_parallel.Crossing(program.tensor))
+
+def record(program: Program, look: Look | None) -> Record | None:
+    """What the model does with a sample, where the layout is derived from that; else None."""
+    layout = program.plan.layout
+    if look is None:
+        return None
+    from shoal.trace.flops import meta_twin
+    from shoal.trace.record import Record
+
+    run, plan = partial(look, program), program.plan
+    if layout.is_derived:
+        return Record(program.module, run, plan)
+    # What zero 3 asks, how often blocks are called, shapes alone can tell of most models.
+    shown = Record(meta_twin(program.module), run, plan)
+    try:
+        return shown if shown.often else None
+    except Exception:  # of the user's model, which looks at values
+        return Record(program.module, run, plan)
+
+
+def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Program, Derived]:
+    """Say who holds, sums and steps every tensor, in rows; check on the ranks what was derived.
+
+    record    without one, nothing is derived from the model
+    samples   that the record's pass ran
+    Errors    PlanError where the model cannot be divided so
+    """
+    module, plan, derived = program.module, program.plan, Derived()
+    if record is not None and plan.layout.is_derived:
+        # Modules that other layouts do without.
+        from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
+        from shoal.parallel.comm_volume import travel_of
+        from shoal.trace.flops import meta_twin
+
+        # Experts are found by how whole parts of the model call each other.
+        experts = expert_parallel.plan(program, record)
+        # Where stages end is seen on whole layers; what a stage holds of a layer is its part.
+        cut = pipeline.plan(program, record)
+        split = tensor_parallel.plan(program, record)
+        units = context_parallel.plan(program, record)
+        derived = Derived(split, cut, experts, units)
+        if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
+            program = replace(program, travel=travel_of(split, cut, samples))
+        program = replace(program, twin=meta_twin(module))
+    if record is not None and plan.layout.zero == 3:
+        derived = replace(derived, called=called_of(record))
+    rows = rows_of(module, plan, derived, program.world.device)
+    return bind(program, rows.values()), derived
+
+
+def materialise(program: Program, derived: Derived) -> Program:
+    """Cut the module to what this rank holds by the rows; the rest of it is free afterwards."""
+    if not program.plan.layout.is_derived:
+        return program
+    from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
+
+    program = tensor_parallel.apply(program, derived.split)
+    program = context_parallel.apply(program, derived.units)
+    program = pipeline.apply(program, derived.cut, tensor_parallel.Crossing(program.tensor))
     # After the last forward pass of a single rank: from here on tokens travel.
-    return expert_parallel.apply(program, experts)
+    return expert_parallel.apply(program, derived.experts)
 
 
 AROUND_BLOCKS: tuple[tuple[type, str], ...] = (
@@ -128,8 +171,8 @@ def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Prog
     return program
 
 
-def compose(program: Program) -> Program:
-    """What `divide` left to this rank, made ready to run by the program's plan."""
+def wrap(program: Program) -> Program:
+    """Make what is left to this rank ready to run, by the program's plan."""
     plan = program.plan
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
     program = dropout_rng.apply(program, plan.seed)

@@ -26,7 +26,6 @@ from torch import nn
 
 from shoal.parallel._torch import generators, in_backward
 from shoal.parallel.program import Program
-from shoal.trace.blocks import blocks
 
 
 def key(seed: int, step: int, micro_batch: int, block: str) -> int:
@@ -43,7 +42,8 @@ def apply(program: Program, seed: int) -> Program:
     """Key every micro-batch of the program, and every block inside it, by `seed`."""
     keyed = _Keyed(seed, program.world.device)
     hooks = []
-    for name, block in blocks(program.module):
+    for name in program.blocks:
+        block = program.module.get_submodule(name)
         hooks.append(block.register_forward_pre_hook(_enter(keyed, name)))
         hooks.append(block.register_forward_hook(_leave(keyed, name)))
 

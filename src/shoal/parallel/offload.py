@@ -35,7 +35,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.parallel.program import Program
-from shoal.trace.blocks import blocks
 
 LEAST_BYTES = 2**20
 PIECE_BYTES = 64 * 2**20
@@ -84,7 +83,7 @@ def apply(program: Program) -> Program:
     check(program.plan, device)
     if program.plan.offload != "activations":
         return program
-    park = Activations(program.module, device)
+    park = Activations(program.module, program.blocks, device)
     return replace(
         program,
         around=(*program.around, park.micro_batch),
@@ -150,7 +149,11 @@ class Activations:
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, least_bytes: int = LEAST_BYTES
+        self,
+        module: nn.Module,
+        blocks: Iterable[str],
+        device: torch.device,
+        least_bytes: int = LEAST_BYTES,
     ) -> None:
         self.lane, self.least_bytes = Lane(device), least_bytes
         self.active = False
@@ -161,7 +164,7 @@ class Activations:
         # Also at blocks, since FSDP2 gathers a block's parameters anew, and frees them soon after.
         self.hooks = [
             part.register_forward_pre_hook(self._note_weights)
-            for part in (module, *(block for _, block in blocks(module)))
+            for part in (module, *map(module.get_submodule, blocks))
         ]
 
     @contextmanager

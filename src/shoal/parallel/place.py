@@ -1,16 +1,16 @@
 """Derives where every tensor of a model goes under a layout: the rows that a run then follows.
 
-`derive` finds out how the model can be divided, by one look at what it does; `place` turns that and
-the layout into one `Placement` per parameter and buffer. Neither needs another process, so a plan
-can be placed before anything starts; `compose.divide` does the same and checks the parts on the
-ranks before it cuts them.
+`derive` finds out how the model can be divided, by the record of what it does; `rows_of` turns that
+and the layout into one `Placement` per parameter and buffer. Neither needs another process, so a
+plan can be placed before anything starts; `compose.place` does the same and checks the parts on the
+ranks before they are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,31 +18,51 @@ from torch import nn
 from shoal.base.layout import Layout
 from shoal.base.placement import Placement
 from shoal.base.plan import Plan
+from shoal.base.policies import BlocksPolicy
 from shoal.parallel import precision
 from shoal.parallel.program import dtype_of
 from shoal.trace.blocks import gathered_blocks
 
 if TYPE_CHECKING:
+    from shoal.parallel.context_parallel.split_units import Units
     from shoal.parallel.pipeline.partition_model import StageCut
     from shoal.parallel.spmd.splits import ModelSplit
     from shoal.trace.find_experts import ExpertLayer
+    from shoal.trace.record import Record
 
 Rows = dict[str, Placement]
 
 
 @dataclass(frozen=True)
+class Called:
+    """How often a forward pass calls modules, and which of them repeat.
+
+    times    by name; absent: once
+    blocks   that are called often, of a model that has none by its lists and attributes
+    """
+
+    times: Mapping[str, int] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Derived:
-    """How a model can be divided: by tp, by pp, and which layers of experts ep deals out."""
+    """How a model can be divided.
+
+    split, cut   by tp, by pp · experts  layers that ep deals out
+    units        that share a sequence under cp · called  how often blocks are called, for zero 3
+    """
 
     split: ModelSplit | None = None
     cut: StageCut | None = None
     experts: Sequence[ExpertLayer] = ()
+    units: Units | None = None
+    called: Called = Called()
 
 
-def derive(module: nn.Module, plan: Plan, run: Callable[[nn.Module], Any]) -> Derived:
-    """Find how a module, whole, can be divided as a plan's layout wants; unchecked.
+def derive(record: Record, plan: Plan) -> Derived:
+    """Find how a model can be divided as a plan's layout wants; unchecked.
 
-    run      does one forward pass on a sample
     Errors   PlanError where it cannot, naming the part and the nearest legal choice
     """
     from shoal.parallel.expert_parallel import dealt
@@ -50,14 +70,14 @@ def derive(module: nn.Module, plan: Plan, run: Callable[[nn.Module], Any]) -> De
     from shoal.parallel.tensor_parallel import split_by
 
     layout = plan.layout
-    experts = dealt(module, run, layout) if layout.ep > 1 else ()
-    cut = stages_of_model(module, run, layout) if layout.pp > 1 else None
-    trunk = cut.trunk if cut else None
-    split = split_by(plan, module, run, layout.tp, trunk) if layout.tp > 1 else None
-    return Derived(split, cut, experts)
+    experts = dealt(record, layout) if layout.ep > 1 else ()
+    cut = stages_of_model(record, layout) if layout.pp > 1 else None
+    split = split_by(plan, record, layout.tp, staged=layout.pp > 1) if layout.tp > 1 else None
+    called = called_of(record) if layout.zero == 3 else Called()
+    return Derived(split, cut, experts, called=called)
 
 
-def place(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
+def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
     """Say of every parameter and buffer who holds, sums and steps it, by first name.
 
     module   whole; its numbers do not matter
@@ -80,7 +100,7 @@ def place(module: nn.Module, plan: Plan, derived: Derived, device: torch.device)
 
         rows = expert_parallel.place(rows, derived.experts, module, plan.layout)
     rows = {name: _over_data(row, plan.layout) for name, row in rows.items()}
-    return _gathered(rows, module) if plan.layout.zero == 3 else rows
+    return _gathered(rows, module, plan, derived.called) if plan.layout.zero == 3 else rows
 
 
 def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
@@ -95,15 +115,26 @@ def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
     return rows
 
 
-def _gathered(rows: Rows, module: nn.Module) -> Rows:
+def called_of(record: Record) -> Called:
+    """How often a record saw blocks called."""
+    often = {name: times for name, times in record.often.items() if times > 1}
+    return Called(often, () if record.trunk.leaf else record.trunk.blocks)
+
+
+def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows:
     """Say with which block each tensor is gathered under zero 3; experts have their own units."""
     names = {id(p): name for name, p in module.named_parameters()}
     found = dict(rows)
-    for unit, block in gathered_blocks(module).items():
+    units = gathered_blocks(module, plan)
+    units = units or gathered_blocks(module, BlocksPolicy(blocks=called.blocks))
+    for unit, block in units.items():
+        times = called.times.get(unit, 1)
         for parameter in block.parameters():
             row = found[names[id(parameter)]]
-            if row.data == "rows" and not row.is_expert:
-                found[row.name] = replace(row, unit=unit)
+            # On a stage that makes some of its calls only, the others would gather it for nothing.
+            partly = times > 1 and len(row.stages) > 1
+            if row.data == "rows" and not row.is_expert and not partly:
+                found[row.name] = replace(row, unit=unit, calls=times)
     return found
 
 

@@ -22,7 +22,7 @@ from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.fabric import World
 from shoal.fabric.axes import along, among, members
-from shoal.trace.blocks import blocks
+from shoal.trace.blocks import find_blocks
 
 if TYPE_CHECKING:
     from shoal.base.comm_volume import Travel
@@ -157,6 +157,7 @@ class Program:
     tensor: World
     pipe: World
     context: World
+    blocks: tuple[str, ...] = ()
     sums: dict[str, tuple[World, ...]] = field(default_factory=dict)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     local: dict[str, Local] = field(default_factory=dict)
@@ -252,6 +253,7 @@ def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
         tensor=along(world, degrees, ["tp"]),
         pipe=along(world, degrees, ["pp"]),
         context=along(world, degrees, ["cp"]),
+        blocks=tuple(find_blocks(module, plan)),
         frozen=frozen(module),
     )
 
@@ -313,9 +315,10 @@ def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part.as_strided(parameter.shape, parameter.stride())
 
 
-def own_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The `blocks` whose parameters are on this rank, and not on another stage of a pipeline."""
-    for name, block in blocks(module):
+def own_blocks(program: Program) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks whose parameters are on this rank, and not on another stage of a pipeline."""
+    for name in program.blocks:
+        block = program.module.get_submodule(name)
         if not any(p.is_meta for p in block.parameters()):
             yield name, block
 

@@ -51,7 +51,7 @@ def apply(program: Program) -> Program:
     policy = program.plan.recompute
     if policy == "none":
         return program
-    found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}
+    found = {id(b): (n, b) for n, b in own_blocks(program) if not is_single_layer(b)}
     if not found:
         program.notices.append(
             f"memory.recompute = {policy}: nothing to recompute: the model has no ModuleList or "

@@ -24,7 +24,7 @@ from shoal.base.schedules import canonical, copies
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.model_states import WIDTHS, Elements, shard_counts
 from shoal.planner.stage_cut import Stage, is_bare, is_block
-from shoal.planner.transient_memory import gathered_elements, head_elements
+from shoal.planner.transient_memory import gathered_elements, head_elements, rank_sum
 
 BUCKETS_IN_FLIGHT = 1
 """Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
@@ -155,4 +155,20 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
         moments.append(
             Moment(held + width * 3 * block, head + reduced * block * (1 + first_sum), through=1)
         )
+    if often := _called_often(case, stage):
+        # Its gradient waits in the graph for all its calls, each of which sends what it has.
+        moments.append(
+            Moment(
+                held + width * often,
+                head + (wide + reduced * (1 + own + first_sum)) * often,
+                works=True,
+            )
+        )
     return OnGloo(held, moments, reduced * root * (2 + summed))
+
+
+def _called_often(case: Case, stage: Stage) -> float:
+    """Elements of the largest block that a forward pass calls more than once."""
+    again = {unit.name for unit, _ in stage.units if unit.tied_to == unit.name}
+    sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.units if unit.name in again]
+    return max(sizes, default=0.0)

@@ -89,14 +89,15 @@ def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
         size = bucket.elements * _sent_bytes(plan, bucket.dtype)
         times = often if row.data == "states" and layout.zero == 2 else 1
         yield from [Collective(kind, size, outer * inner)] * times
-    for rows in here.units().values():
+    for unit, rows in here.units().items():
+        calls = rows[0].calls if unit else 1
         outer, inner = (rows[0].degree(axis, layout) for axis in rows[0].data_axes)
         elements = sum(here.row_elements(row) for row in rows if row.trains)
         size = elements * inner * _sent_bytes(plan, rows[0].dtype)
         if size:
-            yield from [Collective("reduce_scatter", size, inner)] * often
+            yield from [Collective("reduce_scatter", size, inner)] * (often * calls)
         if size and outer > 1:
-            yield from [Collective("all_reduce", size // inner, outer)] * often
+            yield from [Collective("all_reduce", size // inner, outer)] * (often * calls)
     yield from _shared(here)
 
 
@@ -112,8 +113,10 @@ def weight_gathers(plan: Plan, rank: int) -> Iterator[Collective]:
     for unit, rows in here.units().items():
         inner = rows[0].degree(rows[0].data_axes[1], layout)
         size = sum(here.row_elements(row) for row in rows) * inner * _gathered_bytes(unit, rows)
-        # A block before its backward pass once more; the rest stays, in a pipeline for the step.
-        passes = 2 * plan.accumulate if unit else 1 if layout.pp > 1 else plan.accumulate
+        # A block before every call, and again before its backward; in a pipeline the rest stays.
+        passes = 1 if layout.pp > 1 else plan.accumulate
+        if unit:
+            passes = 2 * plan.accumulate * rows[0].calls
         yield from [Collective("all_gather", size, inner)] * passes
 
 

@@ -18,7 +18,7 @@ from shoal.base.facts import MachineFacts
 from shoal.base.layout import Layout
 from shoal.base.lines import read_object
 from shoal.base.plan import Plan
-from shoal.base.policies import POLICIES, check_compile, check_compress, patterns_of
+from shoal.base.policies import POLICIES, check_compile, check_compress, with_lists
 from shoal.base.schedules import check_recompute
 from shoal.planner.guide import check_micro_batches, choose_layout
 
@@ -98,9 +98,7 @@ def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
     """Take the policies out of the words of a layout: (plan that has them, what is left)."""
     words: dict[str, Any] = {"strategy": said} if isinstance(said, str) else dict(said)
     found = {key: words.pop(key) for key in POLICIES if key in words}
-    if "split" in found:
-        found["split"] = patterns_of(found["split"])
-    return replace(plan, **found), words
+    return replace(plan, **with_lists(found)), words
 
 
 def words_of(layout: Layout) -> dict[str, Any]:

@@ -15,8 +15,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
+
+from shoal.base.errors import PlanError, nearest
+from shoal.base.policies import BlocksPolicy
+
+FOUND = BlocksPolicy()
+"""The user says nothing of blocks."""
 
 ROOT = "-"
 """In the place of a block's name: no block at all."""
@@ -51,6 +58,55 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield path, child
         else:
             yield from blocks(child, path)
+
+
+def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
+    """The blocks of a module by name: those that the user names, or `blocks`.
+
+    Errors   PlanError for a pattern that matches nothing, and for blocks inside of blocks
+
+    >>> layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    >>> list(find_blocks(layers, BlocksPolicy(blocks=("Linear",))))
+    ['0', '2']
+    """
+    wished = policy.blocks
+    if not wished:
+        return dict(blocks(module))
+    parts = {name: part for name, part in module.named_modules() if name}
+    found: set[str] = set()
+    for pattern in wished:
+        matching = [
+            name
+            for name, part in parts.items()
+            if _matches(name, pattern) or fnmatchcase(type(part).__name__, pattern)
+        ]
+        if not matching:
+            close = nearest(pattern, [*parts, *{type(part).__name__ for part in parts.values()}])
+            raise PlanError(
+                f"layout.blocks = {pattern}: matches no module of {type(module).__name__}, by name "
+                f"or class; nearest: {close or next(iter(parts), 'leave layout.blocks out')}"
+            )
+        found.update(matching)
+    for name in sorted(found):
+        outer = [other for other in found if name.startswith(f"{other}.")]
+        if outer:
+            raise PlanError(
+                f"layout.blocks = {', '.join(wished)}: {name} lies inside of {outer[0]}, which is "
+                f"a block too; nearest: layout.blocks={outer[0]}"
+            )
+        if isinstance(parts[name], UNCALLED):
+            inside = next((f"{name}.*" for _ in parts[name].children()), "leave it out")
+            raise PlanError(
+                f"layout.blocks = {', '.join(wished)}: {name} is a {type(parts[name]).__name__}, "
+                f"which is never called; nearest: layout.blocks={inside}"
+            )
+    return {name: part for name, part in parts.items() if name in found}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern's parts match a name's, one by one: no `*` reaches beyond a dot."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:
@@ -104,7 +160,7 @@ def is_single_layer(block: nn.Module) -> bool:
     return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
-def gathered_blocks(module: nn.Module) -> dict[str, nn.Module]:
+def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
     """The blocks that fsdp gathers one at a time: with layers inside, and no shared parameter.
 
     A parameter that lies in two places must be gathered for both, so such blocks are none of them.
@@ -116,7 +172,7 @@ def gathered_blocks(module: nn.Module) -> dict[str, nn.Module]:
         for parameter in part.parameters(recurse=False):
             homes[id(parameter)] = homes.get(id(parameter), 0) + 1
     found = {}
-    for name, block in blocks(module):
+    for name, block in find_blocks(module, policy).items():
         here: dict[int, int] = {}
         for part in block.modules():
             for parameter in part.parameters(recurse=False):
@@ -142,10 +198,11 @@ class Wrapped:
 class Blocks:
     """The blocks of a model's twin by name, for those who ask about other modules in it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.named = {n: part for n, part in blocks(module) if not is_single_layer(part)}
+    def __init__(self, module: nn.Module, policy: BlocksPolicy = FOUND) -> None:
+        found = find_blocks(module, policy)
+        self.named = {n: part for n, part in found.items() if not is_single_layer(part)}
         self.names = {id(part): name for name, part in self.named.items()}
-        gathered = gathered_blocks(module).values()
+        gathered = gathered_blocks(module, policy).values()
         self.gathered = {id(p) for part in gathered for p in part.parameters()}
 
     def of(self, path: str, unit: nn.Module) -> Wrapped:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal.base.estimate import ModelFacts, UnitFacts
+from shoal.base.policies import BlocksPolicy
 from shoal.trace.blocks import ROOT, Blocks
 from shoal.trace.model_units import CONTAINERS
 from shoal.trace.watch import Tally
@@ -109,20 +110,25 @@ class _Row:
 class Rows:
     """All rows of a model, in the order of the first call."""
 
-    def __init__(self, twin: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    def __init__(
+        self, twin: nn.Module, units: list[tuple[str, nn.Module]], policy: BlocksPolicy
+    ) -> None:
         self.twin, self.units = twin, units
-        self.blocks = Blocks(twin)
+        self.blocks = Blocks(twin, policy)
         self.batch, self.sequence, self.width = 1, 0, 0
         self.rows: dict[Any, _Row] = {}
         self.last: _Row | None = None
         self.owner: dict[int, str] = {}
         self.called: set[str] = set()
+        self.often: set[str] = set()
 
     def add_call(
         self, path: str, module: nn.Module, key: Any, call: Call, saved: tuple[float, float]
     ) -> None:
         """One more run of a unit, with its (split, plain) saved bytes."""
         trained, plain, frozen, tied_to = self._claim(path, module.parameters())
+        if path in self.called:
+            self.often.add(path)
         self.called.add(path)
         lies = self.blocks.of(path, module)
         alike = (self._place(path), key, trained, frozen, lies.block)
@@ -213,9 +219,18 @@ class Rows:
         first = next(iter(self.rows.values()), None)
         return first if first and first.count == 1 else self._inputs()
 
+    def _blocks_by_calls(self) -> None:
+        """What a model without other blocks calls again and again is its block."""
+        if self.blocks.gathered:
+            return
+        for row in self.rows.values():
+            if row.path in self.often and any(self.twin.get_submodule(row.path).children()):
+                row.block, row.rooted = "", 0
+
     def model_facts(self, name: str, element_bytes: int, source: str) -> ModelFacts:
         """The rows as facts, per unit and sample."""
         self._claim_rest()
+        self._blocks_by_calls()
         keys = sorted(self.rows, key=lambda key: key != "inputs")
         rows = [self.rows[key] for key in keys]
         return ModelFacts(

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.trace.calls import Call
+
 Key = int | str
 """An argument, by place or by name."""
 
@@ -57,38 +59,26 @@ class ExpertLayer:
         return type(self.part), shapes, self.roles
 
 
-def find_layers(module: nn.Module, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]:
+def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLayer]:
     """All layers of experts, outermost first, in the order of the module.
 
-    run   does one forward pass on a sample
+    calls   first calls of all parts that are `stacked`
     """
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    stacked = dict(_stacked(module))
-    hooks = [
-        part.register_forward_pre_hook(_noting(calls, name), with_kwargs=True)
-        for name, part in stacked.items()
-    ]
-    try:
-        with torch.no_grad():
-            run(module)
-    finally:
-        for hook in hooks:
-            hook.remove()
     found: list[ExpertLayer] = []
-    for name, part in stacked.items():
+    for name, part in stacked(module):
         inside = any(name.startswith(f"{outer.name}.") for outer in found)
         if name not in calls or inside:
             continue
-        args, named = calls[name]
+        args, named = calls[name].args, calls[name].kwargs
         experts = len(next(part.parameters()))
         roles = _roles(args, named, experts)
         if roles is not None:
             layer = ExpertLayer(name, part, experts, roles)
-            found.append(replace(layer, sample=layer.read(args, named)))
+            found.append(replace(layer, sample=tuple(t.detach() for t in layer.read(args, named))))
     return found
 
 
-def _stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Parts whose parameters all have the same first dim, one of them a stack of matrices."""
     for name, part in module.named_modules():
         own = list(part.parameters())
@@ -96,15 +86,6 @@ def _stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             sizes = {len(p) for p in own}
             if len(sizes) == 1 and sizes.pop() > 1:
                 yield name, part
-
-
-def _noting(
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]], name: str
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def note(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        calls[name] = args, named
-
-    return note
 
 
 def _roles(

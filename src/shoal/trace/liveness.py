@@ -24,9 +24,31 @@ from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.trace.marks import Mark, Marking
-from shoal.trace.shapes import tensors_of
+from shoal.trace.record import Record
+from shoal.trace.shapes import map_tensors, tensors_of
 from shoal.trace.stand_in import StandIn
-from shoal.trace.trunk import Run, Snapshots, Trunk, without_trace
+from shoal.trace.trunk import Trunk
+from shoal.trace.untouched import without_trace
+
+
+class Snapshots:
+    """Copies trees of tensors as they are now; a tensor met twice unchanged is copied once."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tree: Any) -> Any:
+        """The same tree with copies, detached."""
+        return map_tensors(self._copy, tree)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (id(tensor), tensor._version)
+        if key not in self.taken:  # the tensor is kept too, or its id would be given away again
+            # A weight that a model hands on stays as it is: no forward pass writes into it.
+            is_weight = isinstance(tensor, nn.Parameter)
+            self.taken[key] = (tensor, tensor if is_weight else tensor.detach().clone())
+        return self.taken[key][1]
+
 
 Leaf = tuple[int, int]
 """One tensor that a call returned: (number of the call, place among the tensors it returned)."""
@@ -98,8 +120,9 @@ def _has_state(part: nn.Module) -> bool:
     return tracked or next(part.parameters(), None) is not None
 
 
-def watch(module: nn.Module, trunk: Trunk, run: Run) -> Flow:
+def watch(record: Record) -> Flow:
     """The flow of one forward pass under no_grad, in the module's present mode; leaves no trace."""
+    module, trunk = record.module, record.trunk
     with torch.no_grad(), without_trace(module, attributes=False):
         followed = _Followed(module, set(trunk.blocks))
         found = units(module, trunk)
@@ -107,7 +130,7 @@ def watch(module: nn.Module, trunk: Trunk, run: Run) -> Flow:
         root = _Root("", module, followed)
         try:
             with followed.marking:
-                outputs = run(module)
+                outputs = record.run("flow", module)
         finally:
             root.take_away()
             for one in watched:

@@ -27,7 +27,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.base.errors import PlanError, ShoalError, one_of
 from shoal.base.estimate import ModelFacts
+from shoal.base.policies import BlocksPolicy
 from shoal.trace._torch import FakeTensorMode, pytree
+from shoal.trace.blocks import FOUND
 from shoal.trace.facts_rows import Call, Rows
 from shoal.trace.flops import meta_twin
 from shoal.trace.kernels import GpuKernels
@@ -54,6 +56,7 @@ def trace_facts(
     autocast: bool = False,
     loss: Callable[..., Any] | None = None,
     targets: Any = None,
+    blocks: BlocksPolicy = FOUND,
     name: str = "",
 ) -> ModelFacts:
     """Parameters, work and memory of every unit of a model, per sample.
@@ -66,6 +69,7 @@ def trace_facts(
     autocast          weights and what flows between layers stay fp32, products compute in the
                       format of element_bytes (2): how Shoal and torch.autocast train bf16
     loss, targets     loss(outputs, targets) → values, or (sum, count); its peak is `loss_bytes`
+    blocks            say what the blocks are, where the user does
     Gives             units in the order of the first call; a unit whose parameters belong to an
                       earlier one has `tied_to`
     Errors            PlanError for a model that shapes alone cannot run, naming the module
@@ -89,7 +93,7 @@ def trace_facts(
         else:
             modes.enter_context(GpuKernels(dtype if autocast else None))
         modes.enter_context(torch.enable_grad())
-        trace = _Trace(twin, "cpu" if kernels == "cpu" else "meta", wide)
+        trace = _Trace(twin, "cpu" if kernels == "cpu" else "meta", wide, blocks)
         outputs = trace.forward(example_inputs)
     if loss is not None:
         trace.loss(loss, outputs, targets)
@@ -117,12 +121,14 @@ class _Seen:
 class _Trace:
     """One forward pass of the twin, unit by unit."""
 
-    def __init__(self, twin: nn.Module, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, twin: nn.Module, device: str, dtype: torch.dtype, policy: BlocksPolicy
+    ) -> None:
         self.twin, self.device, self.dtype = twin, device, dtype
         self.batch = 1
         units = find_units(twin)
         self.watch = Watch([*twin.parameters(), *twin.buffers()])
-        self.rows = Rows(twin, units)
+        self.rows = Rows(twin, units, policy)
         self.running: list[str] = []
         self.kept: Any = WeakIdKeyDictionary()  # storages that a unit already counted as saved
         self.seen: dict[tuple[Any, ...], _Seen] = {}

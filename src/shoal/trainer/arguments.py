@@ -17,7 +17,7 @@ from typing import Any
 from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES, Layout
 from shoal.base.plan import Plan
-from shoal.base.policies import POLICIES, OptimizerPolicy, check_value, patterns_of
+from shoal.base.policies import POLICIES, OptimizerPolicy, check_value, with_lists
 
 DEFAULT_BATCH = 32
 """Samples per step where nobody says how many."""
@@ -97,7 +97,7 @@ def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
     """
     names = {} if "compute" in policies else {"compute": "precision"}
     told = {"compute": precision, **policies}
-    plan = Plan(Layout(), **{**told, "split": patterns_of(told.get("split", ()))})
+    plan = Plan(Layout(), **with_lists(told))
     check_policies(plan, names)
     return plan
 

@@ -31,7 +31,7 @@ from shoal.fabric import World, start_world
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import compose, divide, hand_to_policies
+from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.settle import Words, settle, words_of
@@ -195,19 +195,22 @@ def start_run(
             chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)
         plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
     hooks = hooked(parameters)
-    program = divide(module, plan, world, look_at(sample, plan, world))
+    if not module.training:  # from_pretrained gives models in evaluation mode
+        module.train()
+    look = look_at(sample, plan, world)
+    program = prepare(module, plan, world)
+    program, derived = place(program, record(program, look), look.samples if look else 0)
+    program = materialise(program, derived)
     _settle(module, plan.layout)
     buckets = plan_buckets(program.plan.placements, program.plan.layout, world.rank)
     program = program.but(buckets=buckets)
     plan, lines = cut_for(bound, program)
-    program = compose(replace(program, plan=plan))
+    program = wrap(replace(program, plan=plan))
     notices += check_hooks(hooks, program)
     program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
-    if not module.training:  # from_pretrained gives models in evaluation mode
-        module.train()
     run = Run(program, bound, loss or token_loss, Recorder(folder, world), length, given)
     if folder is not None:
         from shoal.trainer.folder_lease import own

@@ -94,6 +94,7 @@ def plan(
             asked.call,
             kernels=cluster.device.kind,
             element_bytes=WIDTHS[compute],
+            blocks=asked,
         ),
         cluster,
         replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),

@@ -61,7 +61,8 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
     """
     section = config.model
     own = not section.build and family_of(section.name) in LANGUAGE
-    if own and (kernels == "gpu" or not is_indexed(source.train)):
+    counted = own and not config.layout.names_blocks
+    if counted and (kernels == "gpu" or not is_indexed(source.train)):
         known = {"sequence": config.data.sequence}
         if source.vocabulary:
             known["vocabulary"] = source.vocabulary
@@ -83,6 +84,7 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
         section.call,
         kernels=kernels,
         element_bytes=element_bytes,
+        blocks=config.layout,
         name=section.build or section.name,
     )
 

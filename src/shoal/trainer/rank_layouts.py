@@ -20,7 +20,7 @@ from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
-from shoal.base.policies import POLICIES, OptimizerPolicy
+from shoal.base.policies import POLICIES, BlocksPolicy, OptimizerPolicy
 from shoal.base.units import seconds_text
 from shoal.config.sections import LayoutSection
 from shoal.fabric import World
@@ -46,11 +46,12 @@ def facts_by_sample(
     *,
     kernels: str,
     element_bytes: int,
+    blocks: BlocksPolicy,
     name: str = "",
 ) -> ModelFacts:
     """Trace a model on the shapes of a batch of a few samples, as `run.step` takes it.
 
-    kernels, element_bytes   as `facts_of` · call  as `shoal.parallelize`
+    kernels, element_bytes   as `facts_of` · call, blocks  as `shoal.parallelize`
     Errors                   PlanError for a model that shapes alone cannot run, naming the module
     """
     inputs, targets = split_batch(sample)
@@ -61,6 +62,7 @@ def facts_by_sample(
         element_bytes=element_bytes,
         autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
         loss=loss,
+        blocks=blocks,
         targets=targets,
         name=name,
     )
@@ -86,7 +88,13 @@ def choose_for(
         return None
     given = sample() if callable(sample) else sample
     model = partial(
-        facts_by_sample, module, given, loss, plan.call, element_bytes=WIDTHS[plan.compute]
+        facts_by_sample,
+        module,
+        given,
+        loss,
+        plan.call,
+        element_bytes=WIDTHS[plan.compute],
+        blocks=plan,
     )
     group = optimizer.param_groups[0]
     rule = OptimizerPolicy(name=type(optimizer).__name__, momentum=float(group.get("momentum", 0)))

@@ -42,10 +42,12 @@ def divides(plan: Plan, said: Words | None) -> bool:
 def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
     """One forward pass on a few samples, for techniques that look at what the model does.
 
+    sample   zero 3 does without: its blocks are then taken to be called once each
+
     Errors: ConfigError without samples where the layout needs some.
     """
     layout = plan.layout
-    if max(layout.tp, layout.pp, layout.cp, layout.ep) == 1:
+    if not layout.is_derived and (layout.zero < 3 or sample is None):
         return None
     if sample is None:
         raise ConfigError(
@@ -72,6 +74,8 @@ class _Look:
         """What the module gives for it."""
         with program.autocast():
             inputs = split_batch(prepared(program, self.batch))[0]
+            if all(p.is_meta for p in module.parameters()):  # shapes are asked for, not values
+                inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
             return call_model(module, inputs, self.call)
 
 

@@ -15,6 +15,7 @@ from shoal.parallel.context_parallel.ring import ring_attention
 from shoal.parallel.context_parallel.split_units import find_units
 from shoal.parallel.spmd import split_block as split_block_module
 from shoal.parallel.spmd.split_block import again, split_block
+from shoal.trace.record import Record
 from shoal.trainer.sample_forward import _shortened
 
 
@@ -111,7 +112,7 @@ def test_our_attention_is_one_operation_for_who_traces_it_only() -> None:
 def test_blocks_what_is_beside_them_and_lookups() -> None:
     model = build("gpt", {"dim": 8, "layers": 2, "heads": 2}, vocabulary=9, sequence=8)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    units = find_units(model, lambda module: module(ids), 2, ring_attention)
+    units = find_units(Record(model, lambda module: module(ids)), 2, ring_attention)
     assert [one.names for one in units.classes] == [("blocks.0", "blocks.1"), ("norm",)]
     assert units.lookups == ("embedding", "positions")
     assert units.length == 8
@@ -121,7 +122,7 @@ def test_blocks_what_is_beside_them_and_lookups() -> None:
 def test_a_single_layer_is_a_block_too() -> None:
     model = build("llama", {"dim": 8, "layers": 1, "heads": 2}, vocabulary=9, sequence=8)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    units = find_units(model, lambda module: module(ids), 2, ring_attention)
+    units = find_units(Record(model, lambda module: module(ids)), 2, ring_attention)
     assert [one.names for one in units.classes] == [("blocks.0",), ("norm",)]
 
 
@@ -140,7 +141,7 @@ class Looks(nn.Module):
 def test_what_is_no_graph_shares_in_its_parts() -> None:
     model = nn.Sequential(nn.Embedding(9, 8), Looks(), Looks())
     ids = torch.zeros(2, 8, dtype=torch.long)
-    units = find_units(model, lambda module: module(ids), 2, ring_attention)
+    units = find_units(Record(model, lambda module: module(ids)), 2, ring_attention)
     assert units.whole["1"].startswith("shares tokens in its parts only: ")
     assert {name for one in units.classes for name in one.names} >= {"1.first", "2.first"}
 

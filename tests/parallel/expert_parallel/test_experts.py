@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from shoal.models.catalog import build
 from shoal.parallel.expert_parallel.balance import balance_line
 from shoal.parallel.expert_parallel.check import NotExperts, checked
-from shoal.trace.find_experts import ExpertLayer, find_layers
+from shoal.trace.find_experts import ExpertLayer
+from shoal.trace.record import Record
 
 
 class Stacked(nn.Module):
@@ -44,7 +45,7 @@ class Model(nn.Module):
 
 
 def found(model: nn.Module, *inputs: Tensor) -> list[ExpertLayer]:
-    return find_layers(model, lambda module: module(*inputs))
+    return Record(model, lambda module: module(*inputs)).experts()
 
 
 def one_of(layer: nn.Module, dim: int = 6, top_k: int = 2) -> ExpertLayer:

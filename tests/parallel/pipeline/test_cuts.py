@@ -12,7 +12,7 @@ from user_modules import EXAMPLES, Example, made
 
 from shoal.parallel.pipeline.cut import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.trunk import find_trunk
+from shoal.trace.record import Record
 
 
 def cut_of(example: Example, stages: int) -> tuple[nn.Module, StageCut]:
@@ -22,7 +22,7 @@ def cut_of(example: Example, stages: int) -> tuple[nn.Module, StageCut]:
         return example.call(one, inputs)
 
     look = partial(run, example.inputs(2))
-    return module, cut_stages(module, find_trunk(module, look), look, stages)
+    return module, cut_stages(Record(module, look), stages)
 
 
 FEW = ("bert", "gpt2", "llama", "mixtral")

@@ -19,7 +19,7 @@ from shoal.parallel.pipeline.cut import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Stages
 from shoal.parallel.recompute import _Recomputed, _Told
-from shoal.trace.trunk import find_trunk
+from shoal.trace.record import Record
 
 Glue = Callable[["Model", Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def called(module: nn.Module, batch: int = 2) -> Any:
 
 
 def cut_of(model: nn.Module, stages: int = 2, costs: Any = None) -> StageCut:
-    return cut_stages(model, find_trunk(model, called), called, stages, costs)
+    return cut_stages(Record(model, called), stages, costs)
 
 
 def refused(glue: Glue, *texts: str) -> None:
@@ -121,7 +121,7 @@ def test_router_logits_caught_by_hooks() -> None:
         return module(**inputs)
 
     with pytest.raises(PlanError, match="model.layers.0 leaves a tensor aside"):
-        cut_stages(model, find_trunk(model, run), run, 2)
+        cut_stages(Record(model, run), 2)
 
 
 def test_values_that_leave_torch() -> None:
@@ -210,7 +210,7 @@ def test_other_outputs() -> None:
     def run(module: nn.Module, batch: int = 2) -> Any:
         return module(numbers(batch, 6, HIDDEN))
 
-    chain = Chain(model, cut_stages(model, find_trunk(model, run), run, 2))
+    chain = Chain(model, cut_stages(Record(model, run), 2))
     with pytest.raises(PlanError, match="0 returns 2 tensors where it returned 1 for the sample"):
         chain.step([lambda module: run(module, 3)])
 
@@ -291,7 +291,7 @@ def test_stages_of_one_module(name: str) -> None:
     def run(module: nn.Module, batch: int = 2) -> Any:
         return example.call(module, example.inputs(batch))
 
-    cut = cut_stages(model, find_trunk(model, run), run, 4)
+    cut = cut_stages(Record(model, run), 4)
     chain = Chain(model, cut, apart=False)
     assert_equal_to_whole(chain, model, [run, lambda module: run(module, 3)])
 

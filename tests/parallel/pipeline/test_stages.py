@@ -14,8 +14,8 @@ from user_modules import EXAMPLES, Example, made, numbers, tokens
 from shoal.models.catalog import build
 from shoal.parallel.pipeline.cut import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
+from shoal.trace.record import Record
 from shoal.trace.shapes import tensors_of
-from shoal.trace.trunk import find_trunk
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {
@@ -40,7 +40,7 @@ ALL = {**OURS, **EXAMPLES, **{f"hf {name}": one for name, one in HF_EXAMPLES.ite
 def cut_of(example: Example, module: torch.nn.Module, stages: int, batch: int = 2) -> StageCut:
     inputs = example.inputs(batch)
     run = partial(call_on, example, inputs)
-    return cut_stages(module, find_trunk(module, run), run, stages)
+    return cut_stages(Record(module, run), stages)
 
 
 def call_on(example: Example, inputs: object, module: torch.nn.Module) -> object:

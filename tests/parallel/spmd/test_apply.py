@@ -19,6 +19,7 @@ from shoal.parallel.spmd.labels import Split, Whole
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split, without
 from shoal.parallel.tensor_parallel import place
 from shoal.parallel.tensor_parallel.cut import apply_split
+from shoal.trace.record import Record
 
 IDS = torch.randint(0, 33, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -29,7 +30,7 @@ def llama(**settings: Any) -> nn.Module:
 
 
 def plan(module: nn.Module, degree: int = 2, inputs: Tensor = IDS, **options: Any) -> ModelSplit:
-    return plan_split(module, lambda m: m(inputs), degree, **options)
+    return plan_split(Record(module, lambda m: m(inputs)), degree, **options)
 
 
 class Layer(nn.Module):

@@ -11,6 +11,7 @@ from user_modules import FlatLayer
 from shoal.parallel.spmd import label
 from shoal.parallel.spmd.check import Finding, check_class
 from shoal.parallel.spmd.model_split import plan_split
+from shoal.trace.record import Record
 
 
 class Cast(nn.Module):
@@ -43,7 +44,7 @@ class Stack(nn.Module):
 def test_a_right_split_passes_and_nothing_is_touched() -> None:
     module = Stack()
     x = torch.randn(2, 4, 8)
-    split = plan_split(module, lambda m: m(x), 2)
+    split = plan_split(Record(module, lambda m: m(x)), 2)
     before = {n: p.clone() for n, p in module.named_parameters()}
     random = torch.get_rng_state()
     (group,) = split.classes
@@ -77,7 +78,7 @@ def test_a_layer_that_keeps_its_last_output_is_split() -> None:
     module.layers = nn.ModuleList(Remembers() for _ in range(2))
     x = torch.randn(2, 4, 8)
     module(x)
-    split = plan_split(module, lambda m: m(x), 2)
+    split = plan_split(Record(module, lambda m: m(x)), 2)
     (group,) = split.classes
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
 
@@ -87,7 +88,7 @@ def test_parts_that_readers_put_together_wrongly_are_found(monkeypatch: pytest.M
     module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
 
     def findings() -> list[Finding | None]:
-        split = plan_split(module, lambda m: m(x), 2, sequence=True)
+        split = plan_split(Record(module, lambda m: m(x)), 2, sequence=True)
         (group,) = [one for one in split.classes if one.names[0].endswith("experts")]
         assert group.split.sequence_dim == 1
         return on_ranks(2, lambda axis: check_class(module, group, axis))
@@ -112,6 +113,6 @@ def test_a_layer_without_float64_is_checked_in_float32() -> None:
     module = Stack()
     module.layers = nn.ModuleList(NoFloat64() for _ in range(2))
     x = torch.randn(2, 4, 8)
-    split = plan_split(module, lambda m: m(x), 2)
+    split = plan_split(Record(module, lambda m: m(x)), 2)
     (group,) = split.classes
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]

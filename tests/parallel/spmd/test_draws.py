@@ -12,18 +12,19 @@ from user_modules import Gated
 
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
-from shoal.trace.draws import InnerKeys, find_draws
+from shoal.trace.draws import keyed_inside
+from shoal.trace.record import Record
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
 def plan(module: nn.Module, inputs: Tensor = X) -> ModelSplit:
-    return plan_split(module, lambda m: m(inputs), 2)
+    return plan_split(Record(module, lambda m: m(inputs)), 2)
 
 
 def drawn(module: nn.Module) -> list[tuple[str, str]]:
     """(function, innermost module) of what a pass draws."""
-    return [(draw.function, draw.around[-1]) for draw in find_draws(module, lambda m: m(X))]
+    return [(draw.function, draw.around[-1]) for draw in Record(module, lambda m: m(X)).draws]
 
 
 def attention(h: Tensor, share: float) -> Tensor:
@@ -115,15 +116,19 @@ class Layers(nn.Module):
         return x
 
 
+def inside(module: nn.Module, layer: str) -> str:
+    record = Record(module, lambda m: m(X))
+    return keyed_inside(layer, record.blocks, record.draws)
+
+
 def test_a_layer_whose_inner_blocks_key_its_dropout_is_no_graph() -> None:
     """Under tp and cp its masks were others than in one process, without a line."""
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8))
-    keys = InnerKeys(module, lambda m: m(X))
-    assert keys.inside("") == "dropout is keyed by blocks inside of it, like 0"
-    assert not keys.inside("3")
+    assert inside(module, "") == "dropout is keyed by blocks inside of it, like 0"
+    assert not inside(module, "3")
     with pytest.raises(PlanError, match=r"stays whole: dropout is keyed by blocks inside of it"):
         plan(module)
     module[2].p = 0.0
     assert plan(module).classes, "without dropout it is one graph"
-    assert InnerKeys(Layers(0.1), lambda m: m(X)).inside("one")
-    assert not InnerKeys(Layers(0.0), lambda m: m(X)).inside("one")
+    assert inside(Layers(0.1), "one")
+    assert not inside(Layers(0.0), "one")

@@ -13,6 +13,7 @@ from shoal.parallel.spmd import rules, split_block
 from shoal.parallel.spmd.experiment import Call, Experiment, Slot, Value
 from shoal.parallel.spmd.labels import WHOLE, Split
 from shoal.parallel.spmd.model_split import plan_split
+from shoal.trace.record import Record
 from shoal.trainer.contract import call_model
 
 
@@ -25,7 +26,9 @@ def test_sizes_do_not_matter(name: str, degree: int, monkeypatch: Any) -> None:
         monkeypatch.setattr(split_block, "RULES", rules.Rules())
         module, inputs, call = model_of(name)
         try:
-            split = plan_split(module, lambda m, x=inputs, c=call: call_model(m, x, c), degree)
+            split = plan_split(
+                Record(module, lambda m, x=inputs, c=call: call_model(m, x, c)), degree
+            )
         except PlanError as refusal:
             found.append(str(refusal))
             continue

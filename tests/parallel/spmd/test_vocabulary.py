@@ -15,7 +15,8 @@ from shoal.base.errors import ConfigError
 from shoal.models.loss import Unprojected, find_logits, linear_cross_entropy, token_loss
 from shoal.parallel.spmd.sequence import even_cuts
 from shoal.parallel.tensor_parallel.vocabulary import LogitsShard, SplitVocabulary, install
-from shoal.trace.tables import Tables, find_tables
+from shoal.trace.record import Record
+from shoal.trace.tables import Tables
 
 ROWS, DIM, CLASSES = 9, 6, 11
 
@@ -159,7 +160,7 @@ REASONS = {
 def test_only_tables_whose_every_use_is_understood_are_split(other: str) -> None:
     model = Model(other)
     ids = torch.randint(0, 20, (2, 6))
-    tables = find_tables(model, lambda m: m(ids), ["layers.0", "layers.1"], 2, {}.get)
+    tables = Record(model, lambda m: m(ids)).tables(["layers.0", "layers.1"], 2, {}.get)
     split, whole = REASONS[other]
     assert "6 rows of 8 are no vocabulary" in tables.whole["positions.weight"]
     assert set(tables.split) == split - set(whole)
@@ -171,7 +172,7 @@ def test_the_users_word_counts() -> None:
     model = Model("classes")
     ids = torch.randint(0, 20, (2, 6))
     wishes = {"tokens.weight": "whole", "head.weight": "column"}
-    tables = find_tables(model, lambda m: m(ids), ["layers.0", "layers.1"], 2, wishes.get)
+    tables = Record(model, lambda m: m(ids)).tables(["layers.0", "layers.1"], 2, wishes.get)
     assert tables.whole["tokens.weight"] == "the user's wish"
     assert set(tables.split) == {"head.weight", "head.bias"}
 
@@ -180,7 +181,7 @@ def test_watching_leaves_no_trace() -> None:
     model = Model()
     before = torch.get_rng_state()
     ids = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))
-    find_tables(model, lambda m: m(ids), ["layers.0"], 2, {}.get)
+    Record(model, lambda m: m(ids)).tables(["layers.0"], 2, {}.get)
     assert torch.equal(before, torch.get_rng_state())
     assert not any("forward" in part.__dict__ or part._forward_hooks for part in model.modules())
     assert F.linear(torch.ones(8), model.head.weight).shape == (20,)

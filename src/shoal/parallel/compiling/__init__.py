@@ -54,7 +54,7 @@ def apply(program: Program) -> Program:
     check(program.plan, program.world.device)
     if program.plan.compile == "none":
         return program
-    found = {id(b): (n, b) for n, b in own_blocks(program.module) if not is_single_layer(b)}
+    found = {id(b): (n, b) for n, b in own_blocks(program) if not is_single_layer(b)}
     if not found:
         program.notices.append(
             "train.compile = blocks: nothing to compile: the model has no ModuleList or Sequential "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import UncompiledMode, pytree
-from shoal.trace.trunk import without_trace
+from shoal.trace.untouched import without_trace
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference that rounding and another order of sums explain, of a tensor's norm, by the

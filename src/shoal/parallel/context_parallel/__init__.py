@@ -18,12 +18,9 @@ Source: Liu et al. 2023 (2310.01889), Jacobs et al. 2023 (2309.14509)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
@@ -36,6 +33,7 @@ from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import check_class
 from shoal.parallel.spmd.model_split import BlockClass
 from shoal.parallel.spmd.rewrite import Shared
+from shoal.trace.record import Record
 from shoal.trace.stand_in import StandIn
 
 ATTENTION: dict[str, Shared | None] = {
@@ -47,18 +45,16 @@ ATTENTION: dict[str, Shared | None] = {
 """How ranks compute attention, by what `layout.context` says."""
 
 
-def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
-    """Let the module's layers work on this rank's tokens; parameters stay as they are.
+def plan(program: Program, record: Record) -> Units | None:
+    """What works on a part of the sequence, found out and checked at every start (decision 12).
 
-    run      does one forward pass on a sample
+    Gives    None without context parallelism
     Errors   PlanError where no layer can, or one cannot and the plan is strict
     """
-    world = program.context
+    world, policy = program.context, program.plan
     if world.size == 1:
-        return program
-    policy = program.plan
-    ring, attention = Ring(world), ATTENTION[policy.context]
-    units = find_units(program.module, partial(_drawing_alike, run), world.size, attention)
+        return None
+    ring, units = Ring(world), find_units(record, world.size, ATTENTION[policy.context])
     classes, failed = _checked(program.module, units, ring)
     whole = {**units.whole, **failed}
     if not classes:
@@ -69,8 +65,16 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
             f"layout.cp = {world.size} with layout.strict: {name} {why}; nearest: "
             f"layout.strict=false, or layout.cp=1"
         )
+    return replace(units, classes=tuple(classes), whole=whole, ring=ring)
+
+
+def apply(program: Program, units: Units | None) -> Program:
+    """Let the module's layers work on this rank's tokens; parameters stay as they are."""
+    if units is None or units.ring is None:
+        return program
+    ring = units.ring
     stand_ins: list[StandIn] = []
-    for one in classes:
+    for one in units.classes:
         programs = ContextPrograms(one.split, one.bare, program.notices)
         programs.note(one.call.args, one.call.kwargs)
         for name in one.names:
@@ -80,15 +84,9 @@ def apply(program: Program, run: Callable[[nn.Module], Any]) -> Program:
         embedding = program.module.get_submodule(name)
         if isinstance(embedding, nn.Embedding):
             stand_ins.append(ContextLookup(name, embedding, ring))
-    program.notices.extend(_told(world.size, classes, whole))
+    program.notices.extend(_told(ring.world.size, units.classes, units.whole))
     undo = [one.take_away for one in reversed(stand_ins)]
     return replace(program, on_close=(*program.on_close, *undo))
-
-
-def _drawing_alike(run: Callable[[nn.Module], Any], module: nn.Module) -> Any:
-    """A look at the model with the same dropout masks on every rank: they are checked together."""
-    torch.manual_seed(0)  # whoever looks puts the generators back
-    return run(module)
 
 
 def _checked(
@@ -124,7 +122,7 @@ def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
     )
 
 
-def _told(degree: int, classes: list[BlockClass], whole: dict[str, str]) -> list[str]:
+def _told(degree: int, classes: Sequence[BlockClass], whole: dict[str, str]) -> list[str]:
     """How attention is computed, what is gathered, and what runs whole."""
     lines = []
     for one in classes:

@@ -10,20 +10,20 @@ which is right and takes the memory of one process, and is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shoal.fabric.ring import Ring
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.model_split import BlockClass
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.parallel.spmd.split_block import BlockSplit, split_block
-from shoal.trace.calls import Call, bare, first_calls
-from shoal.trace.draws import InnerKeys
+from shoal.trace.calls import Call, bare
+from shoal.trace.draws import keyed_inside
 from shoal.trace.likeness import Likeness
-from shoal.trace.trunk import Run, find_trunk
+from shoal.trace.record import Record
 
 SEQUENCE_DIM = 1
 """Of hidden states [batch, tokens, dim]."""
@@ -36,30 +36,31 @@ class Units:
     classes      equal layers, split alike · lookups   embeddings
     whole        name of a block → that it runs whole, all of it or most, and why
     length       tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim]
+    ring         the ranks, once the classes are checked on them
     """
 
     classes: tuple[BlockClass, ...]
     lookups: tuple[str, ...]
     whole: dict[str, str]
     length: int
+    ring: Ring | None = None
 
 
-def find_units(module: nn.Module, run: Run, degree: int, attention: Shared | None) -> Units:
-    """What of `module` can work on parts of the sequence, over `degree` ranks.
+def find_units(record: Record, degree: int, attention: Shared | None) -> Units:
+    """What of a model can work on parts of the sequence, over `degree` ranks.
 
-    run         calls the module on a sample of real inputs
     attention   how ranks compute attention together; None: they gather keys and values
     """
-    return _Finder(module, run, degree, attention).find()
+    return _Finder(record, degree, attention).find()
 
 
 class _Finder:
     """One search under way."""
 
-    def __init__(self, module: nn.Module, run: Run, degree: int, attention: Shared | None) -> None:
-        self.module, self.run, self.degree, self.attention = module, run, degree, attention
-        self.likeness = Likeness(module)
-        self.keys = InnerKeys(module, run)
+    def __init__(self, record: Record, degree: int, attention: Shared | None) -> None:
+        self.module, self.record = record.module, record
+        self.degree, self.attention = degree, attention
+        self.likeness = Likeness(self.module)
         self.calls: dict[str, Call] = {}
         self.classes: list[BlockClass] = []
         self.whole: dict[str, str] = {}
@@ -71,8 +72,8 @@ class _Finder:
             for name, part in self.module.named_modules()
             if _is_plain_embedding(part) and not _within(name, blocks)
         )
-        beside = [name for name in _beside(self.module, "", blocks) if name not in lookups]
-        self.calls = first_calls(self.module, [*blocks, *beside], self.run)
+        beside = [name for name in self.record.beside() if name not in lookups]
+        self.calls = self.record.calls([*blocks, *beside])
         for names in self.groups(list(blocks)):
             before = len(self.classes)
             why = self.solve(names)
@@ -92,7 +93,7 @@ class _Finder:
 
     def blocks(self) -> tuple[str, ...]:
         """The trunk's; where only single layers repeat, all layers count as beside."""
-        trunk = find_trunk(self.module, self.run)
+        trunk = self.record.trunk
         return () if trunk.leaf else trunk.blocks
 
     def groups(self, names: list[str]) -> list[list[str]]:
@@ -109,9 +110,7 @@ class _Finder:
             for child, part in self.module.get_submodule(names[0]).named_children()
             if next(part.parameters(), None) is not None and not _is_plain_embedding(part)
         ]
-        unknown = [alike[0] for alike in below if alike[0] not in self.calls]
-        if unknown:
-            self.calls |= first_calls(self.module, unknown, self.run)
+        self.calls |= self.record.calls(alike[0] for alike in below)
         for alike in below:
             if alike[0] in self.calls:  # what holds them is alike and is called alike
                 self.calls |= dict.fromkeys(alike, self.calls[alike[0]])
@@ -124,7 +123,7 @@ class _Finder:
         call = self.calls[names[0]]
         if not _length(call):
             return "it takes no hidden states [batch, tokens, dim]"
-        if why := self.keys.inside(names[0]):
+        if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
             return why
         twin = bare(self.module.get_submodule(names[0]))
         try:
@@ -146,22 +145,6 @@ class _Finder:
             split_parameters=False,
             attention=self.attention,
         )
-
-
-def _beside(module: nn.Module, prefix: str, blocks: tuple[str, ...]) -> Iterator[str]:
-    """The outermost layers with parameters that neither hold a block nor lie in one.
-
-    A list or dict of layers is not called itself: its entries stand for it.
-    """
-    for child, part in module.named_children():
-        name = f"{prefix}.{child}" if prefix else child
-        if name in blocks or next(part.parameters(), None) is None:
-            continue
-        holds = any(block.startswith(f"{name}.") for block in blocks)
-        if holds or isinstance(part, nn.ModuleList | nn.ModuleDict):
-            yield from _beside(part, name, blocks)
-        else:
-            yield name
 
 
 def _within(name: str, parts: tuple[str, ...] | set[str]) -> bool:

@@ -126,7 +126,7 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
     return [
         f"layout.strategy = {name}: the model has no blocks of layers (entries of a ModuleList or "
         f"Sequential, or attributes of one class), so {bytes_text(size_bytes)} are gathered at "
-        f"once instead of block by block; nearest: layout.strategy=zero2"
+        f"once instead of block by block; nearest: layout.strategy=zero2, or layout.blocks=NAME"
     ]
 
 

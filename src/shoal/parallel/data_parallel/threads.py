@@ -24,7 +24,6 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import BatchNorm, generators
 from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
-from shoal.trace.blocks import blocks
 from shoal.trace.copies import copied_module
 
 
@@ -49,7 +48,7 @@ class Replicas:
     """The module and its copies, which share its weights' memory but not its gradients."""
 
     def __init__(self, program: Program) -> None:
-        self.module = program.module
+        self.module, self.blocks = program.module, program.blocks
         self.others = [_replica(program) for _ in range(program.plan.layout.threads - 1)]
         # Each thread would else start as many workers as there are cores.
         share = max(1, torch.get_num_threads() // (len(self.others) + 1))
@@ -101,7 +100,8 @@ class Replicas:
     def _look(self, module: nn.Module, one: Pass) -> None:
         """Run one pass alone; in the first step also note whether its blocks draw."""
         hooks = []
-        for _, block in () if self.looked else blocks(module):
+        for name in () if self.looked else self.blocks:
+            block = module.get_submodule(name)
             # Before the hooks that key generators anew, and so would hide it.
             hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
             hooks.append(block.register_forward_hook(self._note, prepend=True))

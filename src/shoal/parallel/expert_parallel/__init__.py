@@ -16,7 +16,7 @@ Source: Lepikhin et al. 2020 (2006.16668); ep borrowed from data parallelism: Ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,24 +30,24 @@ from shoal.parallel.expert_parallel.balance import Loads
 from shoal.parallel.expert_parallel.check import NotExperts, checked
 from shoal.parallel.expert_parallel.stand_in import RoutedForward
 from shoal.parallel.program import Program, take
-from shoal.trace.find_experts import ExpertLayer, find_layers
+from shoal.trace.find_experts import ExpertLayer
+from shoal.trace.record import Record
 
 
-def plan(program: Program, run: Callable[[nn.Module], Any]) -> list[ExpertLayer]:
+def plan(program: Program, record: Record) -> list[ExpertLayer]:
     """The model's layers of experts, checked; none without `ep`.
 
-    run      does one forward pass on a sample
     Errors   PlanError for a model without experts, or whose experts cannot be dealt so
     """
     layout = program.plan.layout
     if layout.ep == 1:
         return []
-    return dealt(program.module, run, layout)
+    return dealt(record, layout)
 
 
-def dealt(module: nn.Module, run: Callable[[nn.Module], Any], layout: Layout) -> list[ExpertLayer]:
+def dealt(record: Record, layout: Layout) -> list[ExpertLayer]:
     """The layers of experts that `layout` deals out; see `plan`."""
-    layers = find_layers(module, run)
+    layers = record.experts()
     if not layers:
         raise PlanError(
             f"layout.ep = {layout.ep}: the model has no part whose parameters are all stacked by "

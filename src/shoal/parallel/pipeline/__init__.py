@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,26 +37,25 @@ from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages
 from shoal.parallel.program import Program, frozen, trainable
 from shoal.planner.schedules import make_schedule
-from shoal.trace.trunk import find_trunk
+from shoal.trace.record import Record
 
 
 @phase("cut stages")
-def plan(program: Program, run: Callable[[nn.Module], Any]) -> StageCut | None:
+def plan(program: Program, record: Record) -> StageCut | None:
     """Where the stages begin and end; None without a pipeline.
 
-    run      does one forward pass on a sample
     Errors   PlanError for more stages than blocks, a model that cannot be cut, or a schedule that
              does not go with recompute
     """
     layout = program.plan.layout
-    return stages_of_model(program.module, run, layout) if layout.pp > 1 else None
+    return stages_of_model(record, layout) if layout.pp > 1 else None
 
 
-def stages_of_model(module: nn.Module, run: Callable[[nn.Module], Any], layout: Layout) -> StageCut:
-    """Where the stages of a module begin and end under a layout; see `plan`."""
-    trunk, kind = find_trunk(module, run), type(module).__name__
-    check_stages(layout.schedule, layout.pp, layout.chunks, len(trunk.calls), kind)
-    return cut_stages(module, trunk, run, layout.stages)
+def stages_of_model(record: Record, layout: Layout) -> StageCut:
+    """Where the stages of a model begin and end under a layout; see `plan`."""
+    kind = type(record.module).__name__
+    check_stages(layout.schedule, layout.pp, layout.chunks, len(record.trunk.calls), kind)
+    return cut_stages(record, layout.stages)
 
 
 def place(rows: Mapping[str, Placement], cut: StageCut, layout: Layout) -> dict[str, Placement]:

@@ -26,7 +26,6 @@ from shoal.planner.partition import partition
 from shoal.trace.flops import meta_twin
 from shoal.trace.liveness import Flow, Leaf, UnitCall
 from shoal.trace.shapes import map_tensors, tensors_of
-from shoal.trace.trunk import Trunk
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class StageCut:
                values do not matter, but their shapes do
     costs      per stage
     twin       the model without data, for shapes
-    trunk      the model's, without the calls' values
     """
 
     calls: tuple[CallPlan, ...]
@@ -69,7 +67,6 @@ class StageCut:
     between: frozenset[str]
     costs: tuple[float, ...]
     twin: nn.Module
-    trunk: Trunk | None = None
 
     @property
     def stages(self) -> int:

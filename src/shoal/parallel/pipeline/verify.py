@@ -10,31 +10,35 @@ through numpy or tolist, and random numbers drawn between the blocks by somethin
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Passage, Stages, Unit
 from shoal.trace.liveness import Flow
+from shoal.trace.record import Record
 from shoal.trace.shapes import first_line, map_tensors, tensors_of
-from shoal.trace.trunk import Run, without_trace
+from shoal.trace.trunk import Run
+from shoal.trace.untouched import without_trace
 
 FILLS = (math.nan, 0.7)
 """NaN reaches all that it touches, but torch.where can hide it; 0.7 is no 0 by chance."""
 
 
-def verify(module: nn.Module, cut: StageCut, flow: Flow, run: Run) -> None:
+def verify(record: Record, cut: StageCut, flow: Flow) -> None:
     """Nothing if every stage gets its inputs; `flow` is of the module's present mode.
 
     A module on the meta device has no values to compare: such a cut is checked where it is run.
 
     Errors  PlanError naming the first block that would not
     """
+    module = record.module
     if any(p.is_meta for p in module.parameters()):
         return
+    run = partial(record.run, "check")
     held = Stages(module, cut, range(cut.stages))
     try:
         for number in range(cut.stages):

@@ -31,7 +31,7 @@ from shoal.parallel.spmd.labels import Label, Split, divides
 from shoal.parallel.spmd.model_split import BlockClass, ModelSplit, without
 from shoal.parallel.spmd.trial import Results, Trial
 from shoal.trace.casts import CastsLifted
-from shoal.trace.trunk import without_trace
+from shoal.trace.untouched import without_trace
 
 EXACT, CAST = 1e-10, 1e-4
 """Largest difference that is rounding, of the whole's norm: in float64, and where the block

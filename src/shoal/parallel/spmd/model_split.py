@@ -13,10 +13,8 @@ here changes the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,31 +26,30 @@ from shoal.parallel.spmd.edges import exchanges_of, scattered_lookups
 from shoal.parallel.spmd.labels import WHOLE, Split, Whole
 from shoal.parallel.spmd.split_block import BlockSplit, NotSplit, split_block
 from shoal.parallel.spmd.splits import BlockClass, ModelSplit, ParameterSplit
-from shoal.trace.calls import Call, CallLog, bare, first_calls, noting
-from shoal.trace.draws import InnerKeys, find_draws
-from shoal.trace.echo import as_cheaply, echoing
+from shoal.trace.calls import Call, bare
+from shoal.trace.draws import keyed_inside
 from shoal.trace.likeness import Likeness
-from shoal.trace.tables import Tables, find_tables
-from shoal.trace.trunk import Run, Trunk, find_trunk
+from shoal.trace.record import Record
+from shoal.trace.tables import Tables
+from shoal.trace.trunk import Trunk
 
 WISHES = ("whole", "column", "row")
 
 
 @phase("split layers")
 def plan_split(
-    module: nn.Module,
-    run: Run,
+    record: Record,
     degree: int,
     *,
-    trunk: Trunk | None = None,
+    staged: bool = False,
     strict: bool = False,
     overrides: Mapping[str, str] = {},
     sequence: bool = False,
 ) -> ModelSplit:
-    """How `degree` ranks compute `module`.
+    """How `degree` ranks compute a model.
 
-    run         calls the module on a sample of real inputs and gives its outputs
-    trunk       of the module, if it is known already
+    record      of the model
+    staged      a pipeline cuts between its blocks, so each is split by itself
     strict      refuse instead of leaving something whole
     overrides   pattern of parameter names (as in a shell) → whole │ column │ row
     sequence    hand parts of the sequence from block to block
@@ -60,8 +57,8 @@ def plan_split(
                 random numbers and is no graph, and for a pattern that matches no parameter;
                 ConfigError for another wish
     """
-    planner = _Planner(module, run, degree, _wishes(module, overrides), sequence)
-    return planner.plan(trunk or find_trunk(module, run), strict)
+    planner = _Planner(record, degree, _wishes(record.module, overrides), sequence)
+    return planner.plan(staged, strict)
 
 
 def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
@@ -85,26 +82,25 @@ def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
 class _Planner:
     """One plan under way."""
 
-    def __init__(
-        self, module: nn.Module, run: Run, degree: int, wishes: dict[str, str], sequence: bool
-    ) -> None:
-        self.module, self.run, self.degree = module, run, degree
+    def __init__(self, record: Record, degree: int, wishes: dict[str, str], sequence: bool) -> None:
+        self.module, self.record, self.degree = record.module, record, degree
         self.wishes, self.sequence = wishes, sequence
-        self.first = {id(p): name for name, p in module.named_parameters()}
+        self.first = {id(p): name for name, p in self.module.named_parameters()}
         self.homes: dict[int, list[str]] = {}
-        for name, p in module.named_parameters(remove_duplicate=False):
+        for name, p in self.module.named_parameters(remove_duplicate=False):
             self.homes.setdefault(id(p), []).append(name)
         self.classes: list[BlockClass] = []
-        self.likeness = Likeness(module)
+        self.likeness = Likeness(self.module)
         self.refused: list[str] = []  # one line each: what stays whole, and why
         self.graphs: set[str] = set()  # layers that could be traced, whether split or not
         self.untraced: dict[str, str] = {}  # layers that could not, and why
-        self.keys = InnerKeys(module, run)
 
-    def plan(self, trunk: Trunk, strict: bool) -> ModelSplit:
-        blocks = self.blocks(trunk)
+    def plan(self, staged: bool, strict: bool) -> ModelSplit:
+        trunk = self.record.trunk
+        blocks = self.holder(trunk) if trunk.leaf and not staged else trunk.blocks
         lookups = [n for n, p in self.module.named_modules() if isinstance(p, nn.Embedding)]
-        calls, tables = as_cheaply(partial(self.look, blocks, [*blocks, *lookups]))
+        calls = self.record.calls([*blocks, *lookups])
+        tables = self.record.tables(blocks, self.degree, self.wishes.get)
         for names in self.groups([name for name in blocks if name in calls], calls):
             self.solve(names, calls, whole_if_not=True)
         parameters = self.parameters(tables)
@@ -133,20 +129,8 @@ class _Planner:
             {name: call.without_numbers() for name, call in calls.items()},
         )
 
-    def look(
-        self, blocks: tuple[str, ...], names: list[str], cheaply: bool
-    ) -> tuple[dict[str, Call], Tables]:
-        """First calls of some layers, and the tables beside the blocks, in one forward pass."""
-        calls = CallLog()
-        with echoing(self.module, calls) if cheaply else nullcontext():
-            run = noting(names, self.run, calls)
-            tables = find_tables(self.module, run, blocks, self.degree, self.wishes.get)
-        return calls.first, tables
-
-    def blocks(self, trunk: Trunk) -> tuple[str, ...]:
-        """Names of the layers to split, each as one: the trunk's, or what holds its leaves."""
-        if not trunk.leaf:
-            return trunk.blocks
+    def holder(self, trunk: Trunk) -> tuple[str, ...]:
+        """The layer that holds all leaves of a trunk, to be split as one."""
         parents = [name.split(".")[:-1] for name in trunk.blocks]
         shared = []
         for parts in zip(*parents, strict=False):
@@ -199,8 +183,7 @@ class _Planner:
             [f"{n}.{child}" if n else child for n in names]
             for child in _children(self.module.get_submodule(name))
         ]
-        unknown = [n for alike in below for n in alike if n not in calls]
-        calls |= first_calls(self.module, unknown, self.run) if unknown else {}
+        calls |= self.record.calls(n for alike in below for n in alike)
         worked = [
             self.solve(group, calls, False)
             for alike in below
@@ -215,7 +198,7 @@ class _Planner:
 
     def try_to_split(self, names: list[str], calls: dict[str, Call]) -> str:
         """Split equal layers as one; gives the reason where that fails."""
-        if why := self.keys.inside(names[0]):
+        if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
             return why
         part, call = self.module.get_submodule(names[0]), calls[names[0]]
         twin = bare(part)
@@ -253,7 +236,7 @@ class _Planner:
 
     def refuse_draws(self) -> None:
         """Errors: PlanError where a layer that is no graph draws by itself, in no traced part."""
-        for draw in find_draws(self.module, self.run):
+        for draw in self.record.draws:
             if not self.graphs.isdisjoint(draw.around):
                 continue
             name = next((n for n in reversed(draw.around) if n in self.untraced), None)

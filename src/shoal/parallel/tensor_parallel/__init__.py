@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.base.placement import Placement
@@ -28,7 +27,7 @@ from shoal.parallel.spmd.check import checked
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, is_shard, show
 from shoal.parallel.tensor_parallel.cut import apply_split, cut_of
-from shoal.trace.trunk import Run, Trunk
+from shoal.trace.record import Record
 
 
 def apply(program: Program, split: ModelSplit | None) -> Program:
@@ -51,33 +50,28 @@ def place(rows: Mapping[str, Placement], split: ModelSplit) -> dict[str, Placeme
     return found
 
 
-def plan(program: Program, run: Run, trunk: Trunk | None = None) -> ModelSplit | None:
+def plan(program: Program, record: Record) -> ModelSplit | None:
     """How the module is split, found out and checked at every start (decision 12).
 
-    run      does one forward pass on a sample
-    trunk    the module's, where a pipeline cuts it
     Gives    None without tensor parallelism
     Errors   PlanError where nothing can be split, or something cannot and the plan is strict
     """
     degree, policy = program.tensor.size, program.plan
     if degree == 1:
         return None
-    split = split_by(policy, program.module, run, degree, trunk)
+    split = split_by(policy, record, degree, staged=program.pipe.size > 1)
     return checked(program.module, split, program.tensor, strict=policy.strict)
 
 
-def split_by(
-    policy: TensorPolicy, module: nn.Module, run: Run, degree: int, trunk: Trunk | None = None
-) -> ModelSplit:
-    """Find how a module is split over `degree` ranks under a policy; trunk and errors as `plan`."""
-    if trunk is not None and trunk.leaf:
-        # Layers of a pipeline's stages are split one by one: what holds them all is cut between.
-        trunk = replace(trunk, leaf=False)
+def split_by(policy: TensorPolicy, record: Record, degree: int, *, staged: bool) -> ModelSplit:
+    """Find how a model is split over `degree` ranks under a policy; errors as `plan`.
+
+    staged   a pipeline cuts it too
+    """
     return plan_split(
-        module,
-        run,
+        record,
         degree,
-        trunk=trunk,
+        staged=staged,
         strict=policy.strict,
         overrides=policy.overrides,
         sequence=policy.sequence_parallel != "off",

@@ -1,0 +1,95 @@
+"""Runs a user's module and leaves no trace: buffers, attributes and generators are as before."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
+    """Buffers, attributes and generators are afterwards what they were, whatever passes ran inside.
+
+    attributes   False: they stay as the passes leave them, for a pass to come that needs them
+
+    Inside, every rank draws the same numbers: what ranks see and compare must not depend on chance.
+    """
+    kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
+    values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
+    drawn = torch.get_rng_state()
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if on_cuda:
+        torch.cuda.manual_seed_all(0)
+    try:
+        with attributes_kept(module) if attributes else nullcontext():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(drawn)
+        if on_cuda:
+            torch.cuda.set_rng_state_all(on_cuda)
+        for part, held in kept:
+            part._buffers.clear()
+            part._buffers.update(held)
+            for buffer in held.values():
+                if buffer is None or buffer.is_meta or torch.equal(buffer, values[id(buffer)]):
+                    continue
+                buffer.detach().copy_(values[id(buffer)])
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Plain attributes of all parts are afterwards what they were.
+
+    One that keeps what a pass gave would keep its graph too, and that the shapes which parameters
+    had before they were cut.
+    """
+    before = _Attributes(module)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+class _Attributes:
+    """Plain attributes of all parts as they are now, one level into lists, dicts and sets."""
+
+    not_plain = frozenset({*vars(nn.Module()), "forward"})
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kept = [(part, self._of(part)) for part in module.modules()]
+        inside = {id(v): v for _, held in self.kept for v in held.values() if type(v) in MUTABLE}
+        self.inside = [(value, copy.copy(value)) for value in inside.values()]
+
+    def restore(self) -> None:
+        """Give every part what it had; what it got since is taken away."""
+        for value, contents in self.inside:
+            if isinstance(value, list):
+                value[:] = contents
+            else:
+                value.clear()
+                value.update(contents)
+        for part, held in self.kept:
+            now = vars(part)
+            for name in self._of(part).keys() - held.keys():
+                del now[name]
+            now.update(held)
+
+    def _of(self, part: nn.Module) -> dict[str, Any]:
+        own = vars(part).items()
+        return {k: v for k, v in own if k not in self.not_plain and not callable(v)}
+
+
+MUTABLE = (list, dict, set)
