@@ -145,5 +145,5 @@ def send_unused(shard: Any) -> None:
 
 
 def writes(tensor: torch.Tensor) -> int:
-    """Count how often a tensor was written in place, by anything but `.data`."""
+    """Read torch's version counter: how often a tensor was written in place (but by `.data`)."""
     return tensor._version

@@ -59,7 +59,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes, on any device and of any dtype."""
+    """Hash a tensor's bytes in row order: SHA-256, 64 hex digits; shape and dtype do not enter."""
     raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().data).hexdigest()
 

@@ -51,7 +51,7 @@ class Look(Protocol):
 
 
 def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
-    """A program of the whole module, with equal weights on all ranks; nothing is divided yet.
+    """Make a program of the whole module and give every rank rank 0's weights; nothing is cut yet.
 
     module    whole, on the world's device and in the plan's parameter format
     Errors    PlanError when ranks hold different models, and for a policy that cannot hold here:
@@ -69,7 +69,12 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
 
 
 def record(program: Program, look: Look | None) -> Record | None:
-    """What the model does with a sample, where the layout is derived from that; else None."""
+    """Make the record of the model from which a layout is derived: its passes run when it is read.
+
+    look    does one forward pass on a sample; None: nothing is derived
+    Gives   of the module for tp, pp, cp and ep; for zero 3 alone of its twin on the meta device, or
+            of the module where it looks at values; else None
+    """
     layout = program.plan.layout
     if look is None:
         return None
@@ -88,7 +93,9 @@ def record(program: Program, look: Look | None) -> Record | None:
 
 
 def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Program, Derived]:
-    """Say who holds, sums and steps every tensor, in rows; check on the ranks what was derived.
+    """Place every tensor: derive how the model is divided, check it on the ranks, bind the rows.
+
+    Every rank calls it: checks are collective, and process groups are made. Nothing is cut yet.
 
     record    without one, nothing is derived from the model
     samples   that the record's pass ran
@@ -113,12 +120,14 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
         program = replace(program, twin=meta_twin(module))
     if record is not None and plan.layout.zero == 3:
         derived = replace(derived, called=called_of(record))
+    if record is not None:
+        program = replace(program, passes=record.passes)
     rows = rows_of(module, plan, derived, program.world.device)
     return bind(program, rows.values()), derived
 
 
 def materialise(program: Program, derived: Derived) -> Program:
-    """Cut the module to what this rank holds by the rows; the rest of it is free afterwards."""
+    """Cut the module in place to what this rank holds by the rows; the rest's memory is freed."""
     if not program.plan.layout.is_derived:
         return program
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
@@ -154,9 +163,9 @@ def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
 
 
 def check_here(plan: Plan, device: torch.device) -> None:
-    """Ask compile, recompute and offload whether this device rules them out under any layout.
+    """Refuse policies that this kind of device cannot carry under any layout; else do nothing.
 
-    Errors: PlanError; so far for offload on a CPU
+    Errors   PlanError; so far for offload on a CPU
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check_here", None):
@@ -164,7 +173,10 @@ def check_here(plan: Plan, device: torch.device) -> None:
 
 
 def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
-    """Give optional techniques the optimizer, after it holds this rank's parts."""
+    """Let offload take over the optimizer, once that steps this rank's parts; else do nothing.
+
+    Gives   the program with what the technique added, where the plan asks for it
+    """
     for technique in _asked(program.plan, AROUND_BLOCKS):
         if give := getattr(technique, "hand_over", None):
             program = give(program, optimizer)
@@ -172,7 +184,7 @@ def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Prog
 
 
 def wrap(program: Program) -> Program:
-    """Make what is left to this rank ready to run, by the program's plan."""
+    """Wrap this rank's module as the plan asks: dropout keys, recompute, compile, gradient sums."""
     plan = program.plan
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
     program = dropout_rng.apply(program, plan.seed)

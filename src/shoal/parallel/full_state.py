@@ -46,14 +46,15 @@ def held(program: Program) -> dict[str, Part]:
 
 
 def gather_weights(program: Program) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer, whole, on the CPU of every rank."""
+    """Gather every parameter and persistent buffer whole on the CPU of every rank; all call it."""
     return assembled(held(program), program.world)
 
 
 def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """(whole gradients by name on the CPU of every rank, names that any rank used).
+    """Gather whole gradients: (by name, on the CPU of every rank; names that any rank used).
 
-    After `update` they are the clipped mean gradient; a parameter that nobody used has zeros.
+    Every rank calls it. Before `update` they are sums over targets, after it the clipped mean
+    gradient; a parameter that nobody used has zeros.
     """
     parts: dict[str, Part] = {}
     used: list[str] = []
@@ -68,9 +69,11 @@ def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str
 
 
 def assembled(parts: Mapping[str, Part], world: World) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU of every rank; a rank may hold nothing of some, others nothing else.
+    """Assemble whole tensors from the ranks' parts, on the CPU of every rank; all ranks call it.
 
-    Where parts overlap they are replicas. Order: as the lowest rank that has a name lists it.
+    parts   by name: a tensor and where it lies in the whole; a rank may hold nothing of a name
+    Gives   copies by name, in the order of the lowest rank that has a name. Where parts overlap
+            they are taken to be equal
     """
     mine = {
         name: [

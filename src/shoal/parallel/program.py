@@ -7,7 +7,7 @@ and never needs to know which layout it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -118,7 +118,7 @@ Part = tuple[torch.Tensor, Shard]
 
 @dataclass(frozen=True)
 class Program:
-    """A module, made ready.
+    """A module on this rank, made ready to train: its part, its worlds, what runs around a step.
 
     world         all processes · data  those that hold the same parts of the model as this one, and
                   run other micro-batches; `tensor`: that split its layers; `pipe`: its stages;
@@ -133,6 +133,7 @@ class Program:
     run           runs the passes of a step on the module, telling the reducer of each
     forward       a pass for evaluation; gives None where the outputs are not on this rank
     twin          the module without data, for counting, where it cannot be copied itself
+    passes        forward passes on the sample until now, by what for (`trace.record.Record`)
     mirrored      `data` and the ranks of a pipeline's second copy that hold the same; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
@@ -168,6 +169,7 @@ class Program:
     mirrored: World | None = None
     together: bool = False
     twin: nn.Module | None = None
+    passes: Mapping[str, int] = field(default_factory=dict)
     travel: Travel | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
@@ -300,7 +302,7 @@ def take(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """torch's name of a tensor's element type, without the prefix."""
+    """Name a tensor's element type as torch does, without the prefix: float32, bfloat16, int64."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -324,7 +326,7 @@ def own_blocks(program: Program) -> Iterator[tuple[str, nn.Module]]:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by their first name; a tied parameter appears once."""
+    """List trainable parameters by first name, tied ones once; without those on the meta device."""
     return {n: p for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
 
 

@@ -44,9 +44,10 @@ class RewrittenError(ConfigError):
 
 @contextmanager
 def refuse_rewritten(program: Program) -> Iterator[None]:
-    """Around the forward and backward passes of a step, before its optimizer steps.
+    """Context manager around a step's passes: refuse weights that the model itself has changed.
 
-    Raises   at its end, on all ranks alike: RewrittenError for a change that would be lost
+    Every rank enters it. Changes that the layout keeps, as one process does, pass.
+    Errors   at its end, on all ranks alike: RewrittenError for a change that would be lost
     """
     before = {name: _look(p) for name, p in program.parameters.items()}
     yield

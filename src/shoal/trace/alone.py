@@ -29,7 +29,7 @@ TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).resolve().pare
 
 
 class CollectiveAlone(RuntimeError):
-    """A process that works alone was about to wait for others.
+    """Raised instead of a collective inside of `alone`: the process would wait for others for ever.
 
     name   of the collective · where  file:line that asked for it
     """
@@ -41,7 +41,7 @@ class CollectiveAlone(RuntimeError):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """While it lasts, collectives and new process groups of this thread raise CollectiveAlone."""
+    """Context manager in which collectives and new groups of this thread raise CollectiveAlone."""
     with without_new_groups(_refused), _Alone():
         yield
 

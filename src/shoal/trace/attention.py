@@ -88,7 +88,9 @@ def share(graph: fx.Graph, node: fx.Node) -> bool:
 def shared_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Attention that ranks may compute together; alone it is torch's own.
+    """Compute scaled dot-product attention; under cp its graph marks it for ranks to share.
+
+    Called as it is, it computes torch's own attention.
 
     q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
     """

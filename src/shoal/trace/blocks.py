@@ -61,7 +61,7 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
-    """The blocks of a module by name: those that the user names, or `blocks`.
+    """Find the blocks of a module by name: those that the user names, else what repeats (`blocks`).
 
     Errors   PlanError for a pattern that matches nothing, and for blocks inside of blocks
 
@@ -156,12 +156,12 @@ def _attributes(module: nn.Module) -> set[str]:
 
 
 def is_single_layer(block: nn.Module) -> bool:
-    """One layer of torch's own: it keeps little but its input and has nothing to fuse."""
+    """Whether a block is one bare layer of torch.nn, with no modules inside: it is not wrapped."""
     return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
 def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
-    """The blocks that fsdp gathers one at a time: with layers inside, and no shared parameter.
+    """Find the blocks that fsdp gathers one at a time: with layers inside, and no tied parameter.
 
     A parameter that lies in two places must be gathered for both, so such blocks are none of them.
 

@@ -14,7 +14,7 @@ from shoal.trace.copies import copied_module
 
 @dataclass(frozen=True)
 class Call:
-    """The first call of a layer in the sample, and how it went on.
+    """A layer's first call in the sample: its arguments, and what each of its calls came after.
 
     args, kwargs   copies of its arguments; floating tensors that carry a gradient require one
     follows        for each call the layer whose output, untouched, is its first floating argument,
@@ -34,9 +34,9 @@ class Call:
 
 
 def bare(block: nn.Module) -> nn.Module:
-    """A copy that shows the parameters' shapes and formats and has none of their numbers.
+    """Copy a layer with parameters of the same shapes and formats that take no memory (zeros).
 
-    Without the hooks that hang on the block itself: they run around whatever stands in for it.
+    Buffers stay. Hooks on the layer itself are left out: they run around whatever stands in for it.
     """
     shown: dict[int, Any] = {}
     for p in block.parameters():

@@ -33,7 +33,7 @@ SHOWN = 2
 
 
 class CastsLifted(TorchFunctionMode):
-    """While it lasts, casts from float64 to a narrower format give float64.
+    """Context manager in which casts from float64 to a narrower format give float64.
 
     lifted   file:line of every line that asked for one
     """
@@ -73,7 +73,7 @@ class CastsLifted(TorchFunctionMode):
 
 
 def casts_text(lines: Sequence[str]) -> str:
-    """Names the casts that were lifted, empty where none was.
+    """Name the casts that were lifted in one phrase, the first two by line; "" where none was.
 
     >>> casts_text(["norm.py:7", "norm.py:9", "rope.py:3"])
     "the model's own casts (norm.py:7, norm.py:9 and 1 more)"

@@ -40,11 +40,13 @@ class Draw:
 
 
 def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> str:
-    """Why a layer cannot be one graph: it holds blocks with dropout keys, and the model draws.
+    """Say why a layer cannot be one graph: it holds blocks with dropout keys; "" where it can.
 
     A graph of such a layer calls none of them, so no key would be set at their entries, nor for
     what follows: other masks than in one process (parallel/dropout_rng.py), which a check of one
     layer does not see, since it gives both sides one generator.
+
+    draws   of the whole model; () : no key matters
 
     >>> keyed_inside("body", ["body.0", "body.1"], [Draw("dropout", ("", "body", "body.1"))])
     'dropout is keyed by blocks inside of it, like body.0'

@@ -27,12 +27,13 @@ Key = int | str
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A part of a model that is stacked experts.
+    """A submodule whose parameters are stacked by expert, and how the model calls it.
 
     name, part   the submodule · experts  how many
     roles        where its call has tokens, chosen experts and weights
     sample       the values of such a call, until they are checked
-    counts       its attributes that say how many experts it has, and must be told when it has fewer
+    counts       names of its attributes that say how many experts it has; `expert_parallel` sets
+                 them where a rank keeps fewer
     """
 
     name: str

@@ -22,7 +22,10 @@ from shoal.trace.copies import copied_module
 def backward_flops(
     module: nn.Module, batch: Any, loss_sum: Callable[[nn.Module, Any], torch.Tensor]
 ) -> int | None:
-    """FLOP of `loss_sum(module, batch).backward()`; None if that needs values, or other ranks.
+    """Count the FLOP of a forward and backward pass without running it: on a twin without data.
+
+    loss_sum   (module, batch) → the scalar whose `.backward()` is counted too
+    Gives      FLOP of the whole batch; None where the model needs values, or other ranks
 
     batch    a few samples, on any device
     Limits   operations that torch's counter does not know count as 0; a real copy of the model
@@ -44,7 +47,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
-    """A copy of the module whose tensors have no data, and whose hooks are gone.
+    """Copy a module with tensors that have no data; hooks and replaced forwards are left out.
 
     device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
     """

@@ -220,13 +220,13 @@ def _mutated(graph: fx.Graph, skip: int, names: list[str]) -> frozenset[str]:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether an operation overwrites its first argument and returns it."""
+    """Tell whether a graph's node overwrites its first argument and returns it (`add_`)."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.is_mutable and node.args and isinstance(node.args[0], fx.Node))
 
 
 def may_be_replaced(graph: fx.Graph) -> set[fx.Node]:
-    """In-place operations that may write a new tensor instead: nobody reads the old one later."""
+    """Find in-place nodes that may give a new tensor instead: nothing reads the old one later."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     by_storage: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:

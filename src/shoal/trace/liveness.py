@@ -80,7 +80,7 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class Flow:
-    """All calls of units in one forward pass, in order, the model's outputs last.
+    """One forward pass as calls of units, in order; the last entry is the model's outputs.
 
     between   parameters that code between the units reads
     """
@@ -121,7 +121,7 @@ def _has_state(part: nn.Module) -> bool:
 
 
 def watch(record: Record) -> Flow:
-    """The flow of one forward pass under no_grad, in the module's present mode; leaves no trace."""
+    """Follow values through one forward pass, without gradients, in the module's present mode."""
     module, trunk = record.module, record.trunk
     with torch.no_grad(), without_trace(module, attributes=False):
         followed = _Followed(module, set(trunk.blocks))
@@ -230,7 +230,7 @@ def alike(one: Flow, two: Flow) -> bool:
 
 
 def merged(one: Flow, two: Flow) -> Flow:
-    """A flow that is right for both, training and evaluation; they must be `alike`."""
+    """Merge two flows that are `alike`: what either needs; inputs, outputs, FLOP of the first."""
     if not alike(one, two):
         raise BugError("flows of different calls cannot be merged")
     calls = [

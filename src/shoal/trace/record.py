@@ -39,7 +39,7 @@ from shoal.trace.untouched import without_trace
 
 
 class Record:
-    """What one model does with one sample; looked at when it is first asked, and kept.
+    """What a model does with one sample; a pass runs when something is first asked, and is kept.
 
     module   whole; no attribute, buffer or generator of it is left changed
     run      does one forward pass of a module on the sample
@@ -134,7 +134,7 @@ class Record:
 
 @contextmanager
 def in_training(module: nn.Module) -> Iterator[None]:
-    """A model that comes in evaluation mode is in training mode inside, as its run will be.
+    """Context manager in which a model in evaluation mode trains; every mode is put back after it.
 
     What is frozen in evaluation mode while the rest of the model trains stays so.
     """

@@ -99,13 +99,13 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def first_line(failure: BaseException) -> str:
-    """An exception as part of one line."""
+    """Shorten an exception to its class and the first 160 characters of its first line."""
     lines = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {lines[0][:160]}" if lines else type(failure).__name__
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The same structure with every tensor replaced; looks into dataclasses too.
+    """Rebuild a structure with `function` of every tensor in lists, tuples, dicts, dataclasses.
 
     A tensor is one, whatever structure its class shows to libraries that look inside.
     """

@@ -28,7 +28,7 @@ Table = nn.Embedding | nn.Linear
 
 @dataclass(frozen=True)
 class Tables:
-    """Which parameters outside of the blocks are split over the vocabulary, along dim 0.
+    """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
 
     split        parameter (first name) → why · whole  the other candidates → why not
     embeddings   names of the modules that look up split tables
@@ -48,7 +48,7 @@ class Tables:
 
 
 def for_loss(value: Any) -> bool:
-    """An output that leaves the projection to the loss."""
+    """Whether an output leaves the projection to the loss: a dataclass with hidden and weight."""
     fields = all(hasattr(value, name) for name in ("hidden", "weight", "vocabulary"))
     return dataclasses.is_dataclass(value) and fields
 

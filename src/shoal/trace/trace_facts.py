@@ -59,7 +59,7 @@ def trace_facts(
     blocks: BlocksPolicy = FOUND,
     name: str = "",
 ) -> ModelFacts:
-    """Parameters, work and memory of every unit of a model, per sample.
+    """Trace a model on shapes alone: parameters, work and memory of every unit, per sample.
 
     build_or_module   a module, or a function that builds one (then nothing is allocated)
     example_inputs    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes and

@@ -37,7 +37,7 @@ Run = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class Trunk:
-    """The blocks of a model.
+    """The repeated blocks of a model that tp and pp work on, and how one pass called them.
 
     blocks   names in the order of their first call, each once
     calls    the block of every call, in order; a block may be called several times

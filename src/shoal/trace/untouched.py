@@ -15,11 +15,11 @@ from torch import nn
 
 @contextmanager
 def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
-    """Buffers, attributes and generators are afterwards what they were, whatever passes ran inside.
+    """Context manager that puts buffers, attributes and generators back after passes of a module.
 
     attributes   False: they stay as the passes leave them, for a pass to come that needs them
 
-    Inside, every rank draws the same numbers: what ranks see and compare must not depend on chance.
+    Inside, generators are seeded with 0, so that every rank draws the same numbers.
     """
     kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
@@ -51,7 +51,7 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Plain attributes of all parts are afterwards what they were.
+    """Context manager that puts plain attributes of all submodules back to what they were.
 
     One that keeps what a pass gave would keep its graph too, and that the shapes which parameters
     had before they were cut.

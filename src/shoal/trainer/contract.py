@@ -24,9 +24,9 @@ IGNORED_TARGET = -100
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets) of a batch; one dict is both.
+    """Split a batch into (inputs, targets); of one dict both are that dict.
 
-    Errors: ConfigError for anything that is neither a pair nor a dict.
+    Errors   ConfigError for anything that is neither a pair nor a dict.
     """
     if isinstance(batch, Mapping):
         return batch, batch
@@ -111,7 +111,7 @@ def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> s
 def sum_and_count(
     result: Any, targets: Any, where: str = "loss"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) from whatever a loss or a metric returned; both are tensors without dims.
+    """Reduce what a loss or a metric returned to (sum, count), two tensors without dims.
 
     Unreduced values of the shape of integer targets are summed and counted where the target is not
     −100, others everywhere.
@@ -207,7 +207,10 @@ def _taken_apart(loss: Any) -> Loss:
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the length of dim 0 of its first tensor."""
+    """Count a batch's samples: dim 0 of its first tensor or array.
+
+    Errors   ConfigError for a batch without a tensor
+    """
     for leaf in pytree.tree_leaves(_plain(batch)):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
             return int(leaf.shape[0])

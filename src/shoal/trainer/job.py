@@ -68,7 +68,11 @@ def open_run(
 
 
 def build_model(section: ModelSection, data: DataSection, source: Source) -> nn.Module:
-    """The module that `[model]` names (`hf:PATH` too), or what the user's builder gives."""
+    """Build the module that `[model]` names (`hf:PATH` too), or call the user's builder.
+
+    source   its vocabulary and kind of data decide what a model by name is built for
+    Errors   ConfigError for a name, an argument or data that do not fit
+    """
     if section.build:
         return call_builder(section.build, section.arguments)
     on_tokens = source.kind == "tokens"
@@ -127,7 +131,7 @@ def _check_arguments(path: str, builder: Any, arguments: Mapping[str, Any]) -> N
 
 
 def import_loss(section: ModelSection) -> Loss:
-    """The user's loss function, or the model's own: mostly cross-entropy on integer targets."""
+    """Import `model.loss`; without one give the loss of a model by that name (cross-entropy)."""
     if section.loss:
         return import_object("model.loss", section.loss)
     return loss_of("" if section.build else section.name)

@@ -29,7 +29,7 @@ SUMS_LOCK = threading.Lock()
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on this rank; see `program.Pass`.
+    """One micro-batch on this rank as a `program.Pass`: it runs the model, the loss and backward.
 
     step, index   keys of its randomness; JOINING: it weighs nothing
     scale         what the loss is multiplied by before backward

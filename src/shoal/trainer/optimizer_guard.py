@@ -19,7 +19,7 @@ from shoal.trainer.weights_move import MovementCheck
 
 @dataclass
 class Length:
-    """How long a run is, as far as its learning rate asks.
+    """The length of a run as its learning-rate schedule needs it.
 
     schedule   of the rate, over `total_steps`; None: the rate is the user's
     """

@@ -163,7 +163,7 @@ def start_run(
     world: World | None = None,
     ranks_layouts: bool = False,
 ) -> Run:
-    """Start a run under a plan: what `parallelize` does with its arguments, and `shoal train`.
+    """Start a run under a plan, on every rank: what `parallelize` and `shoal train` both call.
 
     plan     settled, or with open fields where `said` is given
     said     the layout in words, from which the plan is settled; None: it is settled
@@ -258,7 +258,10 @@ def _agree(world: World, said: Mapping[str, Any]) -> None:
 
 @phase("build")
 def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The module itself, or what a builder gives under this seed; nobody's generators move."""
+    """Give the module, or call its builder under a seed; generators are put back afterwards.
+
+    Errors   ConfigError where a builder gives no module; UserError for what it raises
+    """
     if isinstance(model, nn.Module):
         return model
     with kept_draws():  # the builder's seed must not become the user's

@@ -50,7 +50,7 @@ EXAMPLES = 2
 
 
 def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int) -> ModelFacts:
-    """Facts of the configured model, per sample.
+    """Find the facts of the configured model that the planner reckons with, per sample.
 
     Ours by arithmetic on GPUs; on a CPU every model is traced, because there single operations cost
     most of what is no matrix product, and arithmetic does not count them one by one.

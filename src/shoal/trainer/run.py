@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
 
 
 class Run:
-    """One model in training; several may live in one process (a GAN).
+    """One model in training, with its optimizer and its worlds; a process may have several.
 
     model       the module, on its device · world  the processes · plan  what was decided
     step_count  optimizer steps taken so far, skipped ones included

@@ -24,7 +24,9 @@ from shoal.planner.buckets import BUCKET_BYTES
 
 
 def sum_shared(program: Program, reducer: Reducer) -> None:
-    """Sum what the reducer has summed over data ranks over the other holders too.
+    """All-reduce the reducer's gradients in place over tp, cp and pp ranks that share parameters.
+
+    Called once a step, by every rank, after `reducer.finish()` has summed them over data ranks.
 
     After it `reducer.used()` and `.local_norms()` mix in what others computed: ask before.
     """

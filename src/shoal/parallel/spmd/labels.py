@@ -28,7 +28,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Split:
-    """Every rank holds an equal part of dim `dim`, cut within each of `groups` segments."""
+    """A label: rank r holds part r of dim `dim`, equal parts of each of its `groups` segments."""
 
     dim: int
     groups: int = 1
@@ -41,7 +41,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Tiled:
-    """Ranks as a grid, outermost axis first: (degree of the axis, its label) for each axis."""
+    """A label on a grid of ranks: (degree, Whole or Split) for each axis, the outermost first."""
 
     axes: tuple[tuple[int, Whole | Split], ...]
 

@@ -1,0 +1,34 @@
+"""Root forward passes before step 1 are counted in one place, and they are few (decision 18)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+LOOK = {"look": 1}
+PIPELINE = {"look": 1, "flow": 2}
+"""In training and in evaluation mode, values are followed; then every stage is checked."""
+FILLS, MODES = 2, 2
+
+CASES: list[tuple[int, str, Any, dict[str, int]]] = [
+    (2, "our gpt", "ddp", {}),
+    (2, "our gpt", "zero2", {}),
+    (2, "our gpt", "fsdp", LOOK),  # on the meta device
+    (2, "our gpt", {"tp": 2}, LOOK),
+    (2, "our gpt", {"cp": 2}, LOOK),
+    (2, "our gpt", {"pp": 2}, {**PIPELINE, "check": 2 * FILLS * MODES}),
+    (2, "our moe", {"dp_replicate": 2, "ep": 2}, LOOK),
+    (4, "our gpt", {"tp": 2, "pp": 2}, {**PIPELINE, "check": 2 * FILLS * MODES}),
+    (4, "our gpt", {"tp": 2, "dp_shard": 2}, LOOK),
+]
+
+
+@pytest.mark.parametrize(("ranks", "model"), dict.fromkeys(case[:2] for case in CASES))
+def test_every_pass_is_counted(worlds: Any, ranks: int, model: str) -> None:
+    mine = [case for case in CASES if case[:2] == (ranks, model)]
+    layouts = [case[2] for case in mine]
+    answers = worlds(ranks).call("record_case:passes", model=model, layouts=layouts)
+    for answer in answers:
+        for told, (_, _, layout, expected) in zip(answer, mine, strict=True):
+            assert told == {"ran": sum(expected.values()), "passes": expected}, layout
