@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,30 @@ DATA = ("data.source=text:{docs}/*.md", "data.tokenizer=bpe:8192")
 RUN = ("layout.strategy=ddp", "launch.processes=2", "train.batch=8", "train.micro_batch=2")
 LOOK_S = 0.1
 
+STARTS = {
+    "demo": ("run.name=start",),
+    "tp2 pp2": ("layout.tp=2", "layout.pp=2", "launch.processes=4", *DATA),
+}
+"""Commands whose starts are compared with another checkout's: words of `shoal train`."""
 
-def start_of_command(source: Path, cache: Path, deadline_s: float) -> dict[str, Any]:
-    """Start 76 M parameters on ddp × 2 and kill it when step 0 is about to run.
+
+def start_of_command(
+    source: Path,
+    cache: Path,
+    deadline_s: float,
+    asked: Sequence[str] = (*MODEL, *DATA, *RUN),
+    until: str = "compute_started",
+) -> dict[str, Any]:
+    """Start a command and kill it when step 0 is about to run, or its first step is committed.
 
     source   a checkout whose `src` is measured · cache  SHOAL_CACHE, kept between starts
+    asked    its words; default: 76 M parameters on ddp × 2
+    until    an event, or `step`
     Gives    wall_s, cpu_s, and cpu_s by phase, in the order in which they came
     """
     with tempfile.TemporaryDirectory() as folder:
         docs = Path(__file__).resolve().parent.parent / "docs"
-        words = [word.format(docs=docs) for word in (*MODEL, *DATA, *RUN)]
+        words = [word.format(docs=docs) for word in asked]
         command = [sys.executable, "-m", "shoal", "train", *words, "train.steps=2"]
         began_s = time.monotonic()
         with (Path(folder) / "out").open("w") as out:
@@ -48,22 +63,40 @@ def start_of_command(source: Path, cache: Path, deadline_s: float) -> dict[str, 
                 stderr=subprocess.STDOUT,
             )
         try:
-            return _watch(psutil.Process(process.pid), Path(folder) / "start", began_s, deadline_s)
+            root, run = psutil.Process(process.pid), Path(folder) / "start"
+            return _watch(root, run, began_s, deadline_s, until)
         finally:
             for one in _tree(psutil.Process(process.pid)):
                 one.kill()
             process.wait()
 
 
-def _watch(root: psutil.Process, run: Path, began_s: float, deadline_s: float) -> dict[str, Any]:
+def first_step_s(source: Path, words: Sequence[str], deadline_s: float) -> float:
+    """CPU seconds from exec to the first committed step, with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = start_of_command(source, Path(cache), deadline_s, words, "step")
+    return float(found["cpu_s"])
+
+
+def import_torch_s() -> float:
+    """CPU seconds of a process that imports torch and ends."""
+    before = os.times()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])
+
+
+def _watch(
+    root: psutil.Process, run: Path, began_s: float, deadline_s: float, until: str
+) -> dict[str, Any]:
     phases: dict[str, float] = {}
     before_s, name = 0.0, "command line"
     while True:
         cpu_s = _cpu_s(root)
         phases[name] = phases.get(name, 0.0) + cpu_s - before_s
         before_s, wall_s = cpu_s, time.monotonic() - began_s
-        events = (run / "events.jsonl").read_text() if (run / "events.jsonl").exists() else ""
-        if "compute_started" in events:
+        file, sign = ("metrics.jsonl", '"loss"') if until == "step" else ("events.jsonl", until)
+        if (run / file).exists() and sign in (run / file).read_text():
             return {"wall_s": wall_s, "cpu_s": cpu_s, "cpu_s_by_phase": phases}
         if wall_s > deadline_s or root.status() == psutil.STATUS_ZOMBIE:
             raise RuntimeError(f"no step 0 after {wall_s:.0f} s")

@@ -10,6 +10,9 @@ and the step itself are told beside it. Then the same in new processes with the 
     python benchmarks/startup.py --command                `shoal train` of 76 M parameters, ddp × 2:
                                                           CPU seconds from exec to step 0
     python benchmarks/startup.py --command --source DIR   the same of another checkout
+    python benchmarks/startup.py --pairs DIR              this checkout and another one in turn: CPU
+                                                          seconds from exec to the first committed
+                                                          step, caches empty, torch's import apart
 
 Gates: ≤ 10 s with an empty cache, ≤ 2 s with what the first start left there; of the command ≤ 0.4
 of the CPU seconds of 2fb53a4 (22 November 2026), in both starts.
@@ -22,6 +25,7 @@ import functools
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,15 +36,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from command_start import start_of_command
+from command_start import STARTS, first_step_s, import_torch_s, start_of_command
 from processes import machine, run_together
+from ratios import ratio
 
 HERE = Path(__file__).resolve().parent
 LIMITS_S = {"cold": 10.0, "from cache": 2.0}
 PROCESSES, MICRO_BATCH, SEQUENCE, VOCABULARY = 2, 4, 64, 8192
 COUNTED = (
-    ("find the trunk", "shoal.trace.trunk", "find_trunk"),
-    ("find the tables", "shoal.trace.tables", "find_tables"),
+    ("record the model", "shoal.trace.record", "as_cheaply"),
+    ("find the tables", "shoal.trace.vocabulary", "find_tables"),
     ("plan the model", "shoal.parallel.spmd.model_split", "plan_split"),
     ("split a layer", "shoal.parallel.spmd.split_block", "split_block"),
     ("  for other inputs", "shoal.parallel.spmd.split_block", "again"),
@@ -56,7 +61,7 @@ BESIDE = (
     ("parallelize, all of it", "shoal.trainer.parallelize", "parallelize"),
     ("build the model", "shoal.trainer.parallelize", "build_module"),
     ("compare weights", "shoal.parallel.compare_weights", "apply"),
-    ("cut and install", "shoal.parallel.tensor_parallel.cut", "apply_split"),
+    ("cut and install", "shoal.parallel.tensor_parallel.cut_weights", "apply_split"),
 )
 """The rest of a start, for orientation."""
 
@@ -69,10 +74,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line after the tables")
     parser.add_argument("--command", action="store_true", help="the whole command, 76 M parameters")
     parser.add_argument("--source", type=Path, default=HERE.parent, help="of --command: a checkout")
+    parser.add_argument("--pairs", type=Path, help="the other checkout")
+    parser.add_argument("--rounds", type=int, default=8, help="of --pairs")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         work(json.loads(options.rank_of))
+        return
+    if options.pairs:
+        _pairs(options.pairs, options.rounds, options.deadline)
         return
     if options.command:
         _command(options.source, options.deadline)
@@ -108,6 +118,34 @@ def _command(source: Path, deadline_s: float) -> None:
             print(f"{start} start: {row['cpu_s']:.1f} CPU-s to step 0, {row['wall_s']:.1f} s")
             for name, cpu_s in row["cpu_s_by_phase"].items():
                 print(f"  {name:40}{cpu_s:8.2f}")
+    print(json.dumps(record))
+
+
+def _pairs(other: Path, rounds: int, deadline_s: float) -> None:
+    """Ratios of this checkout's CPU seconds to another one's, and to its own for comparison."""
+    record: dict[str, Any] = {
+        "machine": machine(),
+        "commits": [_commit(HERE.parent), _commit(other)],
+    }
+    for name, words in STARTS.items():
+        taken: dict[str, list[float]] = {"ours": [], "theirs": [], "ours again": [], "torch": []}
+        for turn in range(rounds):
+            order = list(taken) if turn % 2 else list(taken)[::-1]
+            for one in order:
+                source = other if one == "theirs" else HERE.parent
+                cpu_s = (
+                    import_torch_s() if one == "torch" else first_step_s(source, words, deadline_s)
+                )
+                taken[one].append(cpu_s)
+        apart_s = statistics.median(taken["torch"])
+        ours, theirs, again = ([s - apart_s for s in taken[k]] for k in list(taken)[:3])
+        told = {"ours / theirs": ratio(ours, theirs), "A/A": ratio(ours, again)}
+        record[name] = {**taken, **{what: vars(one) for what, one in told.items()}}
+        print(
+            f"{name}: {statistics.median(ours):.2f} of {statistics.median(theirs):.2f} CPU-s",
+            end="",
+        )
+        print("".join(f"; {k} {r.value:.3f} [{r.low:.3f}, {r.high:.3f}]" for k, r in told.items()))
     print(json.dumps(record))
 
 

@@ -21,9 +21,9 @@ from statistics import mean, median
 from rows import STEADY, Row, memory_rows
 
 from shoal.base.estimate import Case, MemoryEstimate
+from shoal.planner.fits import verdict
 from shoal.planner.frameworks import Framework, framework
 from shoal.planner.memory import predict_memory
-from shoal.planner.verdict import verdict
 
 __all__ = ["STEADY", "evaluate", "fit", "framework", "group_errors", "memory_rows", "sweep"]
 

@@ -21,8 +21,8 @@ from checkpoint_cases import Heard, assert_same, cut, whole
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.shards import Shard
 from shoal.checkpoint import shardfile, shared_read, write
-from shoal.checkpoint.catalog import find, read_manifest, verify
 from shoal.checkpoint.export import export
+from shoal.checkpoint.listing import find, read_manifest, verify
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import load, open_newest
 from shoal.checkpoint.storedfile import StoredReader

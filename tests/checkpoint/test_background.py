@@ -29,7 +29,7 @@ from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.shards import Shard
 from shoal.checkpoint import folders, hostcopy, read, shardfile
 from shoal.checkpoint.background import BackgroundSaver
-from shoal.checkpoint.catalog import find, read_manifest, verify
+from shoal.checkpoint.listing import find, read_manifest, verify
 from shoal.checkpoint.pieces import cut
 from shoal.checkpoint.write import Piece
 

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_cases import Heard, alone, assert_same, save_step, state, wanted_all
 
 from shoal.checkpoint import read
-from shoal.checkpoint.catalog import find, verify
+from shoal.checkpoint.listing import find, verify
 
 CALLS = ("write", "fsync", "rename", "mkdir", "rmdir", "unlink")
 DEADLINE_S = 20.0

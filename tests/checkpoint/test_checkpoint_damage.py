@@ -21,8 +21,8 @@ from shoal.base.errors import CheckpointError
 from shoal.base.shards import Box
 from shoal.checkpoint import read, storedfile
 from shoal.checkpoint.boxes import text
-from shoal.checkpoint.catalog import read_manifest, verify
 from shoal.checkpoint.faults import Damaged
+from shoal.checkpoint.listing import read_manifest, verify
 from shoal.checkpoint.manifest import StoredFile, encode
 
 

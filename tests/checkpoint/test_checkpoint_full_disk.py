@@ -14,7 +14,7 @@ from checkpoint_cases import Heard, alone, assert_same, pieces, save_step, state
 
 from shoal.base.errors import CheckpointError
 from shoal.checkpoint import folders, read, write
-from shoal.checkpoint.catalog import find
+from shoal.checkpoint.listing import find
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from shoal.base.shards import Shard
 from shoal.checkpoint import assign_slices as deals
 from shoal.checkpoint import read, tensorfile, write
 from shoal.checkpoint.boxes import untiled
-from shoal.checkpoint.catalog import find, read_manifest, verify
+from shoal.checkpoint.listing import find, read_manifest, verify
 from shoal.checkpoint.manifest import Manifest, StoredTensor, encode
 
 
@@ -316,7 +316,7 @@ def test_tilings() -> None:
 
 
 def test_catalog_and_lease_need_no_torch() -> None:
-    rooms = "shoal.checkpoint.lease, shoal.checkpoint.catalog"
+    rooms = "shoal.checkpoint.lease, shoal.checkpoint.listing"
     code = f"import sys, {rooms}; print('torch' in sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

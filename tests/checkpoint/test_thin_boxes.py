@@ -13,7 +13,7 @@ from shoal.base.shards import Box, Shard
 from shoal.checkpoint import read, write
 from shoal.checkpoint.background import BackgroundSaver
 from shoal.checkpoint.boxes import elements, patches, untiled
-from shoal.checkpoint.catalog import read_manifest
+from shoal.checkpoint.listing import read_manifest
 from shoal.checkpoint.pieces import seen
 
 SHAPES = [((6, 12), 1, 3), ((2, 3, 12), 2, 2), ((12, 5), 0, 3), ((4, 12, 3), 1, 2), ((1, 12), 1, 3)]

@@ -13,7 +13,7 @@ from shoal.base.policies import OptimizerPolicy
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.optim.build import build_optimizer
-from shoal.parallel.context_parallel.kernels import attend, attend_backward, merge
+from shoal.parallel.context_parallel.attention_kernels import attend, attend_backward, merge
 
 SIZE = pick((512, 8, 512), (64, 4, 32))  # dim, heads, sequence
 

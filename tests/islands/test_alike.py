@@ -11,7 +11,7 @@ import pytest
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.islands import IslandsPolicy
-from shoal.checkpoint.catalog import find
+from shoal.checkpoint.listing import find
 from shoal.checkpoint.manifest import FILE_NAME
 from shoal.cli.islands import _set_aside, _share_out
 from shoal.cli.start import _check_goes_on, _in_folders

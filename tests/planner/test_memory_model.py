@@ -20,6 +20,7 @@ from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.bubble import in_flight
 from shoal.planner.check_schedule import check
+from shoal.planner.fits import verdict
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_states import Elements, shard_counts, state_bytes
@@ -28,7 +29,6 @@ from shoal.planner.published import published
 from shoal.planner.schedules import make_schedule
 from shoal.planner.stage_cut import block_count, cut
 from shoal.planner.transformer import model_facts
-from shoal.planner.verdict import verdict
 
 LINK = Link("wire", 1e-6, 1e11)
 GPUS = Cluster(Device("gpu", 80e9, {}, 2e12), 16, 8, LINK, LINK)

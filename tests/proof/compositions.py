@@ -321,8 +321,8 @@ def weights_apart(here: str, there: str) -> tuple[float, str]:
     """(distance of all weights, of their norm; the parameter that differs most)."""
     from safetensors.torch import load_file
 
-    from shoal.checkpoint.catalog import find
     from shoal.checkpoint.export import export
+    from shoal.checkpoint.listing import find
 
     def read(run: str) -> dict[str, Any]:
         target = Path(run) / "weights.safetensors"

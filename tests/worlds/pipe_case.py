@@ -25,7 +25,7 @@ from shoal.fabric.point_to_point import PointToPoint
 from shoal.models import catalog
 from shoal.models.loss import token_loss
 from shoal.parallel.pipeline import drop_foreign
-from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.messages import Message, Messages, route
 from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages

@@ -12,7 +12,7 @@ import torch
 
 import any_case
 from shoal.base.plan import Plan
-from shoal.checkpoint.catalog import find, read_manifest
+from shoal.checkpoint.listing import find, read_manifest
 from shoal.fabric import World
 from shoal.machine.states import state_bytes
 from shoal.parallel.full_state import held

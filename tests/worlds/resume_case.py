@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import cases
-from shoal.checkpoint.catalog import verify
 from shoal.checkpoint.export import export
+from shoal.checkpoint.listing import verify
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build as catalog
 from shoal.optim.lamb import LAMB

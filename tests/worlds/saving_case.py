@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shoal.base.shards import Shard
-from shoal.checkpoint.catalog import find, read_manifest, verify
+from shoal.checkpoint.listing import find, read_manifest, verify
 from shoal.checkpoint.read import load
 from shoal.checkpoint.write import Piece
 from shoal.fabric import World

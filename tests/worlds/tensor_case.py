@@ -32,7 +32,7 @@ from shoal.parallel.spmd.check import check_class, checked
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.parallel.spmd.split_block import BlockSplit
-from shoal.parallel.tensor_parallel.cut import apply_split, cut_of
+from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
 from shoal.trace.record import Record
 from shoal.trainer.parallelize import parallelize
 

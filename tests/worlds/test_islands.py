@@ -13,7 +13,7 @@ import torch
 
 from cli_run import lines
 from netns import Forbidden, Net, skip
-from shoal.checkpoint.catalog import find, read_manifest
+from shoal.checkpoint.listing import find, read_manifest
 from shoal.islands.methods.noloco import pairs
 from shoal.trainer.island_join import rounds_held
 from worlds import Islands

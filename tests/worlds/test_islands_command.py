@@ -11,8 +11,8 @@ import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
 from shoal.base.errors import ConfigError
-from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
+from shoal.checkpoint.listing import find
 from shoal.cli.checkpoint import _checkpoints as checkpoints_of
 
 DEADLINE_S = 120

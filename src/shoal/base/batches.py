@@ -16,7 +16,7 @@ from shoal.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples at stream positions start … stop − 1; `index` is its number in the step."""
+    """Samples start … stop − 1 of the stream; `index`, from 0, is its number in the whole step."""
 
     index: int
     start: int
@@ -24,8 +24,9 @@ class MicroBatch:
 
 
 def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -> list[MicroBatch]:
-    """The micro-batches of the step that begins at `position`.
+    """Cut the step that begins at stream position `position` into its micro-batches, of all ranks.
 
+    A step holds `batch` samples, or what is left of the epoch; its last micro-batch may be short.
     samples      length of one epoch; None for a stream without epochs
     batch        samples per optimizer step · micro_batch  samples per forward pass
 
@@ -49,7 +50,7 @@ def cut_span(start: int, stop: int, micro_batch: int) -> list[MicroBatch]:
 
 
 def owned(micro_batches: list[MicroBatch], rank: int, degree: int) -> list[MicroBatch]:
-    """Those micro-batches that data rank `rank` of `degree` runs, in order.
+    """Select the micro-batches of data rank `rank` of `degree`, in order: index mod degree = rank.
 
     >>> [m.index for m in owned(cut_step(0, None, 6, 1), rank=1, degree=4)]
     [1, 5]
@@ -58,9 +59,9 @@ def owned(micro_batches: list[MicroBatch], rank: int, degree: int) -> list[Micro
 
 
 def default_micro_batch(batch: int) -> int:
-    """Samples per forward pass when nobody says: a portion of the batch, never of the layout.
+    """Returns the samples per forward pass where the user gives none: batch / gcd(batch, 8).
 
-    An eighth where 8 divides the batch, so that 1, 2, 4 and 8 ranks can share it.
+    So 1, 2, 4 and 8 ranks can share a batch that 8 divides; the layout plays no part in it.
 
     >>> default_micro_batch(32), default_micro_batch(6), default_micro_batch(5)
     (4, 3, 5)
@@ -69,7 +70,7 @@ def default_micro_batch(batch: int) -> int:
 
 
 def steps_per_epoch(samples: int, batch: int) -> int:
-    """Optimizer steps in one epoch, the short last one included.
+    """Count the optimizer steps of one epoch: samples / batch, rounded up.
 
     >>> steps_per_epoch(11, 4)
     3
@@ -78,11 +79,11 @@ def steps_per_epoch(samples: int, batch: int) -> int:
 
 
 def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = False) -> int:
-    """Returns how many micro-batches each data rank accumulates per full step.
+    """Count the micro-batches that each of `degree` data ranks accumulates per full step.
 
-    derived   micro_batch is the batch's default: the line then speaks of what was given, the batch
-    Errors    ConfigError when batch is not micro_batch × accumulate × degree, with the nearest
-              legal values of both
+    derived   micro_batch is the default that the batch gives: the message then says so
+    Errors    ConfigError where micro_batch × degree does not divide batch, with the nearest legal
+              values
 
     >>> check_batch(24, 2, 4)
     3

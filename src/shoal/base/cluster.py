@@ -45,7 +45,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank gets of a connection: latency per message, bytes per second and direction."""
+    """What one rank gets of a link while all ranks of its group use it.
+
+    latency_s     seconds per message · bytes_per_s  in each direction
+    """
 
     name: str
     latency_s: float
@@ -57,10 +60,12 @@ class Link:
 class Calibration:
     """Constants of a machine type that are measured or fitted, never of one model.
 
-    efficiency    by term of the step time (see planner/step_time.py): seconds measured per second
-                  of the plain arithmetic; a term that is absent counts as 1
-    constants_s   by term: seconds per event (a block's forward and backward, a step, a message)
-    allocator     reserved / allocated bytes of the framework's caching allocator
+    efficiency    by term of the step time (matrix, elementwise, tensor, …; planner/step_time.py):
+                  seconds measured per second of plain arithmetic, so above 1 is slower; an absent
+                  term counts as 1, one such as tensor_across first as the one without its ending
+    constants_s   seconds per block, micro_batch and step (absent: 0), and per operation and
+                  operation_backward
+    allocator     reserved / allocated bytes of the caching allocator; 1 on a GPU: not measured
     source        where the figures are from, with their error
     time_error    share by which nine of ten predicted steps are off at most; 0: not known
     """
@@ -74,11 +79,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices; unequal ones and islands are lists of these (`groups`).
+    """`nodes` equal nodes of `per_node` equal devices each, and the links between them.
 
-    nodes × per_node   devices · inside  link within a node · across  link between nodes, per rank
-    groups             other parts of a mixed cluster, each a Cluster; () for an even one
-    islands, between   number of such clusters joined by a slow link, and that link
+    device             one of them · inside  link within a node · across  link between nodes; as one
+                       rank sees it
+    groups             other parts of a mixed cluster, each a Cluster, beside the nodes above
+    islands, between   how many such clusters a slow link joins, and that link; `devices` counts one
+    host_bytes_per_s   between a device and its host's memory · disk_bytes_per_s  written to disk;
+                       0: not known
     """
 
     device: Device

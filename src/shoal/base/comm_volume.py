@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorExchange:
-    """A collective over the tensor-parallel ranks that every micro-batch repeats.
+    """One collective over the tensor-parallel ranks, as every micro-batch repeats it.
 
     kind           all_reduce, all_gather, reduce_scatter · when  forward or backward
-    payload_bytes  the tensor that is summed, or that is there after gathering
-    count          times per micro-batch
+    payload_bytes  the whole tensor: that is summed, or that is there after gathering
+    count          how many equal ones per micro-batch
     """
 
     kind: str
@@ -22,10 +22,10 @@ class TensorExchange:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What passes between two neighbouring stages with one micro-batch.
+    """What one micro-batch sends over the boundary between one pipeline stage and the next.
 
-    forward_bytes   values, those that only pass through included
-    backward_bytes  their gradients, of those that have one
+    forward_bytes   values sent to the next stage, those that only pass through it included
+    backward_bytes  gradients sent back for them: floating-point values have one, others none
     """
 
     forward_bytes: int
@@ -34,10 +34,11 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Travel:
-    """What one micro-batch of `samples` samples makes travel in a divided model.
+    """The messages of one micro-batch of `samples` samples in a model that tp and pp divide.
 
-    exchanges      of each stage: collectives over its tensor-parallel ranks
-    crossings      between each stage and the next, on one tensor-parallel rank
+    exchanges      by stage: the collectives over its tensor-parallel ranks
+    crossings      by boundary, between stage 0 and 1, 1 and 2, …: on one tensor-parallel rank; ()
+                   without a pipeline
 
     Stages are those of one copy of the model.
     """

@@ -27,13 +27,16 @@ def check_degrees(
     schedule: str = "",
     chunks: int = 0,
 ) -> Layout:
-    """The layout with exactly these degrees; their product must be the number of processes.
+    """Make the layout with exactly these degrees, if they go together; axes left out are 1.
 
-    degrees  by axis, and `ep`, which multiplies nothing
-    zero     what `dp_shard` splits; default: everything (3)
-    threads  replicas in threads, which no degree goes with
+    degrees  by axis, and `ep`; their product, ep left out, must be the number of processes
+    zero     what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0
+    threads  replicas in threads, which no degree goes with: any but 0 is refused
     schedule, chunks   of the pipeline; "", 0: 1f1b, and the schedule's own number of stages
-    Errors   PlanError with the nearest legal choice, or for an axis that is not built yet
+    Errors   PlanError with the nearest legal choice: an unknown axis, a degree below 1, islands
+             above 1 (runs of their own), another product, a zero or a schedule that the degrees
+             cannot carry, zero 3 with a schedule that halves the backward, ep that does not divide
+             the data-parallel ranks in whole shards, cp beside tp, pp or ep
 
     >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
     ('ddp', 'fsdp')
@@ -151,10 +154,12 @@ def _divisor(number: int, near: int) -> int:
 
 
 def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
-    """A layout to be planned: any axis of the vocabulary; data-parallel degrees left out follow.
+    """Make a layout to be planned, not run; `dp_replicate`, if left out, takes the ranks left.
 
-    zero     what `dp_shard` splits; default: everything (3)
-    Errors   PlanError where the degrees do not divide the processes
+    degrees  by axis; any axis of `Layout`, islands too (another word is a TypeError); others are 1
+    zero     what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0
+    Errors   PlanError for a degree below 1, a product that is not `processes`, or a zero that these
+             degrees cannot carry. What goes together is not checked (`check_degrees`)
 
     >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
     4

@@ -23,47 +23,47 @@ UNSAVED_CODE = 4
 
 
 class ShoalError(Exception):
-    """Any failure that Shoal explains itself: its text is shown without a traceback."""
+    """Base of every failure that Shoal explains itself: one line, no traceback; exit status 1."""
 
     exit_code = 1
 
 
 class UserError(ShoalError):
-    """Something that the user can change in one edit; exit status 2."""
+    """A ShoalError that the user can mend by one change of what they wrote; exit status 2."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A key, a value or a path that is not legal."""
+    """A UserError: a key, a value or a path that is not legal; exit status 2."""
 
 
 class PlanError(UserError):
-    """A layout that cannot be built on these processes, for this model, or with other settings."""
+    """A UserError: a layout that processes, model or other settings rule out; exit status 2."""
 
 
 class ClusterError(ShoalError):
-    """A process or a link that failed while the run was going."""
+    """A ShoalError: a process, a link or a disk failed, and a restart may help; exit status 1."""
 
 
 class CheckpointError(ShoalError):
-    """A checkpoint that is missing, damaged, incomplete or owned by another run."""
+    """A ShoalError: a checkpoint missing, damaged, incomplete or of another run; exit status 2."""
 
     exit_code = 2
 
 
 class TrainingError(ShoalError):
-    """The numbers, not the machines, are at fault: a restart would not help."""
+    """A ShoalError: the numbers are at fault, so that a restart would not help; exit status 3."""
 
     exit_code = 3
 
 
 class BugError(ShoalError):
-    """Shoal broke one of its own promises; worth an issue."""
+    """A ShoalError: Shoal broke one of its own promises, which is worth an issue; exit status 1."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate spelt most like `word`, or None if nothing is close.
+    """Find the candidate spelt most like `word`; None if none is at least 0.6 alike (difflib).
 
     >>> nearest("micro_bach", ["batch", "micro_batch", "steps"])
     'micro_batch'
@@ -79,7 +79,7 @@ LONGEST = 80
 
 
 def short(text: str) -> str:
-    """Returns a text as a message repeats it: whole, or its beginning and its length.
+    """Cut a text of over 80 characters to its first 80 and a note of its length; others stay whole.
 
     >>> short("bf16"), short("x" * 5000)[-24:]
     ('bf16', 'xxxxx… (5000 characters)')
@@ -92,7 +92,8 @@ def one_of(
 ) -> str:
     """Write the line for a value outside a list: what was got, all legal values, the nearest.
 
-    others   words of other projects → the legal value that is meant or that comes nearest
+    others   words of other projects, in lower case → the legal value that is meant; they win over
+             spelling. Where nothing is near the line ends with the list
 
     >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
     'precision.compute = fp23: not one of fp64, fp32, bf16; nearest: fp32'

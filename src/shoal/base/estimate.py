@@ -69,9 +69,10 @@ class UnitFacts:
 class ModelFacts:
     """A model at one sequence length and number format, as units in the order of the forward.
 
-    sequence      positions per sample (0: not a sequence) · element_bytes  of activations
+    sequence      positions per sample (0: not a sequence) · element_bytes  of one activation
     trainable     all trainable elements, tied ones once
-    source        "arithmetic", "traced", with what was assumed
+    hidden, heads, kv_heads   width and attention heads; 0 where there are none or nobody knows
+    source        "arithmetic", or "traced …" with what was assumed
     """
 
     name: str
@@ -98,10 +99,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that could be run: a model, a cluster and a plan.
+    """One case to be predicted: a model, on a cluster, run by a plan.
 
-    loss          full, chunked, parallel: how the loss meets the vocabulary
-    optimizer_bytes  state per fp32 element
+    loss          how the loss makes the logits: full, all at once · chunked, some rows at a time ·
+                  parallel, every tp rank its part of the vocabulary
+    optimizer_bytes  bytes of optimizer state per fp32 element
     expert_tp     ranks that split one expert; 0: 1 for "shoal" with ep > 1, else as tp
     framework     whose step is predicted: "shoal", or a peer whose published run is compared
     """
@@ -169,14 +171,16 @@ class Case:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak bytes on the fullest rank, and what fills it.
+    """Peak bytes on the fullest rank in a step, and what fills it.
 
-    parts       name → bytes, largest first when shown: weights, gradients, optimizer, gathered,
-                buckets, activations, loss, working, allocator, context
-    when        the instant that wins: "loss", "backward", "update"
-    rank        which pipeline stage holds it
-    allocated_bytes  without the allocator's slack and context · low, high  interval of the peak
-    start_bytes  on the fullest device before the first step, context included (`start_up`)
+    parts       name → bytes, which add up to peak_bytes; those of 0 are left out: weights,
+                gradients, optimizer, gathered, buckets, activations, loss, working, allocator,
+                context
+    allocated_bytes  the peak without the parts allocator and context
+    when        the moment of the peak: "loss", "backward", "update"
+    stage       number of the pipeline rank that holds it
+    low_bytes, high_bytes   interval of the peak
+    start_bytes  on the fullest device before the first step, context included; 0: not predicted
     """
 
     parts: dict[str, float]
@@ -198,10 +202,13 @@ class MemoryEstimate:
 class TimeEstimate:
     """Seconds of one optimizer step, and what fills it.
 
-    parts     name → seconds that the step waits for it: matrix, elementwise, constants, recompute,
-              tensor, pipeline, bubble, gradients, parameters, optimizer, offload
-    hidden    name → seconds of communication that compute hides
+    parts     name → seconds that the step waits for it, which add up to step_s; those of 0 are left
+              out: matrix, elementwise, constants, recompute, tensor, pipeline, bubble, gradients,
+              parameters, optimizer, offload
+    hidden    term → seconds of communication that compute hides, beside step_s
     bytes     name of a link → bytes that one rank sends over it in a step
+    low_s, high_s   interval of step_s
+    model_flops     of all devices in a step, recomputation not counted: 3 × the forward's
     """
 
     parts: dict[str, float]

@@ -44,7 +44,7 @@ Emit = Callable[..., None]
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON object as one line, whole or not at all (one `write`, O_APPEND)."""
+    """Append an object as one line of JSON, by one `write` with O_APPEND. Errors: OSError."""
     line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -54,10 +54,12 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 class EventLog:
-    """Writes the events of one process into a run folder's `events.jsonl`.
+    """The events of one process: `EventLog(path, rank)` appends them to `path`, events.jsonl.
 
-    `rank` is None for the supervisor. A full disk must not kill training, so a line that cannot be
-    written is dropped and counted in `dropped`.
+    path, rank   None: nothing is written · None for the supervisor
+    emit         (event, *, step=None, **fields) writes one now; KeyError for one not in EVENTS
+    dropped      lines that the disk refused: a full disk must not kill training
+    listeners    functions that `emit` calls with every record, written or not
     """
 
     def __init__(self, path: Path | None, rank: int | None) -> None:

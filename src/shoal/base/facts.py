@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on."""
+    """Count the CPU cores that this process may run on: its affinity, else all of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -17,7 +17,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """One machine: cores this process may use, memory, GPUs."""
+    """One machine: CPU cores this process may use, all main memory, visible NVIDIA GPUs."""
 
     cores: int
     memory_bytes: int
@@ -25,7 +25,7 @@ class MachineFacts:
 
 
 def default_processes(machine: MachineFacts) -> int:
-    """Processes on one machine when nobody says: one per GPU, else two where there are two cores.
+    """Returns how many processes to start: one per GPU; without any two, on a single core one.
 
     >>> default_processes(MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
     2
@@ -36,9 +36,10 @@ def default_processes(machine: MachineFacts) -> int:
 
 
 def this_machine() -> MachineFacts:
-    """Cores this process may use, all memory of the machine, visible NVIDIA GPUs; CUDA stays off.
+    """Look up this machine's facts, without initialising CUDA.
 
-    A container's limit on memory is not looked at.
+    GPUs are NVIDIA's device files, as many as CUDA_VISIBLE_DEVICES leaves. A container's limit on
+    memory is not looked at.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(usable_cores(), memory_bytes, _gpus())

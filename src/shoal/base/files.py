@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where things are kept between runs: $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, ~/.cache/shoal.
+    """Returns the folder for what is kept between runs: $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal.
 
-    The folder need not exist.
+    Without both it is ~/.cache/shoal. The folder need not exist, and is not made here.
     """
     own, shared = os.environ.get("SHOAL_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
@@ -19,7 +19,10 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text` in one rename. Errors: OSError, and it stays."""
+    """Write a text file whole or not at all: into a new file beside `path`, renamed over it.
+
+    Errors   OSError, also where the folder is missing; what was at `path` then stays
+    """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text)
@@ -29,9 +32,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of which a run folder holds a complete checkpoint (its manifest is there), in order.
+    """List the steps of which a run folder holds a complete checkpoint (a manifest), ascending.
 
-    Nothing in them is verified.
+    Nothing in them is verified; a folder without checkpoints gives [].
     """
     manifests = (folder / "checkpoints").glob("step-*/manifest.json")
     names = [re.fullmatch(r"step-([0-9]+)", manifest.parent.name) for manifest in manifests]

@@ -13,7 +13,7 @@ OWN_FOLDER = str(Path(__file__).resolve().parents[1])
 
 
 def user_place(trace: TracebackType | None) -> str | None:
-    """`FILE:LINE` of the innermost frame outside of Shoal, installed packages and Python itself."""
+    """Find `FILE:LINE` of the innermost frame outside Shoal, packages and Python; else None."""
     foreign = tuple(_foreign_folders())
     found: str | None = None
     while trace is not None:
@@ -23,7 +23,7 @@ def user_place(trace: TracebackType | None) -> str | None:
 
 
 def place_in(frame: FrameType | None) -> str:
-    """The same of a thread that runs, by its innermost frame; "" where none is the user's."""
+    """Find `FILE:LINE` outside Shoal, packages and Python, from a frame outwards; else ""."""
     foreign = tuple(_foreign_folders())
     while frame is not None:
         found = _place(frame, frame.f_lineno, foreign)

@@ -42,7 +42,19 @@ OPEN = -1.0
 
 @dataclass(frozen=True)
 class IslandsPolicy:
-    """Islands: what each does alone, what it sends, and how the others take it."""
+    """The keys of [islands]: groups of processes that train alone and merge now and then.
+
+    method, count, period   how they merge ("none": no islands), how many, inner steps between
+                            merges
+    outer…, server, proximal   what steps the merged weights, a class of torch.optim · fedopt,
+                               fedprox
+    codec, fragments, overlap   how weights travel, in how many parts, inner steps meanwhile
+    mixing, weighting, pace   share of its own weights kept · tokens, uniform · speed, equal
+    regions, far_period   groups that merge among themselves; rounds between merges of all
+    at, index, connections   HOST:PORT where machines meet, this island's number, TCP connections
+    bound, cosine, refusals   which changes do not count; how many in a row stop an island
+    `settled()`   a checked copy with open values (0, −1, "") as the method has them; ConfigError
+    """
 
     method: str = "none"
     """none, local-sgd, diloco, streaming-diloco, fedavg, fedprox, fedopt, branch-train-merge, …"""
@@ -212,7 +224,7 @@ LEAST = {
 
 
 def check_keep(keep: int) -> None:
-    """Errors: ConfigError where an island keeps too few checkpoints (`checkpoint.keep`)."""
+    """Refuse fewer than 2 kept checkpoints (`checkpoint.keep`) for islands. Errors: ConfigError."""
     if keep < KEEP:
         raise ConfigError(
             f"checkpoint.keep = {keep}: an island keeps its state before and after a commit, which "

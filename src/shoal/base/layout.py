@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.base.errors import PlanError, one_of
-from shoal.base.islands import METHODS
 from shoal.base.schedules import canonical, copies, settle_schedule, stages_per_rank
 
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -56,8 +55,11 @@ PIPELINES = ("pp", "gpipe", "afab", "1f1b", "interleaved", "zero-bubble", "zbv",
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of every axis; all 1 is one process.
+    """A layout: into how many parts each axis splits the work; all 1 is one process.
 
+    islands … tp   degrees of the axes, outermost first; their product is the number of processes:
+              pp ranks of a pipeline, dp_replicate replicas, dp_shard ranks that share one's states,
+              cp parts of a sequence, tp parts of layers
     ep        data-parallel ranks among which experts are dealt; multiplies nothing
     zero      what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too,
               3 parameters too
@@ -241,11 +243,12 @@ def expand(
     schedule: str = "",
     chunks: int = 0,
 ) -> Layout:
-    """The degrees that a strategy name means on `processes` processes.
+    """Make the layout that a strategy's name, not "auto", means on `processes` processes.
 
-    threads   replicas of `dp`; 0: two · zero  a stage that the user gave beside the name
-    schedule, chunks   of a pipeline, that the user gave beside the name; "", 0: by the name
-    Errors    PlanError for an unknown name, one that is not built yet, or an impossible size
+    threads   replicas of `dp`; 0: two · zero  given beside the name, must be the name's own stage
+    schedule, chunks   of a pipeline, given beside the name; "", 0: by the name
+    Errors    PlanError for an unknown name, one that is not built yet, an impossible size, or what
+              is given beside the name and contradicts it. On one process others give all degrees 1
 
     >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
     (4, 2, 2)
@@ -253,11 +256,14 @@ def expand(
     ('pp (pp = 4, schedule = gpipe)',
      '3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)')
     """
-    if strategy in METHODS:
-        raise PlanError(
-            f"layout.strategy = {strategy}: is between islands, not inside one; nearest: "
-            f"islands.method={strategy} islands.count=2"
-        )
+    if strategy not in STRATEGIES:
+        from shoal.base.islands import METHODS
+
+        if strategy in METHODS:
+            raise PlanError(
+                f"layout.strategy = {strategy}: is between islands, not inside one; nearest: "
+                f"islands.method={strategy} islands.count=2"
+            )
     if strategy in PLANNED:
         raise PlanError(
             f"layout.strategy = {strategy}: not built in this version, which has "

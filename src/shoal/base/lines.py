@@ -22,7 +22,7 @@ STEP_NUMBERS = (
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a field holds a finite number.
+    """Tell whether a value is a finite int or float; True and False are none.
 
     >>> is_number(3), is_number(True), is_number("3"), is_number(float("inf")), is_number(10**400)
     (True, False, False, False, False)
@@ -36,7 +36,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def parse_object(text: str | bytes) -> Record | None:
-    """The JSON object in a line or a file; None if it holds none.
+    """Parse the JSON object in a line or a file; None where the text holds none. Raises nothing.
 
     >>> parse_object('{"step": 1}'), parse_object(b"null"), parse_object(b"\\xff"), parse_object("")
     ({'step': 1}, None, None, None)
@@ -51,7 +51,7 @@ def parse_object(text: str | bytes) -> Record | None:
 
 
 def read_object(path: Path) -> Record:
-    """The JSON object in a file; empty where there is none."""
+    """Read the JSON object in a file; {} where it cannot be read or holds none."""
     try:
         return parse_object(path.read_bytes()) or {}
     except OSError:
@@ -59,7 +59,9 @@ def read_object(path: Path) -> Record:
 
 
 def parse_step(text: str | bytes) -> Record | None:
-    """One line of metrics.jsonl: its step, and of the other fields those that can be what they say.
+    """Parse one line of metrics.jsonl; None where it is no JSON object with a whole number `step`.
+
+    Fields in STEP_NUMBERS (loss, lr, …) that are neither null nor a finite number are left out.
 
     >>> parse_step('{"step": 3, "loss": null, "lr": "0.1", "tokens": 8}')
     {'step': 3, 'loss': None, 'tokens': 8}
@@ -74,7 +76,7 @@ def parse_step(text: str | bytes) -> Record | None:
 
 
 def parse_event(text: str | bytes) -> Record | None:
-    """One line of events.jsonl; None without the event's name.
+    """Parse one line of events.jsonl; None where it is no JSON object whose `event` is a text.
 
     >>> parse_event('{"event": "notice", "text": "a"}'), parse_event('{"event": 1}')
     ({'event': 'notice', 'text': 'a'}, None)

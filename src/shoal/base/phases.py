@@ -31,7 +31,7 @@ EVERY_S = 0.2
 
 @dataclass
 class Phase:
-    """One thing that takes time: how much of it is done, of how much; 0 where that is not known."""
+    """One phase under way: `done` of `of` steps (0: not known); `step(count=1)` adds and tells."""
 
     name: str
     of: int = 0
@@ -72,13 +72,17 @@ _TELLER: ContextVar[Teller | None] = ContextVar("teller", default=None)
 
 
 def listen(hear: Hear | None) -> None:
-    """From here on `hear` is told what this thread does; None: nobody is."""
+    """Have `hear` called with this thread's open phases, outermost first; None: nobody listens.
+
+    It is called as one begins or ends, and at most every 0.2 s while steps are counted. Who
+    listened before is replaced.
+    """
     _TELLER.set(None if hear is None else Teller(hear))
 
 
 @contextlib.contextmanager
 def phase(name: str, of: int = 0) -> Iterator[Phase]:
-    """Say that `name` is going on until the block ends.
+    """Open a phase until the `with` block ends, and tell this thread's listener, if there is one.
 
     name   one or two words for a person · of  how many `step`s it will take; 0 if not known
 
@@ -106,7 +110,7 @@ def phase(name: str, of: int = 0) -> Iterator[Phase]:
 
 
 def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
-    """The items, each told as one `step` of phase `name` when its successor is asked for.
+    """Yield the items in a phase `name` of `of` steps, a step when the next item is asked for.
 
     >>> list(counting("copy", 2, "ab"))
     ['a', 'b']
@@ -118,7 +122,7 @@ def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
 
 
 def tell_folder(folder: Path) -> None:
-    """From here on `folder/phase.json` says what this thread is busy with."""
+    """Have this thread's open phases written to `folder/phase.json` as they change (`listen`)."""
     path, half = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
 
     def hear(phases: list[Phase]) -> None:

@@ -34,7 +34,8 @@ class Cut:
     axis       tp, ep · dim  of the whole tensor
     segments   the dim's segments, each cut into as many parts: where parts begin and end. A fused
                q, k, v has three; a rank's parts of all segments are stored one after another
-    part       of each rank of the axis; ranks with the same number hold the same elements
+    part       number of the part of each rank of the axis; those with the same hold the same
+               elements
 
     >>> fused = Cut("tp", 0, ((0, 2, 4), (4, 5, 6)), (0, 1))
     >>> fused.spans(1), fused.copies
@@ -74,7 +75,9 @@ class Cut:
 
 
 def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: int = 1) -> Cut:
-    """Cut a dim of `size` into `groups` segments, and each into equal parts, one per rank.
+    """Cut a dim of `size` into `groups` segments, and each into `parts` equal parts, one per rank.
+
+    size   a multiple of groups × parts, which is not checked
 
     >>> even_cut("tp", 0, 12, 2, groups=3).segments
     ((0, 2, 4), (4, 6, 8), (8, 10, 12))
@@ -87,7 +90,7 @@ def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: int = 1) -> 
 
 @dataclass(frozen=True)
 class Placement:
-    """One tensor of the model under a layout.
+    """Who holds, sums and steps one parameter or buffer of the model under a layout.
 
     name, shape, dtype   of the whole; dtype is what is kept and, of a parameter, stepped
     trains      a gradient is computed and the optimizer steps it · is_buffer  no parameter
@@ -98,7 +101,7 @@ class Placement:
     data        what data-parallel ranks do with it: `whole`, all keep and step it all · `states`,
                 all keep it, and each steps a share of its gradient bucket (zero 1, 2) · `rows`,
                 each keeps and steps some rows (zero 3)
-    unit        zero 3: the part of the model with which it is gathered; "" the rest, at once
+    unit        zero 3: name of the module with which it is gathered; "" the rest, at once
     calls       how often a forward pass calls that unit, and so gathers it
     """
 

@@ -20,11 +20,12 @@ from shoal.base.policies import POLICIES, Policies, with_lists
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together: parameter names in the order of their places.
+    """A gradient bucket: the parameters, by name, whose gradients lie in one flat buffer, in order.
 
     elements   of the buffer, padding included · dtype  of the gradients and of their sum
     compute    type of the copies that forward passes read; "" where they read the weights
-    cuts       where each rank's share begins and ends under zero1 and zero2; () elsewhere
+    cuts       where each rank's share begins and ends under zero1 and zero2, ranks + 1 of them; ()
+               elsewhere
     """
 
     names: tuple[str, ...]
@@ -42,7 +43,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan(Policies):
-    """One run's program; every policy's key is a field, by its name in run.toml.
+    """One run's program, as data: its layout, and every policy's key by its name in run.toml.
 
     layout        degrees of every axis
     batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass; 0

@@ -15,9 +15,9 @@ from shoal.base.errors import ConfigError, PlanError, one_of
 
 
 def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
-    """Declare a key that is one of a few words, of which the first is the default.
+    """Declare a policy's key that is one of a few words, the first by default.
 
-    others   what users write instead, and the legal word that they mean
+    others   what users write instead → the legal word that they mean; proposed by `check_value`
     """
     return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
 
@@ -30,10 +30,10 @@ def number(
     usual: float | None = None,
     **more: Any,
 ) -> Any:
-    """Declare a key that is a number of at least `least` and less than `below`.
+    """Declare a policy's key that is a number of at least `least` and less than `below`.
 
     usual   proposed in the place of a number that means nothing; default: `least`
-    more    of `dataclasses.field`
+    more    further arguments of `dataclasses.field`; the value is checked by `check_value`
     """
     near = least if usual is None else usual
     bounds = {"least": least, "below": below, "usual": near}
@@ -60,7 +60,13 @@ SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
-    """Number formats. Parameters and optimizer state stay fp32 below; fp64 is for proofs."""
+    """Number formats; narrow ones keep fp32 weights and optimizer state, fp64 is for proofs.
+
+    compute      of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32, bf16,
+                 fp16
+    reduce       of gradients as they travel: auto (as they are kept), fp32, bf16
+    loss_scale   fp16: what the loss is multiplied by; 0: found and adjusted while training
+    """
 
     compute: str = word(PRECISIONS, OTHER_FORMATS)
     """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
@@ -88,7 +94,7 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePolicy:
-    """What happens to the mean gradient and to the weights around the optimizer's step."""
+    """Largest norm of the mean gradient (0: any); decay of an average of the weights (0: none)."""
 
     clip: float = number(0.0, least=0, usual=1.0)
     """largest global gradient norm; 0 leaves gradients as they are"""
@@ -98,7 +104,12 @@ class UpdatePolicy:
 
 @dataclass(frozen=True)
 class OptimizerPolicy(UpdatePolicy):
-    """The update rule, its learning-rate schedule and gradient clipping."""
+    """The update rule, its learning-rate schedule and gradient clipping.
+
+    name       adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class
+    lr         at its peak · weight_decay  on matrices only · clip  largest gradient norm; 0: any
+    schedule   cosine, wsd, one-cycle, linear, constant · warmup_steps  −1: a tenth of the run
+    """
 
     name: str = "adamw"
     """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
@@ -124,7 +135,7 @@ OFFLOAD = ("none", "optimizer", "parameters", "activations")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """Activations of blocks that the backward pass computes again instead of keeping them."""
+    """Activations of blocks that backward computes again: none, selective (no products), full."""
 
     recompute: str = word(RECOMPUTE, {"true": "full", "false": "none"})
     """none, selective (all but matrix products), full: activations of blocks computed twice"""
@@ -132,7 +143,7 @@ class RecomputePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What waits in the host's memory while the device does not need it."""
+    """What waits in host memory while unused: none, optimizer, parameters (fsdp), activations."""
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
     """none, optimizer, parameters (fsdp), activations: kept in the host's memory (GPUs only)"""
@@ -150,7 +161,7 @@ class MemoryPolicy(OffloadPolicy, RecomputePolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class DeferSyncPolicy:
-    """When gradients are summed over ranks that hold shards of them."""
+    """Whether zero2 and fsdp sum gradients once a step, or (False) at every micro-batch."""
 
     defer_sync: bool = False
     """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
@@ -158,7 +169,7 @@ class DeferSyncPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilePolicy:
-    """What torch.compile turns into fused kernels."""
+    """What torch.compile turns into fused kernels: none, or blocks, every block of the model."""
 
     compile: str = word(COMPILE, {"true": "blocks", "false": "none"})
     """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
@@ -166,7 +177,7 @@ class CompilePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksPolicy:
-    """What is a block of the model, to every technique that wraps, cuts or keys one at a time."""
+    """Which modules are the model's blocks, by name pattern or class; (): those that repeat."""
 
     blocks: tuple[str, ...] = ()
     """the modules that are blocks, by name (layers.*) or class (Layer); empty: what repeats"""
@@ -179,7 +190,7 @@ class BlocksPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPolicy:
-    """What the loop of steps draws from, and when it gives up."""
+    """Seed of weights, order and dropout; non-finite steps in a row before the run stops."""
 
     seed: int = number(0, least=0)
     """initial weights, sample order, dropout"""
@@ -189,7 +200,7 @@ class LoopPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class CallPolicy:
-    """How the model is called on a micro-batch's inputs."""
+    """How the model is called on inputs: single, model(inputs), or kwargs, model(**inputs)."""
 
     call: str = word(("single", "kwargs"), {"args": "single", "dict": "kwargs"})
     """single: model(inputs) · kwargs: model(**inputs)"""
@@ -216,7 +227,7 @@ class CheckpointPolicy(KeepPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressPolicy:
-    """What gradients are made of while they travel between data-parallel ranks."""
+    """What gradients travel as between data ranks: none, int8, powersgd:RANK, topk:SHARE."""
 
     compress: str = "none"
     """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
@@ -224,7 +235,7 @@ class CompressPolicy:
 
 @dataclass(frozen=True)
 class Compression:
-    """The method that `layout.compress` names, and its number."""
+    """`layout.compress`, parsed: method, powersgd's rank, topk's share of elements sent."""
 
     method: str = "none"
     """none, int8, powersgd, topk"""
@@ -263,7 +274,11 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPolicy:
-    """How layers are split over the ranks of tp and cp; its keys stand in [layout]."""
+    """How layers are split over the ranks of tp and cp; its keys stand in [layout].
+
+    strict, split   refuse a model of which tp leaves a part whole · PATTERN=whole, column or row
+    sequence_parallel, context   auto, on, off · auto, ring, ulysses, gather: attention under cp
+    """
 
     strict: bool = False
     """refuse a model of which tp would leave a part whole, instead of naming that part"""
@@ -342,7 +357,7 @@ class Policies(
     CallPolicy,
     KeepPolicy,
 ):
-    """Every technique's keys, by their names in run.toml, which are unlike across sections."""
+    """Every technique's keys in one object, by their names in run.toml; a `Plan` inherits them."""
 
     def asks(self, policy: type) -> bool:
         """Whether a key of a policy has another value than its default.
@@ -365,7 +380,7 @@ MOST_SEED = 2**63 - 1
 
 
 def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Give keys of policies that are lists as tuples, also where one entry stands alone.
+    """Copy a mapping of policies' keys, lists as tuples, a lone text too; KeyError for other names.
 
     >>> with_lists({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
     {'split': ('*.q=row',), 'blocks': ('Block',), 'clip': 1.0}
@@ -380,6 +395,7 @@ def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
 def check_value(name: str, key: Field[Any], value: Any) -> None:
     """Refuse a value that a key's declaration (`word`, `number`) does not allow.
 
+    Numbers must also be finite, and at most 2^30, a seed 2^63 − 1; a key declared otherwise passes.
     name     of the key as the user wrote it
     Errors   ConfigError with the nearest legal value
 
@@ -413,7 +429,7 @@ nearest: full
 
 
 def check_compile(policy: str, recompute: str) -> None:
-    """Refuse a way of compiling that is none, or that recomputing activations cannot go with.
+    """Refuse an unknown `train.compile`, or blocks beside `memory.recompute` = selective.
 
     Errors: ConfigError with the nearest policy; PlanError with the nearest recompute
     """
@@ -461,11 +477,13 @@ def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
 def check_compress(
     text: str, strategy: str, precision: str = "", reduce: str = "", ep: int = 1
 ) -> None:
-    """Refuse a way of compressing that a layout or a precision cannot carry.
+    """Refuse a `layout.compress` that a layout or a number format cannot carry.
 
-    strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split
-    precision, reduce   the formats of matrix products and of sums · ep  of the layout
-    Errors      ConfigError for a text that is none; PlanError with the nearest right choice
+    text        as the user wrote it · ep  of the layout; above 1 nothing can be compressed
+    strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
+                zero3, fsdp and hsdp carry none, zero1 and zero2 int8 alone; other words carry all
+    precision, reduce   the formats of matrix products and of sums: not fp16, not bf16
+    Errors      ConfigError for a text that is no method; PlanError with the nearest right choice
     """
     method = Compression.parse(text).method
     if method == "none":

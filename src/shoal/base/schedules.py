@@ -23,7 +23,7 @@ DEFAULT = "1f1b"
 
 
 def canonical(name: str) -> str:
-    """The name under which a schedule is known; PlanError for one that is not.
+    """Returns the name of a schedule that is given by it or an alias; PlanError for no schedule.
 
     >>> canonical("afab"), canonical("zb-h1")
     ('gpipe', 'zero-bubble')
@@ -35,7 +35,7 @@ def canonical(name: str) -> str:
 
 
 def stages_per_rank(schedule: str, chunks: int = 1) -> int:
-    """How many stages one rank of a pipeline holds.
+    """Returns how many stages a rank holds, of all copies: 2 for zbv and dualpipe, else `chunks`.
 
     >>> stages_per_rank("1f1b"), stages_per_rank("interleaved", 4), stages_per_rank("zbv")
     (1, 4, 2)
@@ -44,7 +44,7 @@ def stages_per_rank(schedule: str, chunks: int = 1) -> int:
 
 
 def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
-    """List the stages that one rank of a pipeline holds, of `stages` in all.
+    """List the stages of a copy, of `stages`, that a rank holds; dualpipe: one of each copy.
 
     >>> stages_of("1f1b", 4, 1, 4), stages_of("interleaved", 2, 1, 4), stages_of("zbv", 2, 0, 4)
     ([1], [1, 3], [0, 3])
@@ -61,7 +61,7 @@ def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
 def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -> None:
     """Refuse a pipeline of more stages than the model has blocks.
 
-    schedule, pp, chunks   of the layout · blocks  calls of `model`'s repeated blocks
+    schedule, pp, chunks   of the layout · blocks  calls of `model`'s blocks in one forward pass
     Errors   PlanError that names what was asked, and what would be legal
 
     >>> check_stages("interleaved", 2, 2, 4, "GPT")
@@ -91,7 +91,7 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
 
 
 def copies(schedule: str) -> int:
-    """How many copies of the model the ranks of a pipeline hold together.
+    """Returns how many copies of the model a pipeline's ranks hold: 2 for dualpipe, else 1.
 
     >>> copies("dualpipe"), copies("zbv"), copies("")
     (2, 1, 1)
@@ -102,8 +102,8 @@ def copies(schedule: str) -> int:
 def check_recompute(schedule: str, recompute: str) -> None:
     """Refuse recomputation, selective or full, where a schedule cuts the backward in two halves.
 
-    Each weight's half would run its whole block again: exact, at 10 forwards' work in the place
-    of 4 for a transformer's block.
+    Those are zero-bubble, zbv and dualpipe: each weight's half would run its whole block again, 10
+    forwards' work in the place of 4 for a transformer's block.
     schedule   of the pipeline, "" without one · recompute  memory.recompute
     Errors     PlanError with the nearest legal choice
     """
@@ -116,12 +116,12 @@ def check_recompute(schedule: str, recompute: str) -> None:
 
 
 def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
-    """Schedule and chunks of a pipeline of `pp` ranks that is to be run, what was left out filled.
+    """Returns (schedule, chunks) of a pipeline of `pp` ranks; what was left out is filled in.
 
     schedule   a name, or "" for 1f1b · chunks  stages per rank, or 0 for the schedule's own
-    Gives      ("", 1) without a pipeline; chunks is 1 for all but interleaved
+    Gives      ("", 1) without a pipeline; chunks is 1 unless interleaved, so for zbv and dualpipe
     Errors     PlanError for a schedule without a pipeline, an unknown one, chunks that it cannot
-               have, or an odd number of ranks that are to be fed from both ends
+               have, or an odd number of ranks that are to be fed from both ends (dualpipe)
 
     >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
     (('1f1b', 1), ('interleaved', 2), ('', 1))

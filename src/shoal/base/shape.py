@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Transformer:
-    """One stack of equal blocks between an embedding and a head.
+    """The shape of a transformer: one stack of equal blocks between an embedding and a head.
 
-    hidden h, heads a, kv_heads, head_size (a·head_size may differ from h), ffn f
+    hidden h, heads a, kv_heads, head_size (0: h / a; a·head_size may differ from h), ffn f
     vocabulary   tokens (ViT: classes) · positions  learned position embeddings, 0 for rotary
     context      longest sequence that the model was made for, 0 where that is not known
     patch        ViT: numbers per patch (3·16·16), embedded by a matrix instead of a table; else 0
     gated        SwiGLU-like (three matrices) or plain (two) · norm  "rms" or "layer"
+    tied         the head has the embedding's weights · biases  of linear layers
+    window       tokens that attention looks back on, 0: all · causal  none looks ahead
     experts      routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
                  are used, shared_ffn is the width of what every token uses beside them
     dense_layers the first blocks of an expert model that have a plain ffn

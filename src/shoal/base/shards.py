@@ -17,12 +17,13 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """Where local data belongs in a global tensor.
+    """The part of one named tensor that one rank holds, as places in the whole.
 
     name          the parameter's or state's own name, e.g. `blocks.0.attention.q.weight`
     global_shape  shape of the whole tensor
     dtype         torch's name without the prefix: `float32`, `bfloat16`, `int64`, …
-    slices        the boxes held here, in the order in which their elements are stored
+    slices        the boxes held here, in the order in which their elements are stored; a box is
+                  (start, stop) per dim, () for a scalar
     """
 
     name: str
@@ -69,7 +70,7 @@ class Shard:
 
 
 def bytes_of(dtype: str) -> int:
-    """Size of one element of a torch dtype, by its name.
+    """Returns the bytes of one element of a torch dtype, by its name without `torch.`.
 
     >>> [bytes_of(name) for name in ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")]
     [4, 2, 8, 1, 1]

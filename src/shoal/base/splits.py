@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SplitRow:
-    """One parameter under a layout.
+    """How one parameter of a model is split under a layout.
 
     name        the parameter's own name · shape  of the whole
     axis        what splits it: `tp`, `dp_shard`, both as `tp, dp_shard`; "" where nothing does
@@ -34,7 +34,7 @@ class SplitRow:
 def shard_text(
     shape: tuple[int, ...], dim: int, degree: int, *, groups: int = 1, copies: int = 1
 ) -> str:
-    """What the first of `degree` ranks holds of a tensor that is cut along `dim`, in words.
+    """Describe in words what the first of `degree` ranks holds of a tensor that is cut along `dim`.
 
     groups   segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v
     copies   ranks that hold the same part, where there are fewer parts than ranks
@@ -55,7 +55,7 @@ def shard_text(
 
 @dataclass(frozen=True)
 class ExchangeRow:
-    """Like collectives over the tensor-parallel ranks, made by one module in one pass.
+    """Equal collectives over the tensor-parallel ranks that one module makes in one pass.
 
     name   the module's, "" for the model itself · kind  all_reduce, all_gather, reduce_scatter
     when   forward or backward · count  how many
@@ -71,7 +71,7 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Explained:
-    """A whole model under a layout, parameter by parameter.
+    """How a layout splits a whole model, parameter by parameter: what `shoal plan --explain` shows.
 
     model      its name · layout  as `Layout.text()` says it
     rows       one per parameter, in the model's order

@@ -30,14 +30,14 @@ def this_system() -> str:
 
 
 def loopback() -> str:
-    """This system's name of the network interface that stays on the machine."""
+    """Returns the loopback interface's name on this system: lo0 on macOS, else lo."""
     return "lo0" if this_system() == "darwin" else "lo"
 
 
 def untried() -> str:
-    """One line about a system that Shoal was never tried on, "" on Linux.
+    """Returns the warning for a system on which Shoal was never tried; "" on Linux.
 
-    Errors   ConfigError where a run cannot start at all, with the same kind of line
+    Errors   ConfigError on Windows, where a run cannot start at all, with the same kind of line
     """
     system = this_system()
     if system.startswith(TRIED):

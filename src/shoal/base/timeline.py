@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time on one lane of one rank.
+    """One interval of time on one lane of one rank, as a timeline draws it.
 
     kind    what colours it: forward, backward, input, weight, update, compute, all-reduce,
             reduce-scatter, all-gather, broadcast, send, receive, wait, copy, checkpoint, failure
     label   short text drawn inside · lane  "compute" or "link": they may overlap
+    note    a longer text for views that show one
     """
 
     rank: int
@@ -28,7 +29,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a rank holds from this moment on, by what they are."""
+    """What a rank holds from `time_s` until its next `Held`.
+
+    held_bytes   in all, in the timeline's `held_unit` · parts  name → how much of it
+    """
 
     rank: int
     time_s: float

@@ -7,7 +7,7 @@ LONGEST_S = 3600e5
 
 
 def bytes_text(n_bytes: float) -> str:
-    """Bytes in the binary unit that keeps one to four digits.
+    """Format bytes in the binary unit (B, KiB, … EiB) that keeps them below 1024.
 
     >>> bytes_text(3 * 2**20), bytes_text(512), bytes_text(1.5 * 2**30)
     ('3.0 MiB', '512 B', '1.5 GiB')
@@ -23,7 +23,7 @@ def bytes_text(n_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Format seconds: ms below one second, s below a minute, then min and s, then h and min.
 
     >>> seconds_text(0.0042), seconds_text(7.25), seconds_text(95), seconds_text(7300)
     ('4.2 ms', '7.2 s', '1 min 35 s', '2 h 01 min')
@@ -43,7 +43,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A count with the field's suffix: K, M, B, T.
+    """Format a count in thousands with the field's suffix: none, K, M, B, T.
 
     >>> count_text(950), count_text(4_210_000), count_text(8.03e9)
     ('950', '4.2M', '8.0B')
@@ -59,7 +59,7 @@ def count_text(count: float) -> str:
 
 
 def flops_text(flops_per_s: float) -> str:
-    """A rate of floating-point operations.
+    """Format a rate of floating-point operations per second: FLOP/s, KFLOP/s, … PFLOP/s.
 
     >>> flops_text(78e9)
     '78.0 GFLOP/s'

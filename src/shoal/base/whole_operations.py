@@ -16,7 +16,11 @@ _asked: ContextVar[bool] = ContextVar("whole operations", default=False)
 
 @contextmanager
 def shown_whole() -> Iterator[None]:
-    """Inside, operations that a craft takes apart for speed are called as one."""
+    """Show operations as one: inside the `with`, our models call torch's own function for them.
+
+    So attention that is computed in blocks of rows shows as one operation to who traces it. It
+    holds for this thread.
+    """
     token = _asked.set(True)
     try:
         yield
@@ -25,5 +29,5 @@ def shown_whole() -> Iterator[None]:
 
 
 def asked_whole() -> bool:
-    """Whether operations are to be called as one now."""
+    """Tell whether this thread is inside `shown_whole`, so that operations are called as one."""
     return _asked.get()

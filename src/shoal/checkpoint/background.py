@@ -60,9 +60,10 @@ NICENESS = 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended: `saved`, or the `failure`, whose text is the same on all ranks.
+    """How a save ended: with `saved` or with `failure`; the other one is None.
 
-    A ClusterError as failure means that this rank lost the others: the run cannot go on.
+    A CheckpointError as failure has the same text on all ranks, and training may go on. A
+    ClusterError means that this rank lost the others: the run cannot go on.
     """
 
     step: int
@@ -104,11 +105,15 @@ class _Save:
 
 
 class BackgroundSaver:
-    """Saves one run, one checkpoint at a time; every rank has one and makes the same calls.
+    """Saver of one run's checkpoints beside training, one at a time, in a second thread.
 
-    world        a `twin`: nobody else may use it; `close` leaves it
-    emit         rank 0 emits `checkpoint_saved` or `checkpoint_failed`, in the training thread
-    deadline_s   how long `start`, `wait` and `close` wait for a save in flight
+    Every rank has one and calls `start`, `wait` and `close` alike; `poll` asks this rank alone.
+
+    world        process group of its own (a `twin`): nobody else may use it; `close` leaves it
+    emit         called by `poll`, `wait`, `start` and `close` in their caller's thread: rank 0
+                 emits `checkpoint_saved` or `checkpoint_failed`
+    deadline_s   how long `start`, `wait` and `close` wait for a save in flight before they raise
+                 ClusterError
     """
 
     def __init__(self, world: World, emit: Emit, *, deadline_s: float = DEADLINE_S) -> None:

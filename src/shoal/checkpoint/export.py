@@ -16,17 +16,22 @@ from shoal.base.errors import CheckpointError
 from shoal.base.phases import phase
 from shoal.base.shards import Shard
 from shoal.checkpoint import folders
-from shoal.checkpoint.catalog import read_manifest
 from shoal.checkpoint.faults import shown
+from shoal.checkpoint.listing import read_manifest
 from shoal.checkpoint.read import load_from
 from shoal.checkpoint.tensorfile import Entry, write_file
 
 
 def export(path: Path, out_file: Path, prefix: str = "model.") -> int:
-    """Write every tensor whose name starts with `prefix`, without it, to `out_file`; gives bytes.
+    """Write a checkpoint's tensors whose names start with `prefix` as one safetensors file.
+
+    Tensors are whole, verified, and named without the prefix; tied weights are written once, the
+    file's metadata says alias → name.
 
     path       a checkpoint folder · out_file  replaced only once the new file is complete
-    Errors     Damaged as in `load`; CheckpointError when no tensor has the prefix; OSError
+    Gives      the file's size in bytes
+    Errors     Damaged where bytes are not those that were saved; CheckpointError when no tensor has
+               the prefix, or for a format version of another Shoal; OSError
     """
     manifest = read_manifest(path)
     names = {

@@ -24,9 +24,10 @@ def shown(path: Path) -> str:
 
 
 class Damaged(CheckpointError):
-    """A file that is missing, cut short, or holds other bytes than were written.
+    """CheckpointError for a file that is missing, cut short, or holds other bytes than written.
 
-    file      the file, as `shown` · tensor  name and slice, or "" when the whole file is at fault
+    file      its path from the checkpoints folder on · tensor  name and slice, or "" when the whole
+              file is at fault
     reason    what differs
     """
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.base.errors import CheckpointError
 from shoal.base.units import bytes_text
-from shoal.checkpoint.catalog import find
+from shoal.checkpoint.listing import find
 
 TEMPORARY = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+")
 
@@ -33,7 +33,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def temporary(folder: Path) -> Path:
-    """A new name beside `folder` that no other attempt uses."""
+    """Make up a path beside `folder`, its name with `.tmp-` and random digits; make nothing."""
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
 
 

@@ -67,9 +67,13 @@ class Owner:
 
 
 class RunLease:
-    """The right to write in one run folder; `acquire` it, or use it in `with`.
+    """Exclusive lock on one run folder, from `acquire` to `release`, or as long as `with` lasts.
 
-    folder   the run's folder, made if missing · run_id  this run's name, kept in owner.json
+    `acquire` makes the folder if it is missing, and raises CheckpointError while another process
+    has the lock, or where the file system has none. The kernel frees it when the process ends; a
+    forked child does not hold it.
+
+    folder   the run's folder · run_id  this run's name, which `acquire` writes to owner.json
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -148,7 +152,7 @@ class RunLease:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Who owner.json names, alive or not; None if it names nobody."""
+    """Read which process a folder's owner.json names, alive or not; None if missing or damaged."""
     try:
         fields: dict[str, Any] = json.loads(_read(folder / OWNER_FILE))
         return Owner(**fields)

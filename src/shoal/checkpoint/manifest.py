@@ -66,7 +66,14 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents; see the module for the keys."""
+    """A checkpoint's table of contents.
+
+    tensors   name → shape, dtype, and for each slice its file, key, box and sha256
+    files     name of a shard file → its size, and sha256 of its header
+    aliases   name of a tied weight → the name it is stored under
+    record    free JSON of the run: layout, data cursor, seeds, optimizer settings, versions
+    digest    sha256 of manifest.json without this key; "" before it is written
+    """
 
     step: int
     tensors: dict[str, StoredTensor]

@@ -26,9 +26,9 @@ from shoal.base.events import Emit
 from shoal.base.phases import phase
 from shoal.base.shards import Shard
 from shoal.checkpoint import boxes, folders, shared_read
-from shoal.checkpoint.catalog import Found, find, read_manifest, step_folder, verify
 from shoal.checkpoint.collective_phase import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
+from shoal.checkpoint.listing import Found, find, read_manifest, step_folder, verify
 from shoal.checkpoint.manifest import Manifest, StoredSlice, StoredTensor
 from shoal.checkpoint.pieces import seen
 from shoal.checkpoint.shared_read import Key, Target, place
@@ -91,18 +91,22 @@ def open_newest(
     emit: Emit,
     only: int | None = None,
 ) -> Loaded | None:
-    """The newest checkpoint under `root` that all ranks can read; None if there never was one.
+    """Load the newest checkpoint under `root` that all ranks can read; every rank calls it.
 
-    only   the step whose checkpoint is wanted, and no other
+    wanted_from   gives the shards that this rank wants of a manifest
+    only          the step whose checkpoint is wanted, and no other
+    Gives         this rank's tensors; None if there is no checkpoint, or none of step `only`
 
-    Rank 0 lists the candidates and tells the others (what exists may differ per rank on network
-    file systems); each rank says what it wants, `wanted_from(manifest)`, and reads its share; then
-    all vote, and hand on what others want too. A damaged candidate is
+    Rank 0 deletes the temporary folders of dead saves, lists the candidates and tells the others
+    (what exists may differ per rank on network file systems); each rank says what it wants and
+    reads its share; then all vote, and hand on what others want too. A damaged candidate is
     reported as `checkpoint_damaged` by rank 0, left as it is, and the next older one is tried.
 
     Errors: CheckpointError on all ranks when every candidate is damaged (starting over must be
-    somebody's decision), or when the wanted shards are not those of the checkpoint (another model:
-    an older file would not help). What `wanted_from` itself raises comes through where it rose.
+    somebody's decision), when ranks read different manifests, when one is of another Shoal's
+    format version, or when the wanted shards are not those of the checkpoint (another model: an
+    older file would not help). A ShoalError that `wanted_from` raises comes through on its rank;
+    on the others, and for any other exception, it is a CheckpointError that names the rank.
     """
     try:
         return _open_newest(root, wanted_from, world, emit, only)

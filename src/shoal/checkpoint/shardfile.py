@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.phases import phase
-from shoal.checkpoint.catalog import file_problems, slices_by_file
+from shoal.checkpoint.listing import file_problems, slices_by_file
 from shoal.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor, plain
 from shoal.checkpoint.pieces import Block
 from shoal.checkpoint.tensorfile import Entry, write_file

@@ -34,10 +34,10 @@ DTYPES = {
 
 
 def check_savable(dtypes: Mapping[str, str], where: str) -> None:
-    """Refuse a tensor that no checkpoint can hold.
+    """Refuse tensors of a dtype that no checkpoint can hold.
 
-    dtypes   torch's name of each tensor's element type, by tensor
-    Errors   ConfigError with its name
+    dtypes   tensor's name → torch's name of its dtype, without "torch." · where  begins the message
+    Errors   ConfigError with the first such tensor's name
     """
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:

@@ -26,9 +26,9 @@ from typing import Any
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.events import Emit
 from shoal.checkpoint import folders
-from shoal.checkpoint.catalog import file_problems, read_manifest, slices_by_file, step_folder
 from shoal.checkpoint.collective_phase import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
+from shoal.checkpoint.listing import file_problems, read_manifest, slices_by_file, step_folder
 from shoal.checkpoint.manifest import FILE_NAME, Manifest, encode, plain
 from shoal.checkpoint.pieces import Agreement, Collected, Piece, collect
 from shoal.checkpoint.shardfile import join, write
@@ -43,7 +43,11 @@ MANIFEST_SLICE_BYTES = 600
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint on disk; `existed` if it was there before, and verified."""
+    """A complete checkpoint on disk, as a save left it.
+
+    size_bytes   of all shard files · save_s  seconds that the save took, or the verifying
+    existed      True if it was there before and verified, so that nothing was written
+    """
 
     path: Path
     step: int
@@ -93,13 +97,16 @@ def save(
 
     pieces    equal (name, box) on several ranks are replicas: one of them is written
     record    free JSON, kept in the manifest; rank 0's is taken
-    keep      newest complete checkpoints that stay, this one included; later steps do not count
+    keep      newest complete checkpoints that stay, this one included, older ones being deleted;
+              those of later steps are neither counted nor touched
     aliases   tied name → the name that is written; pieces of a tied name are left out
-    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`; neither where `step-N` stays
+    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`, neither where `step-N` stays;
+              `checkpoint_damaged` for a damaged one, `notice` where old ones cannot be deleted
 
     A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
     Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,
-    read-back differs): older checkpoints are untouched. ConfigError for keep < 1.
+    read-back differs): older checkpoints are untouched. ConfigError for keep < 1. ClusterError when
+    the process group was left meanwhile.
     """
     target = Target(root, step, record, keep)
     return save_collected(target, lambda: collect(pieces, aliases or {}, world), world, emit)

@@ -29,7 +29,7 @@ OUT = typer.Argument(..., metavar="FILE", help="The safetensors file to write.")
 def list_(path: Path = RUN) -> None:
     """Show the complete checkpoints of a run, newest first."""
     from shoal.base.units import bytes_text
-    from shoal.checkpoint.catalog import read_manifest
+    from shoal.checkpoint.listing import read_manifest
 
     for step_folder in _checkpoints(path):
         try:
@@ -47,11 +47,11 @@ def list_(path: Path = RUN) -> None:
 @app.command()
 def verify(path: Path = RUN) -> None:
     """Read every byte and compare with its hash; exit status 2 if anything differs."""
-    from shoal.checkpoint import catalog
+    from shoal.checkpoint import listing
 
     damaged = 0
     for step_folder in _checkpoints(path):
-        problems = catalog.verify(step_folder)
+        problems = listing.verify(step_folder)
         damaged += bool(problems)
         for problem in problems:
             typer.echo(problem)
@@ -85,7 +85,7 @@ def export(
 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint folders that a path means, newest first. Errors: ConfigError if none."""
-    from shoal.checkpoint.catalog import find
+    from shoal.checkpoint.listing import find
 
     if (path / "manifest.json").exists():
         return [path]

@@ -32,9 +32,9 @@ from shoal.base.events import EventLog
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
 from shoal.base.plan import Plan
-from shoal.checkpoint.catalog import find
 from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
+from shoal.checkpoint.listing import find
 from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.resolve import asked_layout

@@ -66,10 +66,11 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; a ShoalError is one line on standard error and its exit code.
+    """Run the command line of sys.argv and exit; a ShoalError is one line and its exit code.
 
     So is a wrong option, and a file or folder that the system refuses: exit status 2, as the user
-    can change it.
+    can change it. Ctrl-C exits with 130, a closed pipe with 141; lines go to standard error. Any
+    other exception comes through.
     """
     try:
         # Without words the help is shown, which the library does best on its own.

@@ -22,8 +22,8 @@ from shoal.base.islands import IslandsPolicy
 from shoal.base.lines import read_object
 from shoal.base.plan import Plan
 from shoal.base.schedules import check_stages
-from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease
+from shoal.checkpoint.listing import find
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
 from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
 from shoal.cli.worker import imports_of

@@ -108,7 +108,7 @@ def continued(
 
     Errors: ConfigError at a restart whose folder has no name, as nothing tells where it was.
     """
-    from shoal.checkpoint.catalog import find
+    from shoal.checkpoint.listing import find
     from shoal.config.load import load
 
     if resume is not None:

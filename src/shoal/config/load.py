@@ -46,7 +46,13 @@ ALIASES = {
 
 @dataclass
 class Loaded:
-    """A whole configuration, where each value came from, and what the user should hear about it."""
+    """A whole configuration, where each value came from, and what the user should hear about it.
+
+    origins   "section.key" → "command line", a file's path, "derived", …; a key that is not in it
+              has its default
+    notices   lines for the user
+    `replace(section, origin, **values)` sets values in place, with their origin
+    """
 
     config: Config
     origins: dict[str, str] = field(default_factory=dict)
@@ -61,10 +67,14 @@ class Loaded:
 
 
 def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
-    """The configuration of a run.
+    """Load and check a run's configuration: overrides win over the file, that over defaults.
 
     path        a run.toml, or None · overrides  texts `section.key=value`, later ones win
-    Errors      ConfigError: one line with file or "command line", key, what is legal, the nearest
+    Does        layout.strategy on the command line puts the degrees of the file back to defaults,
+                and another project's name of a key is taken for ours; both leave a notice
+    Errors      ConfigError: one line with file or "command line", key, what is legal, the nearest;
+                PlanError for values that do not go together (compile, compress, optimizer,
+                schedule)
     """
     loaded = Loaded(Config())
     if path is not None:

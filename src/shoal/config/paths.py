@@ -31,9 +31,12 @@ LEAST_VOCABULARY = 257
 
 
 def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
-    """A source as (kind, argument); kind is one of KINDS.
+    """Split a data source into (kind, argument); kind is one of KINDS.
 
-    Errors: ConfigError for a word that is no source, with the nearest.
+    The argument of text and tokens is what follows the colon, of a function the whole text, of the
+    others "".
+    Errors   ConfigError for a text that is no source, with the nearest, or names no files; `where`
+             is the key in its message
 
     >>> split_source("text:books/*.txt"), split_source("my.mod:make"), split_source("digits")
     (('text', 'books/*.txt'), ('function', 'my.mod:make'), ('digits', ''))
@@ -74,7 +77,9 @@ def nearest_path(path: Path) -> str:
 
 
 def fixed_folder(pattern: str) -> Path:
-    """The folder of a pattern before its first wildcard; file names are told relative to it.
+    """Returns the folder of a path pattern before its first wildcard; without one, its parent.
+
+    `~` is expanded.
 
     >>> fixed_folder("books/old/**/*.txt").as_posix(), fixed_folder("books/a.txt").as_posix()
     ('books/old', 'books')
@@ -90,9 +95,10 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 
 def glob_files(pattern: str, where: str = "data.source") -> list[Path]:
-    """Every file that a pattern with `*`, `?`, `**` and `~` matches, sorted.
+    """List every file, not folder, that a pattern with `*`, `?`, `**` and `~` matches, sorted.
 
-    Errors: ConfigError if there is none, with the nearest existing folder or name.
+    Errors   ConfigError if there is none, with the nearest existing folder or name; `where` is the
+             key in its message
     """
     files = sorted(set(_matches(pattern)))
     if not files:
@@ -140,7 +146,12 @@ def _search_here() -> None:
 
 
 def check_function(name: str, where: str) -> None:
-    """Errors: ConfigError if `name` is not pkg.mod:function, or there is no such module."""
+    """Refuse a name that is not pkg.mod:function, or whose module cannot be found.
+
+    Nothing is imported; whether the module has the function is not looked at.
+    Does     puts the working folder in sys.path
+    Errors   ConfigError with the nearest module; `where` is the key in its message
+    """
     _search_here()
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -166,10 +177,11 @@ def check_function(name: str, where: str) -> None:
 
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
-    """The function that `pkg.mod:function` names; imports its module.
+    """Import the module of `pkg.mod:function` and return the function, or whatever can be called.
 
-    Errors: ConfigError for a module or name that is missing (nearest given), that fails when
-    imported, or that cannot be called.
+    Does     puts the working folder in sys.path
+    Errors   ConfigError for a module or name that is missing (nearest given), that fails when
+             imported, or that cannot be called; `where` is the key in its message
     """
     module_name, _, attribute = name.partition(":")
     check_function(name, where)
@@ -211,7 +223,10 @@ def check_data_path(source: str, where: str = "data.source") -> None:
 
 
 def check_tokens_folder(folder: str, where: str = "data.source") -> None:
-    """Errors: ConfigError if the folder is missing or holds no train*.npy or train*.bin."""
+    """Refuse a folder of tokens that is missing, is a file, or holds no train*.npy or train*.bin.
+
+    Errors   ConfigError with the nearest path; `where` is the key in its message
+    """
     path = Path(folder).expanduser()
     if path.is_file():
         raise ConfigError(
@@ -230,14 +245,18 @@ def check_tokens_folder(folder: str, where: str = "data.source") -> None:
 
 
 def token_files(folder: Path, part: str) -> list[Path]:
-    """The files of one part, `train` or `val`, by name: PART*.npy and PART*.bin."""
+    """List the files of one part, `train` or `val`, sorted: those named PART*.npy and PART*.bin.
+
+    The list is empty where there are none.
+    """
     return sorted(p for p in folder.glob(f"{part}*") if p.suffix in (".npy", ".bin"))
 
 
 def validation_share(section: DataSection) -> tuple[float, str]:
-    """`data.validation` as (share, "") or (0.0, second source).
+    """Read `data.validation` as (share, ""), or as (0.0, text) where it names a second source.
 
-    Errors: ConfigError for a share outside 0 … 1 (1 excluded) or a word that is no source.
+    Errors   ConfigError for a share outside 0 … 1 (1 excluded) or a word that is no source; whether
+             the source is there is not looked at
 
     >>> validation_share(DataSection(validation="0.1"))
     (0.1, '')
@@ -260,7 +279,10 @@ def validation_share(section: DataSection) -> tuple[float, str]:
 
 
 def check_tokenizer(spec: str) -> None:
-    """Errors: ConfigError if `data.tokenizer` is neither bpe:VOCABULARY nor an existing file."""
+    """Refuse a `data.tokenizer` that is neither bpe:VOCABULARY, at least 257, nor an existing file.
+
+    Errors   ConfigError with the nearest
+    """
     size = spec.removeprefix("bpe:")
     if size == spec:
         path = Path(spec).expanduser()
@@ -277,7 +299,12 @@ def check_tokenizer(spec: str) -> None:
 
 
 def check_data(section: DataSection) -> None:
-    """Errors: ConfigError for the first key of [data] that cannot be, one line."""
+    """Refuse the first key of [data] that cannot be, before anything is opened or imported.
+
+    Looked at: that files, folders, modules and scikit-learn are there, the tokenizer (for text
+    only), sequence, workers, and the module of collate.
+    Errors   ConfigError, one line
+    """
     check_data_path(section.source)
     second = validation_share(section)[1]
     if second:

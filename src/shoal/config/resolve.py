@@ -27,9 +27,12 @@ DEFAULT_STEPS = 150
 
 
 def resolve_batch(loaded: Loaded, degree: int) -> int:
-    """Settle batch and micro_batch for `degree` data-parallel ranks; gives micro-batches per rank.
+    """Settle train.batch and train.micro_batch in `loaded`, and return micro-batches per data rank.
 
-    Errors: ConfigError when they do not divide, with the nearest legal values.
+    degree   data-parallel ranks
+    Does     fills in what is 0; train.accumulate, if given, fixes micro_batch (or batch) once and
+             becomes 0. What the user should hear is noted
+    Errors   ConfigError when they do not divide, with the nearest legal values
     """
     train = loaded.config.train
     batch, micro_batch, accumulate = train.batch, train.micro_batch, train.accumulate
@@ -87,13 +90,16 @@ def _check_shared(batch: int, degree: int, *, given: int) -> None:
 
 
 def resolve_length(loaded: Loaded) -> None:
-    """Give a run without steps and epochs the default length."""
+    """Set train.steps to 150, in place, where neither steps nor epochs are given."""
     if not loaded.config.train.steps and not loaded.config.train.epochs:
         loaded.replace("train", "derived", steps=DEFAULT_STEPS)
 
 
 def resolve_islands(loaded: Loaded) -> None:
-    """Fill in what the method of [islands] decides where the user said nothing."""
+    """Fill in, in place, the values of [islands] that the user left to the method.
+
+    Errors   ConfigError for values of [islands] that cannot be, or fewer than 2 kept checkpoints
+    """
     asked = loaded.config.islands
     settled = asked.settled()
     found = {f.name: getattr(settled, f.name) for f in fields(settled)}
@@ -114,9 +120,9 @@ READS = {
 def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
     """Refuse a model by name on data that it does not read, before it meets them.
 
-    model, source  `model.name` and `data.source`
+    model, source  `model.name` and `data.source`; a model that is not one of ours passes
     find_kind      says what the data are: text (tokens of our own sources), tokens (whole numbers,
-                   or unknown), images or numbers; asked only where it matters
+                   or unknown), images or numbers; called only for a model of ours
     Errors         ConfigError with the nearest model that reads such data
     """
     family = model.partition("-")[0]
@@ -137,7 +143,7 @@ def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
 
 
 def kind_by_name(source: str) -> str:
-    """What a source of ours gives, by its name alone; "" for others.
+    """Returns what a built-in source gives, by its name alone: text or images; "" for others.
 
     >>> kind_by_name("text:*.md"), kind_by_name("digits"), kind_by_name("mine:samples")
     ('text', 'images', '')
@@ -148,7 +154,9 @@ def kind_by_name(source: str) -> str:
 
 
 def model_label(model: ModelSection) -> str:
-    """What files about runs of a model are called: its name; of `hf:PATH` the last part.
+    """Returns what files about runs of a model are called: its name, or "custom" for a builder.
+
+    Of `hf:PATH` it is the folder's own name.
 
     >>> model_label(ModelSection(name="hf:models/tiny/config.json"))
     'tiny'
@@ -162,9 +170,10 @@ def model_label(model: ModelSection) -> str:
 
 
 def resolve_folder(loaded: Loaded) -> Path:
-    """The run's own folder; without a name, the first free `MODEL-SOURCE-N`.
+    """Returns the run's own folder, run.folder / run.name; nothing is made on disk.
 
-    Errors: ConfigError for a name that leads out of run.folder, or where a file is in the way.
+    Does     without a name, sets run.name to the first free `MODEL-SOURCE-N`, from 1
+    Errors   ConfigError for a name that leads out of run.folder, or where a file is in the way
     """
     run = loaded.config.run
     if ".." in Path(run.name).parts or Path(run.name).is_absolute() or run.name == ".":
@@ -189,6 +198,8 @@ def resolve_folder(loaded: Loaded) -> Path:
 def asked_layout(section: LayoutSection) -> dict[str, Any]:
     """Collect the keys of [layout] that say which layout: strategy, degrees, what goes with them.
 
+    `strategy` is always there; degrees, zero, threads, schedule and chunks where they are given.
+
     >>> asked_layout(LayoutSection(tp=2, zero=2, context="ring"))
     {'strategy': 'auto', 'tp': 2, 'zero': 2}
     """
@@ -202,10 +213,11 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
 
 
 def plan_of(config: Config) -> Plan:
-    """Make the plan that a configuration asks for; layout, formats and buckets are open.
+    """Make the plan that a configuration asks for, before its layout is known.
 
-    Every key of every section that a `Plan` has by the same name is taken, so that none can be
-    forgotten.
+    Every key that a `Plan` has by the same name is taken, of all sections. Still open: layout (all
+    degrees 1), accumulate (0), placements and buckets; formats stay as written, `auto` too.
+    micro_batch is the default of the batch where only that is given.
     """
     known = {key.name for key in fields(Plan)}
     sections = (getattr(config, section.name) for section in fields(Config))
@@ -222,7 +234,10 @@ def plan_of(config: Config) -> Plan:
 
 
 def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
-    """Give a configuration the policies of a plan: the way back from `plan_of`."""
+    """Write a plan's policy keys back into a configuration, in place: the inverse of `plan_of`.
+
+    Only values that differ change, and get `origin`; layout, batch and the like are left alone.
+    """
     known = {key.name for key in fields(Policies)}
     for section in fields(Config):
         values = getattr(loaded.config, section.name)
@@ -233,7 +248,10 @@ def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
 
 
 def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
-    """Returns how many processes a layout wants where nobody says; of one island.
+    """Returns how many processes a layout wants where the user gives no number; of one island.
+
+    The product of the degrees given; without any, 1 for single, dp and threads, else what suits the
+    machine (`default_processes`).
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> [processes_of(LayoutSection(**given), machine) for given in ({}, {"tp": 4}, {"threads": 2})]

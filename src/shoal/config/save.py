@@ -16,7 +16,9 @@ from shoal.config.sections import Config, keys
 
 
 def to_toml(loaded: Loaded) -> str:
-    """The text of a run.toml with every key, defaults included.
+    """Format a configuration as the text of a run.toml: every key, with its value's origin.
+
+    Defaults are included; nothing is written to disk.
 
     >>> text = to_toml(Loaded(Config(), {"train.seed": "command line"}))
     >>> [line for line in text.splitlines() if line.startswith("seed")]
@@ -37,10 +39,11 @@ def to_toml(loaded: Loaded) -> str:
 
 
 def keep_origins(loaded: Loaded, path: Path) -> None:
-    """Give what `path`, a run's own run.toml, brought the origin that its line there tells.
+    """Restore, in `loaded`, the origins that a run's own run.toml tells beside its values.
 
-    Without this every value of a resumed run would come from "its run.toml". Values that something
-    else set since keep theirs; a "default" that was edited by hand comes from the file.
+    path   the run.toml from which `loaded` was read
+    Values that something else set since keep their origin; a "default" that was edited by hand has
+    the file as its origin.
     """
     section = ""
     for line in path.read_text().splitlines():

@@ -30,7 +30,14 @@ from shoal.base.policies import (
 
 @dataclass(frozen=True)
 class ModelSection(CallPolicy):
-    """What is trained: a name or a builder, then the model's own arguments."""
+    """[model]: what is trained, a name or a builder, then the model's own arguments.
+
+    name        of ours, a published size such as llama-3-8b, or hf:PATH
+    build       pkg.mod:function giving an nn.Module, instead of a name; "" none
+    loss        pkg.mod:function(outputs, targets) giving (sum, count) or unreduced values; ""
+                the model's default
+    arguments   every other key of [model], for the model's builder
+    """
 
     name: str = "llama"
     """llama, gpt, moe, mlp, resnet, vit, a published size such as llama-3-8b, or hf:PATH"""
@@ -44,7 +51,14 @@ class ModelSection(CallPolicy):
 
 @dataclass(frozen=True)
 class DataSection:
-    """What it is trained on."""
+    """[data]: what a run is trained and validated on.
+
+    source       stdlib, text:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function
+    validation   share held out, 0 … below 1, or a second source, both as text
+    tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
+    sequence     tokens per sample · workers  loader processes per rank; 0 loads between steps
+    collate      pkg.mod:function that joins a list of samples into a batch; "" torch's default
+    """
 
     source: str = "stdlib"
     """stdlib, text:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function"""
@@ -88,7 +102,15 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
 
 @dataclass(frozen=True)
 class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
-    """How the work is split; degrees that are 0 are left to the strategy."""
+    """[layout]: how the work is split, as the user wrote it; nothing is settled or checked here.
+
+    strategy      a name, or auto; degrees of 0 are left to it, as are zero = −1, schedule = "" and
+                  chunks = 0
+    dp_replicate, dp_shard, pp, cp, tp, ep   degrees of the axes (`Layout`)
+    zero          what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too
+    threads       replicas within one process, for strategy dp
+    `degrees()` gives those that are given; `named()` the strategy as far as it shows already
+    """
 
     strategy: str = "auto"
     """auto, single, dp, ddp, zero1–3 (3 = fsdp), hsdp, tp, pp, cp, ep, 3d, schedules; or degrees"""
@@ -152,7 +174,7 @@ class LaunchSection:
 
 @dataclass(frozen=True)
 class Config:
-    """Every section; only `config`, `cli` and the main loop see it whole."""
+    """A whole run.toml: one field per section, with its defaults."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()

@@ -35,7 +35,9 @@ CHECKED_BYTES = 256 * 2**20
 
 
 def content_key(*parts: object) -> str:
-    """A hash of everything an entry depends on; parts must have a JSON form.
+    """Hash everything a cache entry depends on, in order, to 24 hex digits.
+
+    Errors   TypeError for a part that has no JSON form
 
     >>> content_key("a", 1) == content_key("a", 1), content_key("a", 1) == content_key("a", 2)
     (True, False)

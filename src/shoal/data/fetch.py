@@ -54,7 +54,7 @@ def seed_draws(*key: object) -> None:
 
 @contextmanager
 def kept_draws() -> Iterator[None]:
-    """Put the three generators back afterwards: loading must not shift the model's own draws."""
+    """Put `random`, `numpy.random` and torch's CPU generator back after the `with` block."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -73,7 +73,7 @@ def seeded_draws(*key: object) -> Iterator[None]:
 
 
 def draws_nothing(dataset: object) -> bool:
-    """True if the dataset promises not to use any random generator."""
+    """Tell whether a dataset promises to use no random generator: its attribute `draws_nothing`."""
     return bool(getattr(dataset, "draws_nothing", False))
 
 
@@ -96,7 +96,10 @@ def load_error(what: str, error: Exception) -> ShoalError:
 
 
 def digest_of(value: Any) -> str:
-    """A hash of tensors, arrays, numbers and texts, however they are nested."""
+    """Hash tensors, arrays, numbers and texts, however nested, to 24 hex digits.
+
+    Values of other kinds (object arrays, sets, most numpy scalars) are passed over.
+    """
     total = hashlib.blake2b(digest_size=12)
     _digest_into(total, value)
     return total.hexdigest()
@@ -120,7 +123,7 @@ def _digest_into(total: Any, value: Any) -> None:
 
 
 def identity_of(dataset: Any) -> list[Any] | None:
-    """A dataset's length and hashes of its first and last sample; None where it cannot be read.
+    """Returns a dataset's length and hashes of its first and last sample; None where it raises.
 
     Both samples are loaded with fixed seeds, and the generators are put back afterwards.
     """
@@ -133,10 +136,10 @@ def identity_of(dataset: Any) -> list[Any] | None:
 
 
 def sample_kind(dataset: Any) -> str:
-    """What the first sample's inputs are: images, numbers, or (whole numbers, unknown) tokens.
+    """Returns what a dataset's first sample has as inputs: images, numbers or tokens.
 
-    The user's own data say it nowhere else. Nothing is drawn or taken: an iterable is not read, and
-    a sample that fails here is told of when it is loaded.
+    images: floats of two dims or more; numbers: of fewer; tokens: whole numbers and what is
+    unknown, as an iterable, which is not read, or a sample that fails. The generators are put back.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return "tokens"
@@ -152,7 +155,10 @@ def sample_kind(dataset: Any) -> str:
 
 
 def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
-    """A list of samples as one batch; `collate` None is torch's default_collate."""
+    """Join a list of samples to one batch; `collate` None is torch's default_collate.
+
+    Errors   UserError that names `where`; ClusterError where a disk or a connection failed
+    """
     try:
         return default_collate(samples) if collate is None else collate(samples)
     except Exception as error:
@@ -161,10 +167,10 @@ def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
 
 
 def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
-    """The first samples as one batch, to look at; data and generators stay as they were.
+    """Join the first `count` samples to a batch; data and generators stay as they were.
 
     data     map-style, or an iterable with `state_dict()`
-    Errors   ConfigError for an iterable that could not be put back
+    Errors   ConfigError for an iterable that could not be put back; as `join`; the dataset's own
     """
     with kept_draws():
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -353,7 +359,7 @@ def from_workers(
 
 
 def is_indexed(dataset: object) -> bool:
-    """True for a map-style dataset: any sample by index, and a length."""
+    """Tell whether a dataset is map-style: has `__getitem__` and `__len__`, no IterableDataset."""
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

@@ -27,15 +27,21 @@ from shoal.data.step import StepBatch
 
 
 class IterableLoader:
-    """The steps of an iterable for one data rank; the interface of Loader, with these differences.
+    """The steps of an iterable for one data rank, read front to back; used as a `Loader` is.
 
-    Order: the iterable's own; every rank reads all of it (module docstring), so the iterable must
-    give the same samples on each. `workers` above 0 is one process that reads ahead. `len()` needs
-    an iterable with a length. The position is restored only together with the iterable's state.
+    Iterating gives one StepBatch per optimizer step to the end of the epoch, in the iterable's own
+    order. Every rank reads all of it and keeps its own micro-batches, so the iterable must give the
+    same samples on each. Leaving a loop early and coming back goes on in the stream.
 
+    Takes   iterable, batch, micro_batch, seed, rank, degree, collate: as Loader
+            workers, above 0: one process that reads ahead, whatever the number · position, only 0
+    Gives   `position`, samples handed out so far over all ranks, can only be set by
+            `restore(state)` of a `state()`, together with the iterable's state; `len()` needs an
+            iterable with a length (TypeError)
     Errors  ConfigError for impossible numbers, for an iterable that gives nothing in an epoch (a
-            generator can be read once), for a state that is not JSON; UserError for an exception
-            in the iterable or in collate
+            generator can be read once), for a state that is not JSON or cannot be taken back; while
+            iterating UserError for an exception in the iterable or in collate, ClusterError for a
+            failed disk or connection or a dead worker process
     """
 
     def __init__(
@@ -181,10 +187,12 @@ def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
 
 
 def open_loader(dataset: Any, **settings: Any) -> Loader | IterableLoader:
-    """The loader that suits `dataset`: by index (`__getitem__`, `__len__`), else front to back.
+    """Make the loader for `dataset`: Loader if it is map-style, else IterableLoader.
 
-    Takes   settings: the keyword arguments of Loader; shuffle is for datasets with an index
-    Errors  ConfigError if it is neither, or if it is a DataLoader, which makes batches itself
+    Takes   settings: the keyword arguments of Loader; shuffle is for datasets with an index, and
+            otherwise dropped
+    Errors  ConfigError if it has neither an index and a length nor `__iter__`, if it is a
+            DataLoader, which makes batches itself, and what the loader refuses
     """
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):

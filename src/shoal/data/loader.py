@@ -41,15 +41,18 @@ class Loader:
     Iterating gives one StepBatch per optimizer step to the end of the current epoch, also where
     this rank owns no micro-batch of the short last step. Iterating again is the next epoch.
     `position` moves when a step is handed out. Setting it ends a running iteration; the next one
-    starts there, be it in mid-epoch. `under_way` is true while somebody loops over it.
+    starts there, be it in mid-epoch. `under_way` is true while somebody loops over it. `len()` is
+    the steps of an epoch; `restore(loader.state())` goes on there, under any layout.
 
     Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
+            seed, of the order and of the samples' own draws · position, samples to begin at
             rank, degree: this rank's place among those that draw different micro-batches
             workers, processes that fetch ahead, at least a step; 0 fetches between steps
             collate, list of samples -> batch; None: torch's default_collate
             shuffle, False: dataset order in every epoch
     Errors  ConfigError for an empty dataset or impossible numbers; while iterating UserError for an
-            exception in the dataset or in collate, ClusterError for a dead worker process
+            exception in the dataset or in collate, ClusterError for a failed disk or connection or
+            a dead worker process
     Limits  one thread in a worker, several in the main process: a dataset that sums large tensors
             in `__getitem__` may differ between the two in the last bit
     """

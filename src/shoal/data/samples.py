@@ -61,7 +61,10 @@ def open_digits(share: float) -> Digits:
 
 
 class First(IterableDataset[Any]):
-    """The first samples of what can only be iterated."""
+    """The first `samples` samples of an iterable: `First(data, samples)`, an IterableDataset.
+
+    Every iteration begins `data` anew; nothing is copied.
+    """
 
     def __init__(self, data: Any, samples: int) -> None:
         self.data = data
@@ -74,10 +77,12 @@ class First(IterableDataset[Any]):
 class EvenPart(Dataset[Any]):
     """The training or the held-out samples of a dataset, the held-out ones spread evenly over it.
 
+    A map-style dataset that reads `dataset` on demand; `whole_index(i)` is the index there.
     Formula  of n samples, held out: ⌊j·n/h⌋ for j < h; in training: ⌈(i+1)·n/(n−h)⌉ − 1, i < n−h.
              Together that is every index once (two complementary Beatty sequences), without a list;
              data sorted by class gives up a like share of every class.
-    Takes    1 ≤ held < n · held_out: which of the two parts this is
+    Takes    dataset · held, how many are held out, 1 ≤ held < n · held_out, True for that part
+    Errors   IndexError beyond the part
     """
 
     def __init__(self, dataset: Any, held: int, held_out: bool) -> None:

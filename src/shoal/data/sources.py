@@ -35,7 +35,7 @@ class Source:
     train, validation  datasets (or iterables); validation None if nothing is held out
     collate            list of samples -> batch; None: torch's default_collate
     vocabulary         token ids are below it; None for other samples
-    tokenizer          a `tokenizers.Tokenizer` where text was encoded here
+    tokenizer          a `tokenizers.Tokenizer` where text was encoded here, else None
     unigram_entropy    nats per target that a model without context reaches: where loss should fall
                        below; digits: the class entropy; None if unknown
     description        one line for the user
@@ -56,10 +56,13 @@ class Source:
 
 @phase("data")
 def open_source(section: DataSection, seed: int) -> Source:
-    """Open what `data.source` names; the first call on new text trains a tokenizer and encodes it.
+    """Open what `data.source` names, and its validation data, as `data.validation` says.
 
     Takes   section, all of [data] · seed, train.seed, for synthetic tokens
-    Errors  ConfigError, one line: unknown source (nearest given), missing files, too little data
+    Does    the first call on new text trains a tokenizer and encodes it into the cache folder; a
+            source pkg.mod:function is imported and called
+    Errors  ConfigError, one line: unknown source (nearest given), missing files, too little data, a
+            function of the user's that raises, a second source that does not fit the first
     """
     check_data(section)
     share, second = validation_share(section)

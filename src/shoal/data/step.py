@@ -39,8 +39,11 @@ class StepBatch:
     epoch                    pass over the data, from 0
     after                    the loader's state once this step is committed; JSON values
     stream                   which loader made it: the loader's identity
-    probe                    what ranks compare of their data, with a loader's first step
+    probe                    texts on the data that ranks compare, with a loader's first step; else
+                             ()
     sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
+    `values` are the joined samples, one per micro-batch, and `len()` their number; iterating or
+    indexing it raises ConfigError
     """
 
     micro_batches: tuple[LoadedMicroBatch, ...]

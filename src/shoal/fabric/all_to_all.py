@@ -18,9 +18,11 @@ from shoal.fabric.world import World
 
 
 def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
-    """Row r of every rank's integers goes to rank r: [size, …] → [size, …], by where it came from.
+    """Exchange integers all-to-all: row r of `counts` goes to rank r; gives the rows that came.
 
-    counts   [size, …] integers, what this rank tells each
+    Every rank must call it.
+    counts   [size, …] integers, one row for each rank
+    Gives    [size, …], row r as rank r sent it here; of one process a copy of `counts`
     """
     if world.group is None:
         return counts.clone()
@@ -34,10 +36,12 @@ def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
 def to_each(
     world: World, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
-    """Send `sent[r]` rows to each rank r; gives [sum of received, …], by where they came from.
+    """Exchange rows all-to-all: send `sent[r]` rows to each rank r; gives [sum of received, …].
 
-    rows       [sum of sent, …], by where they go, one after another
-    received   how many come from each rank
+    Every rank must call it, and waits until its rows have come.
+    rows       [sum of sent, …]: those for rank 0 first, then rank 1, …
+    received   how many come from each rank (`counts_for` tells)
+    Gives      what came, rank 0's first; of one process `rows` itself
     """
     if world.group is None:
         return rows

@@ -25,7 +25,7 @@ from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 
 def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of every part in which only the named axes differ, ascending within a part.
+    """List the ranks of every part in which only the named axes differ, ascending within a part.
 
     degrees   of all axes, outermost first; the last one's neighbours have consecutive ranks
 
@@ -42,9 +42,10 @@ def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int,
 
 
 def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
-    """This rank's part of `world` along the named axes; every rank calls it alike.
+    """Returns this rank's part of `world`: the ranks that differ along the named axes only.
 
-    degrees   of all axes, outermost first; their product is `world.size`
+    A collective: every rank calls it alike. Parts are made once, then kept.
+    degrees   of all axes, outermost first; BugError where their product is not `world.size`
     """
     if math.prod(degrees.values()) != world.size:
         raise BugError(f"axes {dict(degrees)} do not make {world.size} ranks")
@@ -52,8 +53,9 @@ def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Wor
 
 
 def among(world: World, parts: Sequence[tuple[int, ...]]) -> World:
-    """The part that this rank is in; a rank in none is alone. Every rank gives the same `parts`.
+    """Returns, as a World, the part that this rank is in; a rank in none gets itself alone.
 
+    A collective: every rank gives the same `parts`, which do not overlap. Made once, then kept.
     world   of all processes: torch lets a group be made by all of them together only
     """
     own = world
@@ -87,9 +89,9 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
 
 
 def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
-    """A mesh of the named axes, outermost first, of this rank's part; over groups that are kept.
+    """Returns torch's DeviceMesh of the named axes over this rank's part; a collective, made once.
 
-    degrees   of all axes, outermost first; their product is `world.size`
+    degrees   of all axes, outermost first; their product is `world.size` · names  outermost first
     """
     key = (tuple(degrees.items()), tuple(names))
     if key not in world.meshes:

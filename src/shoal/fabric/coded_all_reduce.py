@@ -46,7 +46,7 @@ SUM = "sum"
 
 
 def is_of_sum(tag: str) -> bool:
-    """Whether error feedback of this tag is of a sum that this island sent, not of its message.
+    """Tell whether a tag of error feedback stands for a sum that this island sent, not a message.
 
     >>> is_of_sum("0/sum/3"), is_of_sum("0/1/3")
     (True, False)

@@ -27,7 +27,11 @@ so blocks are short; scales are 0.4 % of the bytes."""
 
 
 class Flight(Protocol):
-    """One tensor on its way."""
+    """A sum under way, as `Sender.send` gives it; every rank calls `turn` once, then `result(out)`.
+
+    turn      wait for the first half and send the second, if the code has one
+    result    wait, and overwrite `out` with the sum, or with this rank's part of it
+    """
 
     def turn(self) -> None:
         """The first half is there: send the second, if the code has one."""
@@ -37,7 +41,14 @@ class Flight(Protocol):
 
 
 class Sender(Protocol):
-    """Codes one tensor, and keeps what that leaves out."""
+    """Sums one flat tensor over ranks in every step, as codes, and keeps what these leave out.
+
+    send(flat)  begin to sum [elements] over all ranks, which all call it; gives a Flight. `flat`
+                may change as soon as it returns
+    begin()     a step begins: what an uncommitted one left behind is forgotten
+    commit()    the step counted: what its codes left out is added to the next message (error
+                feedback)
+    """
 
     def send(self, flat: torch.Tensor) -> Flight:
         """Begin to sum [elements] over all ranks; `flat` may change as soon as this returns."""
@@ -50,10 +61,11 @@ class Sender(Protocol):
 
 
 class Int8Sum:
-    """A whole sum on every rank: codes of each part to its owner, codes of its sum to all.
+    """A Sender: an all-reduce (sum) in int8 codes; `Int8Sum(elements, dtype, world)`.
 
-    Parts are equal, so the buffer is padded to a multiple of the ranks. The owner keeps the error
-    of the second code.
+    Codes of each part go to the rank that owns it, which adds up and sends a code of the sum to
+    all; every rank ends with the same bits. Parts are equal, so the buffer is padded to a multiple
+    of the ranks. Each rank keeps what its codes left out, the owner also that of the second code.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, world: World) -> None:
@@ -112,7 +124,11 @@ class _Int8Flight:
 
 
 class ScatteredInt8Sum:
-    """Each rank gets the sum of its own part: codes of each part to its owner, and no more."""
+    """A Sender: a reduce-scatter in int8 codes; `ScatteredInt8Sum(cuts, dtype, world)`.
+
+    Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in `dtype`; the
+    others' parts travel to their owners. Each rank keeps what its codes left out.
+    """
 
     def __init__(self, cuts: Sequence[int], dtype: torch.dtype, world: World) -> None:
         self.world, self.codec, self.cuts = world, Int8(dtype, BLOCK), cuts
@@ -165,9 +181,11 @@ def _add_up(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
 
 
 class LargestSum:
-    """A whole sum on every rank, of each rank's largest numbers only.
+    """A Sender: an all-reduce (sum) of each rank's largest magnitudes only (top-k).
 
-    share   of the elements that a rank sends, at least one of them
+    Takes   elements, dtype, world · share  of the elements that a rank sends, at least one of them;
+            it keeps the others for the next message
+    Gives   every rank the same sum, 0 where no rank sent anything
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, world: World, share: float) -> None:

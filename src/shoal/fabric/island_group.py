@@ -54,13 +54,16 @@ def open_plane(
     deadline_s: float,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Plane:
-    """Connect this process with the same lane of the other islands; every one of them calls it.
+    """Connect this process with the same lane of all other islands; every one of them calls it.
 
-    store         of `meet` · host  that of the address where islands meet
+    lane          the inner rank · store  of `meet` · host  that of the address where islands meet
+    index, count  this island's number, and how many there are
     connections   TCP connections to each other island: one alone may not fill a long link
-    deadline_s    also for sub-planes
-    tell          is given a line about what somebody else wrote into the store, in another thread
+    deadline_s    for connecting; also of sub-planes (`Plane.among`)
+    tell          is called with a line on what somebody else wrote into the store, in another
+                  thread
 
+    Gives   the Plane; of one island one without connections
     Errors  ClusterError where an island does not come, IslandLost where one is lost meanwhile
     """
     own = dist.PrefixStore(f"lane/{lane}", store)
@@ -80,10 +83,16 @@ def open_plane(
 
 
 class Plane:
-    """The islands, as one process of one of them sees those of its lane.
+    """The same lane (inner rank) of all islands, as one process of one of them sees it.
 
+    Members call the same methods in the same order; any failure is IslandLost, and the plane is
+    broken then. Made by `open_plane`.
     index, count    this island's place among the members, and how many there are
     sent_bytes, received_bytes   payload handed to and got from the groups so far, sub-planes too
+    gather(message, *, deadline_s)   every member's bytes, in order, on every member
+    begin(flat, codec, *, feedback, tag, deadline_s)   first half of a coded sum: an Arrived, whose
+                    `finish(weights, divisor, deadline_s=…)` is the second
+    among(indices)  the plane of some members · close()  leave, so that others fail at once
     """
 
     def __init__(self, links: Links, address: str, connections: int, deadline_s: float) -> None:

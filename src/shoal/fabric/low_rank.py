@@ -30,10 +30,11 @@ FIRST_SEED = 0x5A0A1
 
 @dataclass(frozen=True)
 class Matrix:
-    """A part of a flat tensor that is summed as a matrix.
+    """The elements start … stop − 1 of a flat tensor, summed as a matrix [rows, columns].
 
-    start, stop     its elements · rows, columns  m and k
     stride          of the matrix in memory, in elements
+    `of(flat)` gives the matrix as a view; `rank(asked)` the rank it can have; `pays(asked)` whether
+    its two thin matrices of that rank are smaller than it
     """
 
     start: int
@@ -61,9 +62,13 @@ class Matrix:
 
 
 class LowRankSum:
-    """A whole sum on every rank; see the module.
+    """A Sender: an all-reduce (sum) of matrices as products of two thin ones (PowerSGD).
 
-    matrices    those worth it are sent as two thin ones; all other elements as they are
+    Takes   elements, dtype, world · rank  columns of the thin matrices, at most
+            matrices  parts of [elements]; those worth it are sent as two thin ones, and all other
+            elements as they are
+    Gives   every rank the same sum; what a rank's thin matrices left out comes with its next
+            message
     """
 
     def __init__(

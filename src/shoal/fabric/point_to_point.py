@@ -23,9 +23,12 @@ from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 @dataclass
 class Transfer:
-    """A message under way.
+    """A message under way between two ranks; `wait()` returns its tensor once it is there.
 
     tensor   what arrives, filled once `wait` has returned; or what is sent, to be left as it is
+             until then
+    work     torch's handle; None: nothing had to travel, or it was waited for
+    Errors   RuntimeError of `wait` where the peer is gone or the deadline has passed
     """
 
     tensor: torch.Tensor
@@ -45,7 +48,13 @@ class Transfer:
 
 
 class PointToPoint:
-    """The messages of one world; its ranks are the peers. See the module for the order."""
+    """Messages between single ranks: `PointToPoint(world)`, made on all ranks together.
+
+    send(tensor, peer)      begin to send; a Transfer, until whose end the tensor must not change
+    receive(shape, dtype, peer)   begin to receive what `peer` sends next; a Transfer
+    Neither blocks. Between two ranks and in one direction, messages arrive in the order in which
+    they were sent; receives are posted in that order.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -14,9 +14,9 @@ from shoal.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Rank, size and where the processes meet.
+    """Where a process stands among those started with it, here and on its machine; where they meet.
 
-    hosts_store   this process runs the store that the others connect to
+    host, port    of the store where they meet · hosts_store  this process runs it
     listen_fd     a socket, already bound to a private address, that the store shall listen on
     attempt       how many times this job was restarted before; names the meeting
     """

@@ -29,10 +29,12 @@ ANY_PORT = 9
 
 
 def meet(at: str, index: int, count: int, *, deadline_s: float, lane: str = "0") -> dist.Store:
-    """Join the islands' store; gives it once all islands have joined this lane.
+    """Join the store of all islands; gives it once every island has joined this lane.
 
     at      HOST:PORT, the same on every island; HOST is an address of island 0's machine
+    index, count   this island's number, and how many there are; of one island `at` is not used
     lane    the inner rank whose processes meet: that of island 0's lane "0" serves the store
+    deadline_s     how long island 0 is waited for, and then the others
 
     Errors  ConfigError for an address that is none, or where the islands were told different things
             ClusterError when island 0 cannot listen, is not reached, or an island stays away

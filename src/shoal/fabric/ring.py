@@ -33,7 +33,14 @@ class Turn:
 
 
 class Ring:
-    """The ranks of a world, as a ring; what else is wanted of them is the world's."""
+    """The ranks of a world as a ring: `Ring(world)`, made on all of them together.
+
+    pass_on(tensors)   begin to send tensors to the next rank and receive the like from the one
+                       before; gives a Turn, whose `result()` waits and returns what came. Shapes
+                       and formats are the same on every rank, and what is sent must not change
+                       until then
+    all_reduce, all_gather, reduce_scatter, to_each   the world's, and `all_to_all.to_each`
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self.rank, self.size = world, world.rank, world.size

@@ -22,8 +22,11 @@ TWIN_TIMEOUT = timedelta(hours=1)
 
 
 def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
-    """The ranks of `world` with a group of their own; every rank calls it, in its training thread.
+    """Make a World over a second process group, gloo on the CPU, for a thread beside training.
 
+    A collective: every rank calls it, in its training thread.
+    world    of all processes
+    timeout  how long one of its collectives waits for the others
     Gives    a World on the CPU with the same ranks; of one process, without any group
     Errors   what torch raises when the ranks do not all come
     Limits   messages and small tensors: gloo over TCP, 0.2 ms per message on one machine
@@ -40,9 +43,10 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
 
 
 def leave(world: World) -> None:
-    """Give a twin back, all ranks together, once no thread uses it.
+    """Destroy a twin's process group, once no thread uses it; its World has none afterwards.
 
-    A group that is only dropped keeps gloo's threads alive, which abort the interpreter's exit.
+    A collective: it waits for all ranks (barrier). Without a group nothing happens. A group that is
+    only dropped keeps gloo's threads alive, which abort the interpreter's exit.
     """
     group, world.group = world.group, None
     if group is not None:

@@ -18,7 +18,11 @@ from shoal.fabric.uneven_collectives import let_go, reduce_scatter
 
 
 class GatherParameters:
-    """All-gather of parameters, as `set_custom_all_gather` wants it."""
+    """The all-gather that `FSDPModule.set_custom_all_gather` wants; `GatherParameters(traffic)`.
+
+    `allocate(size, *, dtype, device)` makes a buffer; calling it runs the collective on a group and
+    adds its bytes to the world's `traffic`, and, if it waits, its time.
+    """
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -46,10 +50,13 @@ class GatherParameters:
 
 
 class ScatterGradients:
-    """Reduce-scatter of gradients, as `set_custom_reduce_scatter` wants it.
+    """The reduce-scatter (sum) that `FSDPModule.set_custom_reduce_scatter` wants, counted.
 
-    replicas   ranks that `fully_shard` sums each part over afterwards (hsdp), to count that too
-    norms      of what this rank put in, since the reducer last began
+    Takes      traffic, where its bytes and waits are added · replicas, ranks over which
+               `fully_shard` sums each part afterwards (hsdp), to count that all-reduce too
+    norms      of what this rank put in, one per call; the reducer empties it as a step begins
+    Limits     its `op` is not looked at. On the CPU it waits for the sum, adds up in the order of
+               the ranks, and then frees the input's memory; on CUDA it is NCCL's own
     """
 
     def __init__(self, traffic: Traffic, replicas: int) -> None:

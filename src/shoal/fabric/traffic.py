@@ -36,8 +36,9 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
 
 
 class Traffic:
-    """Running totals of one rank; `take()` returns them and starts again at zero.
+    """What one rank sent and how long it waited; `count` adds a collective, `waiting()` time.
 
+    `take()` gives (bytes by kind, exposed seconds) since the last one, and starts again at zero
     calls   collectives that were begun, ever
     """
 

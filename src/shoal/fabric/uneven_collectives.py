@@ -19,8 +19,9 @@ from shoal.fabric._torch import all_gather_single
 
 @dataclass
 class PendingSum:
-    """A reduce-scatter under way.
+    """A reduce-scatter under way; `result(out=None)` waits and gives this rank's part of the sum.
 
+    With `out` that is overwritten with it and returned. To be called once: it may free what came.
     received   [ranks, own part], or [1, own part] where the backend has summed already
     source     what is being sent; held until the work is done
     """

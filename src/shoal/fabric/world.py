@@ -50,9 +50,10 @@ _holders: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKe
 
 
 def holds_groups(owner: Any, forget: Callable[[Any], None]) -> None:
-    """Have `forget(owner)` called when process groups end, for what torch keeps with an object.
+    """Have `forget(owner)` called when process groups end, so that `owner` lets go of its own.
 
-    owner   kept no longer than others do; `forget` must not refer to it
+    owner   kept alive no longer than others do; a second call replaces its `forget`
+    forget  must not refer to `owner`, which it would keep alive
     """
     _holders[owner] = forget
 
@@ -401,9 +402,10 @@ def _let_go() -> None:
 
 
 def meeting_store() -> dist.Store | None:
-    """The store that processes met at, over a connection of its own; None where there is none.
+    """Returns the default process group's store over a connection of its own; None without one.
 
-    A thread that asks must not wait behind the main one, which may stand in the store for hours.
+    Its keys have the prefix "meeting". A thread that asks must not wait behind the main one, which
+    may stand in the store for hours.
     """
     if not dist.is_initialized():
         return None

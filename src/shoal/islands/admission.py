@@ -74,9 +74,14 @@ class Verdict:
 
 
 class Admission:
-    """Judges the changes of one fragment, round by round.
+    """The test which islands' changes to one fragment enter the mean, with past norms as memory.
 
-    bound    allowed deviations from the median, see the module · cosine  the least one allowed
+    `judge` refuses what is not finite, too large or against the others, and changes nothing;
+    `commit` adds a round's admitted norms to the memory of the last 20.
+
+    bound    how many deviations (1.4826 · MAD of log norms, kept within 0.2 … 0.5) the norm of a
+             change may lie above the median of past rounds
+    cosine   least cosine of a change to the mean of the others' directions, with 3 islands or more
     """
 
     def __init__(self, bound: float, cosine: float) -> None:
@@ -213,7 +218,10 @@ class Admission:
 
 
 class Refusals:
-    """How often in a row each island was refused; after `limit` times it stops."""
+    """Counts, by island, of rounds in a row in which it was refused; at `limit` it is to stop.
+
+    A round in which it was not refused sets an island back to 0, one without it changes nothing.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

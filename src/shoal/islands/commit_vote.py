@@ -99,7 +99,7 @@ def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Ou
     against = [
         f"island {island}: {ballot.why or 'voted no'}"
         for island, ballot in cast.items()
-        if not ballot.ok
+        if not (ballot.ok and ballot.saved)
     ]
     if against:
         return Outcome(False, "; ".join(against), stop)
@@ -108,10 +108,16 @@ def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Ou
 
 
 def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
-    """Whether the step of these partners happens, by the ballots of all islands of the run.
+    """Decide whether the outer step of these partners is committed, by all islands' ballots.
 
-    An island that could not save stops everybody's step, also of those who do not merge with it:
-    were they a round ahead and saved it, no round would be left that all hold.
+    It is if every partner votes ok and all have the same digest. An island that could not save
+    stops everybody's step, also of those who do not merge with it: were they a round ahead and
+    saved it, no round would be left that all hold.
+
+    ballots    of all islands of the run, in their order · partners  numbers of those that merge
+    Gives      committed, why not, and who of the ballots that counted wants to stop: those of the
+               partners, or only of the islands that could not save
+    Errors     ClusterError where these ballots are about different rounds or fragments
     """
     unsaved = {island: one for island, one in enumerate(ballots) if not one.saved}
     if unsaved:
@@ -120,10 +126,11 @@ def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
 
 
 def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
-    """(whether the training is at fault, not the cluster; what to do) for a step that is lost.
+    """Name the cure of an outer step that was not committed: (training is at fault, what to do).
 
     True where an island could not save, or its numbers are at fault (not finite, no change
-    admitted); False where islands came to different weights.
+    admitted); else False, the cluster's fault: islands came to different weights.
+
     ballots   of all islands of the run
     """
     if not all(ballot.saved for ballot in ballots):

@@ -37,7 +37,7 @@ COMPARABLE = 16
 
 
 class Patience:
-    """What past exchanges of one process say about the next one."""
+    """Deadline of one process for its next exchange with other islands, learnt from past ones."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[float, int]] = deque(maxlen=WINDOW)

@@ -27,9 +27,9 @@ Held = Mapping[int, str]
 
 @dataclass(frozen=True)
 class Resume:
-    """Where to go on.
+    """The round after which islands go on, and where each takes its state from.
 
-    donors   by island: from which island it takes the state, itself if it holds it
+    donors   by island: the island whose state it takes, itself if it holds one
     """
 
     round: int
@@ -49,10 +49,13 @@ def newest_common(held: Sequence[Held]) -> int | None:
 
 
 def resume_point(held: Sequence[Held]) -> Resume | None:
-    """Where these islands go on; None where none of them holds anything: a new run.
+    """Find the newest round that all islands with saved states hold with equal digests.
 
-    held     by island, what it holds
-    Errors   CheckpointError with what each holds, and what could be done
+    An island that holds nothing takes the state of the lowest that does. None where none of them
+    holds anything: a new run.
+
+    held     by island: round → digest of the state after it
+    Errors   CheckpointError where no round is common, with what each holds and what could be done
 
     >>> resume_point([{}, {7: "a"}, {6: "x", 7: "a"}])
     Resume(round=7, donors=(1, 1, 2))
@@ -67,14 +70,14 @@ def resume_point(held: Sequence[Held]) -> Resume | None:
 
 
 def to_bytes(held: Held) -> bytes:
-    """What this island tells the others."""
+    """Encode what this island holds, round → digest, as JSON for the other islands."""
     return json.dumps({str(round_): digest for round_, digest in held.items()}).encode()
 
 
 def from_bytes(message: bytes, island: int) -> dict[int, str]:
-    """What `island` told.
+    """Decode what `island` holds, round → digest, from the message that `to_bytes` made.
 
-    Errors   ClusterError that names the island
+    Errors   ClusterError that names the island, for anything else
     """
     found = read_object(message, f"island {island}: its list of saved rounds")
     for round_, digest in found.items():

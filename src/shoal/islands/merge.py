@@ -12,12 +12,12 @@ from shoal.islands.commit_vote import Ballot
 
 @dataclass(frozen=True)
 class Say:
-    """What an island says of itself beside its message.
+    """What an island tells of itself with the message of a fragment.
 
-    tokens       that its change was learnt from
-    used         samples of the round's data that it used
+    tokens       that its change was learnt from: its weight in a mean by tokens
+    used         samples that it used of those it was dealt
     steps_per_s  of its inner steps, without waiting for others
-    stop         somebody asked it to stop after this round
+    stop         it was asked to stop after this round
     """
 
     tokens: int
@@ -28,14 +28,20 @@ class Say:
 
 @dataclass(frozen=True)
 class Merge:
-    """How the exchange of one fragment ended, the same on every rank of all islands.
+    """How the exchange of one fragment ended.
 
-    committed   W and u have moved · why  if not
-    partners    islands that took part · verdict  whose changes counted
+    The same on every rank of the partners, but for `plain`, `seconds` and `sent_bytes`.
+
+    committed   merged weights and outer optimizer state have moved · why  if not, else ""
+    partners    islands that merged, this one included · verdict  whose changes counted
     ballots     of all islands of the run, in their order
-    plain       means of what no optimizer moves (running statistics), by name
+    divisor     what the weighted sum of changes was divided by; 0 if none was admitted
+    digest      sha256 of the merged weights and state as proposed, over all ranks of an island
+    plain       means of what no optimizer moves (running statistics), by name: this rank's parts;
+                {} if not committed
     seconds     from the message to the vote · sent_bytes  coded, by this rank
-    spread      how far apart the partners' weights are, where the method leaves them apart
+    spread      how far apart the partners' weights were, as a share of their norm; None where the
+                method makes them equal
     """
 
     round: int

@@ -28,12 +28,14 @@ from shoal.islands.regions import TwoTiers, members
 
 
 class Method:
-    """What the methods have in common; see the module. Rounds and islands are counted from 0.
+    """Base class of the methods by which islands merge: DiLoCo with any torch optimizer outside.
 
-    policy        settled
-    resets_inner  the inner optimizer begins anew when an island has adopted
-    pulls         `before_update` does something
-    keeps         share of what a code left out that the next message carries on
+    Rounds and islands are counted from 0.
+
+    policy        settled (`IslandsPolicy.settled`)
+    resets_inner  the inner optimizer begins anew when an island has adopted the merged weights
+    pulls         `before_update` does something, so it must be called before every inner update
+    keeps         share of what a code left out of a message that the next one carries on
     common_past   who merges has always merged together, so what they remember of past rounds (the
                   norms that admission compares with) is the same
     Errors        ConfigError for an outer optimizer that torch lacks, or that refuses its numbers

@@ -38,7 +38,9 @@ matrices, of which a rank may hold a part."""
 
 
 class Outer:
-    """W and the outer optimizer's state, by parameter name.
+    """Merged weights W and outer optimizer state of what this rank holds, by parameter name.
+
+    `propose` makes the next ones beside them, `commit` takes these over, `undo` drops them.
 
     local    this rank's part of every parameter; copied · build  makes the optimizer
     weights  W by name, CPU, at least float32; tensors that are replaced, never written to
@@ -219,7 +221,7 @@ class Outer:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
+    """Tell whether no element of a tensor is NaN or infinite; True for an empty one.
 
     A sum is finite only if all of it is, and takes a hundredth of the time of looking at each
     (measured: 0.09 against 11 ms for a million); it may overflow, and then each is looked at.

@@ -28,7 +28,8 @@ class Leftovers:
 
     feedback   None where the code leaves nothing out
     rank       of this process in its island
-    pieces     what decides whose pieces these are and how they are cut, by key
+    pieces     settings that decide whose pieces these are and how they are cut (islands, layout,
+               code), by key: what was saved under others is dropped
     """
 
     feedback: Feedback | None

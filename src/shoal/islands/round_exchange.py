@@ -49,12 +49,20 @@ Value = TypeVar("Value")
 
 
 class Merger:
-    """Exchanges one fragment at a time, in a thread, with the same rank of other islands.
+    """Exchange of fragments with the same rank of other islands, one at a time, in a thread.
 
+    `send` begins one, `result` waits for its `Merge`; all ranks of all islands call them alike. The
+    thread proposes, commits or undoes the step of `outer`; the island's own weights stay.
+
+    plane     connections to the same rank of other islands
     inner     the island's ranks on a group of their own, for the thread · shares  who sends what
+    codec     how messages are coded · feedback  what codes left out; None: they leave nothing out
     admission two per fragment: [2·fragment] judges rounds of a region, [2·fragment + 1] of all
-    round_s   what the inner steps since the last exchange took: the deadline follows from it
-    last_save of the round before: nobody votes while it is written, nor with yes if it failed
+    patience  gives the deadlines, and learns from every exchange
+    round_s   seconds of the inner steps since the last exchange, set by the caller: the deadline
+              follows from it
+    last_save of the round before, told by the caller: nobody votes while it is written, nor with
+              yes if it failed
     """
 
     def __init__(

@@ -25,10 +25,12 @@ Holders = tuple[int, ...]
 
 
 class Shares:
-    """What one rank sends of each tensor that it holds.
+    """Division of an island's message among its ranks, so that every element is sent by one.
+
+    Making it and `join` are collectives: all ranks of the island call them.
 
     shards   where the parts that this rank holds lie in the whole, by name
-    inner    the island's ranks, on a gloo group that no other thread uses; all make it together
+    inner    the island's ranks, on a gloo group that no other thread uses
     dtype    in which messages are added up
     """
 

@@ -51,9 +51,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is still to be dealt: everything from `cursor` on, and the ranges in `open`.
+    """Samples still to be dealt to islands: all positions from `cursor` on, and those in `open`.
 
-    open   sorted, none empty, none touching another or the cursor
+    open   ranges before the cursor; sorted, none empty, none touching another or the cursor
     """
 
     cursor: int = 0
@@ -160,7 +160,9 @@ def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[
 
 
 def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
-    """What is left of an island's spans after its first `consumed` samples.
+    """Drop the first `consumed` samples of an island's spans, in their order; give the rest.
+
+    Errors   BugError where they hold fewer, or for a negative number
 
     >>> unused((Span(8, 10), Span(100, 104)), consumed=3)
     (Span(start=101, stop=104),)
@@ -171,7 +173,11 @@ def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
 def steps_in(
     spans: Iterable[Span], samples_per_epoch: int | None, batch: int
 ) -> list[tuple[int, int]]:
-    """The optimizer steps of these spans, as (start, stop): none straddles a span or an epoch.
+    """Cut spans into optimizer steps: (start, stop) positions of at most `batch` samples each.
+
+    None straddles a span or an epoch, so that the last one of either may be short.
+
+    samples_per_epoch   None for a stream without epochs · batch  samples per step of one island
 
     >>> steps_in((Span(0, 3), Span(8, 14)), samples_per_epoch=10, batch=4)
     [(0, 3), (8, 10), (10, 14)]
@@ -188,9 +194,9 @@ def steps_in(
 
 
 def inner_steps(period: int, speeds: Sequence[float | None]) -> list[int]:
-    """H_i: steps of each island in a round, so that all are done at the same time.
+    """Compute the inner steps of each island in a round, by speed, so that all end together.
 
-    period   H, the steps of the fastest
+    period   H, the steps of the fastest; every island takes at least 1
     speeds   steps per second; None or 0: not known yet, which counts as the fastest
 
     >>> inner_steps(50, [4.0, 1.0, None, 0.01])

@@ -40,7 +40,7 @@ FORK_S = 30.0
 
 
 def private_socket() -> socket.socket:
-    """A listening socket on a fresh port that only this machine can reach."""
+    """Open a listening TCP socket on a free port of 127.0.0.1; the caller closes it."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((LOOPBACK, 0))
     listener.listen(1024)
@@ -98,7 +98,11 @@ def worker_environment(
 
 
 def die_with(parent: int) -> Callable[[], None] | None:
-    """What a child runs between fork and exec so that it dies when `parent` does."""
+    """Make the `preexec_fn` with which a child is killed (SIGKILL) when its parent ends.
+
+    parent   pid of the calling process; a child whose parent has ended already exits with 1
+    Gives    None on systems other than Linux
+    """
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -113,9 +117,10 @@ def die_with(parent: int) -> Callable[[], None] | None:
 
 
 class Guardian:
-    """Starts `guardian.py`, which kills the process groups told to it when the supervisor ends.
+    """Helper process that SIGKILLs the process groups told to it once this process ends.
 
-    If the guardian itself is killed, the run goes on without it.
+    Making one starts it; `close` ends it too, and what it still guards is killed then. If it is
+    killed itself, the run goes on without it.
     """
 
     def __init__(self) -> None:

@@ -17,10 +17,13 @@ ECHO_S = 0.5
 
 
 class StopSignals:
-    """`with StopSignals() as stop:` collects requests; leaving restores the previous handlers.
+    """Context in which SIGINT, SIGTERM and SIGHUP are noted as requests to stop, not obeyed.
+
+    `with StopSignals() as stop:` in the main thread; leaving restores the previous handlers. A
+    signal that was ignored before stays ignored.
 
     first    number of the first signal, None before it
-    insists  Ctrl-C came again
+    insists  True once a SIGINT came more than 0.5 s after the first signal
     """
 
     def __init__(self) -> None:

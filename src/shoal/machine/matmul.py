@@ -55,9 +55,13 @@ class Known:
 
 
 def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
-    """FLOP/s of all ranks together in `precision` (fp64 … fp16); same value on every rank.
+    """Returns the FLOP/s of matrix products that all ranks reach together; the same on every rank.
 
-    cache    folder for the measured value; a run on the same machine reads it instead
+    A collective: where no rate is known, or it is older than 30 days or doubted (`distrust`), all
+    ranks measure at once, and rank 0 writes the result to `cache`; the better of both counts,
+    unless the known one is old.
+    precision   fp64, fp32, bf16, fp16 · cache  folder of measured rates, of this machine,
+                precision, threads and number of ranks
     """
     dtype, key = _multiplies(world, precision), _key(world, precision)
     known = _read(cache, key) if world.is_first else None
@@ -78,7 +82,12 @@ def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
 
 
 def distrust(world: World, precision: str, cache: Path) -> str:
-    """A run's steps passed the known rate: the next start measures again. Gives a line."""
+    """Mark the known matrix rate as doubted, in `cache`, so that the next start measures it again.
+
+    For a run whose steps pass that rate; one rank calls it.
+    precision, cache   as `matmul_flops_per_s` has them
+    Gives   a line for the user; where no rate is known nothing is written
+    """
     key = _key(world, precision)
     known = _read(cache, key)
     if known is None:

@@ -65,11 +65,13 @@ GPU = Sizes(products=(256, 512, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2*
 def measure_machine(
     world: World, cache: Path, sizes: Sizes | None = None, *, again: bool = False
 ) -> dict[str, Any]:
-    """The facts of this machine with these ranks; the same document on every rank.
+    """Measure this machine with these ranks, or read what is known; gives one JSON document.
 
-    cache    folder where they are kept; what is there already is given back at once
-    sizes    what to try; default: a list that takes less than a minute
-    again    measure although it is known
+    A collective, with the same answer on every rank. Measured are matrix products, memory, single
+    operations, links, host copies and disk.
+    cache    folder where rank 0 keeps the document; what is there already is given back at once
+    sizes    what to try; None: a list that takes less than a minute
+    again    measure, and overwrite, although it is known
     """
     kind = "gpu" if world.device.type == "cuda" else "cpu"
     path = machine_path(cache, world.size, kind, torch.get_num_threads())

@@ -13,7 +13,7 @@ PROCESS = Path("/proc/self")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of this process: allocated bytes on a GPU, resident bytes on the CPU."""
+    """Returns the peak since `forget_peak`: bytes allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):
@@ -25,7 +25,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Measure the peak from here on; on a CPU only under Linux, elsewhere nothing happens."""
+    """Reset what `peak_memory_bytes` tells to what is held now; on a CPU under Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -34,7 +34,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def gpu_utilisation(device: torch.device) -> float | None:
-    """Share of the last sample period in which the GPU ran a kernel, 0–1; None without a GPU.
+    """Returns the share of the last sample period the GPU ran a kernel, 0–1; None without a GPU.
 
     Limits: needs NVIDIA's management library for Python; without it the answer is None too.
     """

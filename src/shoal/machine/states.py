@@ -57,10 +57,12 @@ class Trained(Protocol):
 
 
 def state_bytes(run: Trained) -> StateBytes:
-    """Bytes of this rank's live states; call it between steps, while gradients are alive.
+    """Count the bytes of this rank's live weights, gradients and optimizer state, by kind.
 
+    Call it between steps, while gradients are alive. A storage counts once, whole, in the first
+    kind that reaches it.
     run     a `shoal.Run`
-    Gives   bytes per kind; tensors on the meta device take none
+    Gives   a StateBytes: weights, gradients, optimizer; tensors on the meta device take none
     Limits  storages that nothing above reaches are not states: caches of kernels, gathered
             parameters that a layout has freed (their storage is empty) or keeps elsewhere
     """
@@ -100,14 +102,14 @@ def _local(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: int = 5) -> int:
-    """Most bytes that `work()` held at any moment beyond what was held when it began.
+    """Measure the most bytes that `work()` held at any moment beyond what was held when it began.
 
     work    something that may be repeated, such as a step, and leaves as much as it found
     times   CPU: how often it is looked at, after one more run that is not: what was allocated
             before anybody counted is not known when it is freed. The middle peak counts: a thread
             of gloo that is kept waiting by other work holds what it sent a little longer
     CPU     what torch's allocator holds by its own count, over all threads, whichever frees
-    CUDA    the allocator's own peak, of one run
+    CUDA    the allocator's own peak, of one run, whatever `times` is
     Limits  CPU: memory that torch does not allocate (gloo's, other libraries') is not seen. The
             count is read whenever the calling thread allocates or frees, so a peak that threads
             make of their own, while this one only waits, is missed (`dp`). Where torch's build

@@ -41,13 +41,15 @@ def build(
     vocabulary: int | None = None,
     sequence: int | None = None,
 ) -> nn.Module:
-    """The model `name` with these arguments, its weights drawn from torch's default generator.
+    """Build the model `name` with these arguments; torch's default generator draws its weights.
 
     name         of a family, of a published size, or hf:PATH for a transformers model, whose
                  weights are read if they lie beside its config.json
     arguments    keys of [model]
-    vocabulary   what the data's tokenizer has · sequence  tokens per sample; None if unknown
-    Errors       ConfigError, as `model_facts.resolve` and `huggingface.build_foreign`
+    vocabulary   what the data's tokenizer has · sequence  tokens per sample; None if unknown. A
+                 language model takes them as its own where these are left open
+    Errors       ConfigError: an unknown name or argument, a value that cannot be, a model too small
+                 for the data, a config.json or weights that cannot be used
 
     >>> build("mlp", {"hidden": 8}).head.in_features
     8
@@ -59,7 +61,9 @@ def build(
 
 
 def loss_of(name: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
-    """The loss that a model is trained with where the user names none.
+    """Returns the loss that a model is trained with where the user names none.
+
+    balanced_loss for names of the family moe; token_loss for every other, known or not.
 
     >>> loss_of("moe").__name__, loss_of("gpt-2").__name__
     ('balanced_loss', 'token_loss')

@@ -24,11 +24,13 @@ def generate(
     *,
     window: int = 256,
 ) -> Tensor:
-    """Tokens [batch, seq] continued to [batch, seq + steps], in eval mode; the mode is put back.
+    """Sample `steps` more tokens for each row: gives [batch, seq + steps] from [batch, seq].
 
+    In eval mode and without gradients; each module's mode is put back. No cache: every token runs
+    the model again.
     model        gives `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds them
-    temperature  above 0; lower is safer, 0 always the likeliest
-    generator    of the model's device, for text that can be repeated
+    temperature  divides the logits; lower is safer, 0 always the likeliest
+    generator    of the model's device, for text that can be repeated; None: torch's default
     window       the model sees this many last tokens; unchecked: keep it within its `sequence`
     """
     modes = [(part, part.training) for part in model.modules()]

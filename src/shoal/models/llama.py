@@ -145,7 +145,13 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; arguments as in `shoal.planner.model_facts`, which checks them."""
+    """Llama, a decoder-only language model: token ids [batch, seq] to `Unprojected`.
+
+    Takes    vocabulary, dim, layers, heads, kv_heads, hidden (width of SwiGLU), sequence (most
+             tokens), rope_theta, norm_epsilon, tied (head and embedding), dropout; all by keyword,
+             as `shoal.planner.model_facts` settles and checks them: nothing is checked here
+    Errors   ConfigError of a forward pass with more tokens than `sequence`
+    """
 
     def __init__(
         self,

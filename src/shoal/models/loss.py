@@ -73,13 +73,14 @@ pytree.register_pytree_node(
 
 
 def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The default loss: summed cross-entropy on integer targets, and how many targets counted.
+    """Compute the default loss: summed cross-entropy on integer targets, with the targets' count.
 
     outputs   `Unprojected`, or logits [..., classes], or an object or dict that has `logits`
-    targets   int64 [...]; −100 is ignored
-    Gives     (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars
+    targets   int64 [...]; −100 is ignored, in the count too
+    Gives     (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars. Where
+              ranks share a head or a sequence, a collective, the same on all
     Errors    ConfigError where targets are no integers or shapes do not match: such a model needs
-              its own loss; ConfigError for a target outside the classes (on CPU)
+              its own loss; ConfigError for no logits, or a target outside the classes (on CPU)
     """
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
@@ -127,7 +128,7 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of `hidden @ weight.T`, and the count of targets that are not ignored.
+    """Sum the cross-entropy of `hidden @ weight.T`, and count the targets that are not ignored.
 
     hidden       [..., dim] · weight [vocabulary, dim] · targets int64 [...]
     chunk_rows   rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`
@@ -379,9 +380,9 @@ def _check_targets(flat: Tensor, valid: Tensor, classes: int) -> None:
 
 
 def find_logits(outputs: Any) -> Tensor:
-    """Scores [..., classes] in whatever a model returned: a tensor, `.logits`, `["logits"]`.
+    """Find the logits [..., classes] in what a model returned: a tensor, `.logits`, `["logits"]`.
 
-    Errors: ConfigError for outputs without any.
+    Those of `Unprojected` are computed, all at once. Errors: ConfigError for outputs without any.
     """
     if isinstance(outputs, Unprojected):
         return outputs.logits()

@@ -28,6 +28,10 @@ class WeightAverage:
     decay       share of the old average that stays, once risen; 0 ≤ decay < 1
     parameters  this rank's pieces by name: `update` reads them, `swapped` writes them
     updates     how many updates are in the average; belongs into a checkpoint's record
+    update()    take the weights of a committed step in · tensors()  the averages, by name
+    load(tensors, updates)   put saved averages back; CheckpointError where one is missing or unlike
+    swapped(publish)   inside the `with` block the averages are the weights, which come back after
+                       it
     Errors      ConfigError for a decay out of range
     """
 

@@ -29,10 +29,12 @@ name in `[optimizer]`."""
 def build_optimizer(
     policy: OptimizerPolicy, parameters: Sequence[nn.Parameter], module: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that `[optimizer]` describes, over the trainable parameters.
+    """Build the optimizer that `[optimizer]` describes, over all of `parameters`.
 
+    Weight decay acts on those of two dims or more. Schedule and clipping are not its business.
     module   tells muon which matrices are embeddings and the head; without it, it takes them all
-    Errors   ConfigError for an unknown name (nearest spelling) or settings that the class refuses
+    Errors   ConfigError for an unknown name (nearest spelling), no optimizer class, settings that
+             the class refuses, or one that calls the model itself (LBFGS, closures)
     """
     kind = _find_class(policy.name)
     if issubclass(kind, torch.optim.LBFGS):
@@ -119,12 +121,13 @@ def rebind(
     module: nn.Module,
     parameters: Parameters,
 ) -> torch.optim.Optimizer:
-    """The user's optimizer over the parameters that the layout really trains.
+    """Returns the user's optimizer, checked to hold parameters of the module only.
 
-    optimizer   an instance over the module's parameters, or a function `params -> optimizer`
+    optimizer   an instance, given back as it is, or a function `params -> optimizer`, called with a
+                list
     parameters  the named trainable parameters of the program
-    Errors      PlanError naming a parameter that the optimizer holds and the model does not, or
-                that it has no trainable parameter at all; ConfigError for closures
+    Errors      PlanError naming a parameter that the optimizer holds and the module does not;
+                ConfigError for what is neither, and for closures
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):

@@ -27,13 +27,14 @@ def localize(
     local: Mapping[Any, nn.Parameter | None],
     cut: Cut,
 ) -> None:
-    """Put pieces in the place of parameters, and their state with them.
+    """Replace an optimizer's parameters by the pieces that this rank steps, and cut its state.
 
     local    parameter that the optimizer holds → the piece that this rank steps, None if it steps
              nothing of it; a parameter may stand for itself. Frozen ones may be left out
     cut      gives the part of a state tensor that belongs to a piece, any shape; its elements are
              copied, so that the whole can be freed
-    Does     groups stay, also when they are left empty; numbers and 0-dim state are kept
+    Does     changes the optimizer in place: groups stay, also when they are left empty; numbers and
+             0-dim state are kept
     Errors   PlanError for state that cannot be cut (of a shape that is neither the parameter's nor
              a number's); BugError for a trainable parameter that is not in `local`; both before
              anything was changed

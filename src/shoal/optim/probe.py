@@ -40,7 +40,7 @@ FORMATS = ((torch.float64, 1e-12), (torch.float32, 1e-5))
 
 @dataclass(frozen=True)
 class Slicing:
-    """What an optimizer allows, each "" for yes or one line saying why not.
+    """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
 
     flat    a rank steps a 1-D piece of a parameter · rows  … some rows of it
     apart   a rank steps some parameters whole, without seeing the others
@@ -67,8 +67,10 @@ Outcome = list[tuple[torch.Tensor, dict[str, Any]] | None]
 
 
 def probe(optimizer: torch.optim.Optimizer) -> Slicing:
-    """How the steps of an optimizer may be shared out among ranks.
+    """Test, on small stand-ins, in which ways ranks may share out the steps of an optimizer.
 
+    Twins of it step whole tensors and pieces of them, twelve times; a way is allowed if weights and
+    state come out equal. No collective.
     Takes    an optimizer over whole parameters, before a layout replaced them; neither it nor
              torch's random generators change, and no hook runs
     Gives    a line per way of cutting, the same on all ranks; all three refuse an optimizer that

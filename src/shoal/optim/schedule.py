@@ -30,7 +30,11 @@ def warmup_steps(policy: OptimizerPolicy, total_steps: int) -> int:
 
 
 def lr_factor(policy: OptimizerPolicy, step: int, total_steps: int) -> float:
-    """What the learning rate is multiplied by at `step` (0-based) of `total_steps`.
+    """Returns the factor on the learning rate at `step` (0-based) of `total_steps`.
+
+    It rises linearly to 1 over the warm-up (a tenth of the run where warmup_steps is −1), then:
+    constant 1 · linear to 0 · cosine to 0.1 · wsd 1, over the last fifth to 0. one-cycle has a rise
+    of its own, 30 % from 1/25, and falls to 1/10⁴. Beyond the last step it stays where it ends.
 
     >>> [lr_factor(OptimizerPolicy(schedule="linear", warmup_steps=2), s, 6) for s in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -27,11 +27,13 @@ Plain = bool | int | float | str | None
 def split_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors by `PARAMETER.KEY`, JSON record) of an optimizer.
+    """Split an optimizer's state into (tensors by `PARAMETER.KEY`, JSON record), for a checkpoint.
 
     names    of the parameters, or pieces of parameters, that the optimizer holds
-    Gives    what this rank has; if ranks step different pieces, `merge_records` joins the records
-    Errors   ConfigError naming the parameter, the key and the type of a state that cannot be saved
+    Gives    what this rank has, no copies; if ranks step different pieces, `merge_records` joins
+             records
+    Errors   ConfigError for state that is no tensor or plain value, or of no parameter, which it
+             names
     """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Plain]] = {}
@@ -68,7 +70,7 @@ def split_state(
 
 
 def parameters_held(optimizer: torch.optim.Optimizer) -> int:
-    """How many parameters it steps, in all of its groups."""
+    """Count the parameters, or pieces of them, in all groups of an optimizer, on this rank."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
@@ -91,7 +93,7 @@ def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One record of the records that ranks with different pieces made; settings are the first's.
+    """Merge the records that ranks with different pieces made; settings and class are the first's.
 
     records   by rank, with the same groups in the same order (`localize` keeps empty ones)
     """
@@ -106,7 +108,7 @@ def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
-    """Errors: CheckpointError if the state was written by another optimizer class."""
+    """Refuse state that another optimizer class wrote, by its name. Errors: CheckpointError."""
     if record["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"optimizer: the checkpoint was written by {record['class']}, this run has "
@@ -120,11 +122,13 @@ def join_state(
     tensors: Mapping[str, torch.Tensor],
     record: Mapping[str, Any],
 ) -> list[str]:
-    """Put a saved state back; gives lines on hyper-parameters that differ, which stay as given now.
+    """Put a saved state back into an optimizer, in the place of what it has.
 
     parameters  what this rank steps, whole or pieces, by name; state of other names is left out
     tensors     by `PARAMETER.KEY`, on any device; of sliced keys the elements of the piece, in any
                 shape; of other keys whole · record  the JSON part, merged over ranks
+    Gives       lines for the user on hyper-parameters that differ: they stay as given now. Learning
+                rates are not compared (`restore_lr`)
     Errors      CheckpointError if the checkpoint was written by another optimizer class
     """
     check_class(optimizer, record)
@@ -150,7 +154,7 @@ def join_state(
 def restore_lr(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], record: Mapping[str, Any]
 ) -> None:
-    """Put saved learning rates back, for runs whose rate is the user's own: then it is state.
+    """Put saved learning rates back into the groups, for runs whose rate is the user's own state.
 
     names    of the parameters or pieces that the optimizer holds · record  the JSON part
     Does     groups are found by the name of a member; one that is empty on this rank by its place.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,7 +74,7 @@ def record(program: Program, look: Look | None) -> Record | None:
 
     look    does one forward pass on a sample; None: nothing is derived
     Gives   of the module for tp, pp, cp and ep; for zero 3 alone of its twin on the meta device, or
-            of the module where it looks at values; else None
+            of the module where it looks at values, and None where neither runs
     """
     layout = program.plan.layout
     if look is None:
@@ -84,12 +85,16 @@ def record(program: Program, look: Look | None) -> Record | None:
     run, plan = partial(look, program), program.plan
     if layout.is_derived:
         return Record(program.module, run, plan)
-    # What zero 3 asks, how often blocks are called, shapes alone can tell of most models.
+    # What zero 3 asks, how often blocks are called, shapes alone can tell of most models; the
+    # others look at values. One that fails here fails in its first step, and says why.
     shown = Record(meta_twin(program.module), run, plan)
-    try:
+    with suppress(Exception):
         return shown if shown.often else None
-    except Exception:  # of the user's model, which looks at values
-        return Record(program.module, run, plan)
+    real = Record(program.module, run, plan)
+    real.passes.update(shown.passes)
+    with suppress(Exception):
+        return real if real.often else None
+    return None
 
 
 def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Program, Derived]:

@@ -30,10 +30,15 @@ COUNTED_RANKS = 32
 
 
 def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: int = 1) -> float:
-    """Seconds of bubble per step.
+    """Predict a pipeline's bubble: seconds per step that the rank which idles most stands idle.
 
-    p  ranks · m  micro-batches per step · v  chunks per rank (interleaved)
-    Errors  PlanError for an unknown schedule; what it cannot run is refused by make_schedule
+    A rank's bubble is (end of its last action − start of its first − its work); p = 1 has none.
+
+    F, B, W  seconds that a rank spends per micro-batch, all its chunks together: on the forward, on
+             the gradient of the input, on the gradient of the weights
+    p  ranks · m  micro-batches per step · v  chunks per rank; read for interleaved only
+    Errors  PlanError for an unknown schedule. Whether it can run m on p ranks is not checked here:
+            make_schedule refuses what it cannot
 
     >>> bubble_s("gpipe", 4, 8, 1.0, 1.0, 1.0), bubble_s("interleaved", 4, 8, 1.0, 1.0, 1.0, 3)
     (9.0, 3.0)

@@ -30,10 +30,14 @@ BUCKET_BYTES = 25 * 2**20
 def plan_buckets(
     rows: Iterable[Placement], layout: Layout, rank: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Bucket, ...]:
-    """Cut a rank's trainable parameters into buckets of at most `bucket_bytes`, or of one.
+    """Group a rank's trainable parameters into gradient buckets of at most `bucket_bytes`.
 
-    rows    placements in the order of the module (tied ones once)
-    Gives   buckets in the order in which they are sent; gradients of one are summed alike
+    They are filled from the last row to the first; a larger parameter has a bucket of its own.
+
+    rows    placements in the order of the module (tied ones once), of which those of the rank's
+            pipeline stage are taken
+    Gives   buckets in the order in which they are sent, without cuts; all parameters of one have
+            the same dtype and `compute` format, and are summed over the same ranks
 
     >>> rows = [Placement(name, (4,), "float32", trains=True) for name in "abc"]
     >>> [b.names for b in plan_buckets(rows, Layout(), bucket_bytes=32)]
@@ -77,9 +81,13 @@ def cut_buckets(
     *,
     whole_parameters: bool = False,
 ) -> tuple[Bucket, ...]:
-    """Give every bucket the cuts between the shares of its owners, the ranks that sum it.
+    """Cut every bucket into one share per data-parallel rank that sums it (zero 1 and 2).
 
-    whole_parameters   no parameter is cut; ranks then own unequal shares
+    buckets   of `rank`, as `plan_buckets` gave them · rows  placements of all their parameters
+    Gives     new buckets with `cuts`, where shares begin and end, in elements. Shares are equal,
+              and `elements` is padded to a multiple of their number
+    whole_parameters   cut between parameters only: nothing is padded, shares are unequal, but as
+                       even as can be over all buckets together
 
     >>> rows = [Placement(n, (s,), "float32", trains=True) for n, s in (("a", 5), ("b", 2))]
     >>> layout = Layout(dp_shard=2, zero=1)

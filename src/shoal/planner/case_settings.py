@@ -20,7 +20,11 @@ from shoal.planner.published import find
 
 
 def beside(config: Config) -> dict[str, Any]:
-    """Collect `loss` and `optimizer_bytes` of a `Case` from [model] and [optimizer].
+    """Derive the fields `loss` and `optimizer_bytes` of a `Case` from [model] and [optimizer].
+
+    loss             chunked for Shoal's own and published language models, full for all others and
+                     under model.build or model.loss
+    optimizer_bytes  as `state_bytes_of` says
 
     >>> beside(Config())
     {'loss': 'chunked', 'optimizer_bytes': 8}
@@ -29,14 +33,20 @@ def beside(config: Config) -> dict[str, Any]:
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Name what a plan asks for and the figures do not hold."""
+    """List what a plan asks for that predictions ignore: a line on `compress`, [] without it."""
     if not plan.asks(CompressPolicy):
         return []
     return [f"layout.compress = {plan.compress} is left out of the figures"]
 
 
 def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
-    """The number format: the user's, or bf16 where the device is fast in it."""
+    """Choose the format of matrix products: `plan.compute`, or for "auto" the devices' own.
+
+    auto    on a CPU fp32; on GPUs bf16 where its rate is above fp32's, else fp16. Of a mixed
+            cluster each format has the rate of the part that is slowest in it
+    notes   gets a line, in place, where a GPU is over twice as fast in the other 16-bit format
+    Errors  PlanError for a cluster with CPUs and GPUs, and on a CPU for fp16 or `plan.offload`
+    """
     asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
         raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
@@ -65,7 +75,10 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
 
 
 def state_bytes_of(optimizer: OptimizerPolicy) -> int:
-    """Optimizer state per fp32 element; plain SGD has none."""
+    """Look up an optimizer's bytes of state per fp32 parameter element, by its name.
+
+    0 for sgd without momentum; 8, as Adam, for a name that `STATE_BYTES` lacks.
+    """
     name = optimizer.name.lower()
     return 0 if name == "sgd" and not optimizer.momentum else STATE_BYTES.get(name, 8)
 

@@ -8,7 +8,7 @@ exist, messages never block their sender. On the way are counted
                 input's gradient alone needed), so `open_inputs`, closed by B or I, is the lower end
     bubble      the largest (last end − first start − work) over ranks, at the given costs
 
-planner/schedules_bound.py has what no order of these actions can beat.
+tests/planner/critical_path.py has what no order of these actions can beat.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ def check(
     blocks: bool = True,
     pair_s: float | None = None,
 ) -> Counts:
-    """Execute the lists; PlanError names rank, position and action of the first mistake.
+    """Check a schedule by executing its action lists; count what ranks keep and how they idle.
 
-    forward_s, input_s, weight_s  of one rank and micro-batch, all its chunks together
+    Errors  PlanError for the first action that is missing, done twice, on a wrong rank or too
+            early, with rank, position and action; and for a deadlock, with who waits for whom
+    forward_s, input_s, weight_s  seconds of F, I and W of one rank and micro-batch, all its chunks
+            together; a whole backward B takes I + W
     blocks  run the schedule's pairs (dualpipe) as its paper does, as one block: it starts when both
             inputs are there and gives both outputs at its end; else every action by itself
-    pair_s  of such a block, per rank and micro-batch; None: nothing overlaps, F + I + W
+    pair_s  seconds of such a block, per rank and micro-batch; None: nothing overlaps, F + I + W
 
     >>> from shoal.planner.schedules import make_schedule
     >>> counts = check(make_schedule("1f1b", 4, 8))
@@ -156,9 +159,11 @@ def _complete(schedule: Schedule) -> None:
 
 
 def needs(schedule: Schedule, act: Action) -> Need | None:
-    """What the action waits for beyond its own rank's order: (direction F or B, stage, j).
+    """Find the result of another stage that an action waits for: (kind, stage, micro-batch).
 
-    "B" stands for the gradient that B or I of that stage gives. None: nothing.
+    ("F", stage − 1, j) for F; ("B", stage + 1, j), the gradient that B or I of that stage gives,
+    for B and I. None for W, for F of the first stage and for B and I of the last one (of a copy of
+    the model), which wait for their own rank's order alone.
     """
     first = act.stage % schedule.pieces == 0
     last = act.stage % schedule.pieces == schedule.pieces - 1

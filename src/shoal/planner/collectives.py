@@ -117,7 +117,7 @@ def _on_one(group: Group, link: Link, seconds: float, sent_bytes: float) -> Cost
 
 
 def rounds(ranks: int) -> int:
-    """Rounds after which a message that doubles its holders every round has reached all ranks.
+    """Count the rounds of a broadcast whose holders double every round: ⌈log2 ranks⌉.
 
     >>> [rounds(n) for n in (1, 2, 3, 8, 9)]
     [0, 1, 2, 3, 4]

@@ -49,11 +49,12 @@ def _schedule(case: Case) -> Schedule:
 
 
 def busiest(case: Case, travel: Travel) -> StepTraffic:
-    """Bytes, by kind, that the rank which sends most sends in one step of the case.
+    """Predict what the rank that sends most sends in one step: bytes by kind of collective.
 
     case     of a plan that has its placements: without them sums and gathers count as nothing
     travel   what tp and pp send per micro-batch, as stated when the model was divided
-    Limits   looks at the first rank of each pipeline rank
+    Errors   PlanError for a schedule that cannot run so many micro-batches
+    Limits   of the ranks that hold the same pipeline stages only the first is looked at
     """
     return max(
         (sent_by(case, travel, rank) for rank in range(case.layout.pp)),

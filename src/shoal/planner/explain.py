@@ -128,7 +128,11 @@ def dies_first(candidate: Candidate) -> str:
 
 
 def starting(best: Candidate) -> str:
-    """Why a layout whose steps fit does not start, and what would; "" if it does."""
+    """Explain why a layout cannot start; "" if it can (`verdict.starts`).
+
+    Every device first holds all weights. Gives a sentence with the bytes that this takes and that
+    there are, the largest model that would start, and the memory that would be enough.
+    """
     if best.verdict.starts:
         return ""
     case, memory = best.case, best.memory

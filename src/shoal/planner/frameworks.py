@@ -107,10 +107,12 @@ def framework(name: str) -> Framework:
 
 
 def own_kernels(device_kind: str, sequence: int, element_bytes: int) -> Kernels:
-    """What Shoal's own models keep on a device: `kernels` of their `model_facts`.
+    """Describe what the kernels of Shoal's own models keep for the backward: for `model_facts`.
 
-    On a CPU attention up to 2048 tokens is matrix products on blocks of rows, and RMSNorm is one
-    operation in fp32 only (shoal.models.attention, shoal.models.norm).
+    A GPU's (all that is not "cpu") are `OWN`, whatever the other arguments. On a CPU attention over
+    up to 2048 tokens is matrix products on blocks of `score_rows` rows, longer is flash attention.
+
+    sequence   tokens per sample · element_bytes  of activations
 
     >>> own_kernels("cpu", 512, 4).score_rows, own_kernels("gpu", 512, 2).flash
     (128, True)

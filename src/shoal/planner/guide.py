@@ -30,7 +30,9 @@ MOST_PER_CORE = 64
 
 
 def check_cores(processes: int, machine: MachineFacts) -> None:
-    """Errors: PlanError for more processes than this machine's cores could ever serve.
+    """Refuse more than 64 processes per core of this machine; with GPUs refuse nothing.
+
+    Errors   PlanError with the usual number of processes
 
     >>> check_cores(3000, MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
     Traceback (most recent call last):
@@ -133,10 +135,12 @@ def _check_name(strategy: str, layout: Layout) -> None:
 
 
 def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
-    """Can the schedule of a layout's pipeline run a step's micro-batches? Gives a line about it.
+    """Check that a pipeline's schedule can run a step's micro-batches; describe its bubble.
 
-    batch, micro_batch   samples per step over all ranks, per forward pass; they divide
-    Gives    how long the fullest rank stands still in a step; "" without a pipeline
+    batch, micro_batch   samples per step over all ranks, samples per forward pass; that they divide
+                         evenly is taken for granted
+    Gives    a line with the share of a step that the rank which idles most stands idle, and with a
+             finer micro_batch where there are fewer micro-batches than ranks; "" without a pipeline
     Errors   PlanError with the nearest batch and micro-batch that it can run
 
     >>> check_micro_batches(Layout(pp=4, schedule="1f1b"), 16, 2)

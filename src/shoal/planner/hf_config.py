@@ -46,9 +46,13 @@ UNLIKE = {
 
 
 def assumed(source: str | Path) -> str:
-    """Returns what is taken for granted about a config.json's family; "" where it is known.
+    """Say in a line what is assumed of a config.json's family; "" where model_type is known.
 
-    Errors   as `from_config`
+    A file of several parts (`text_config`) has a line whatever its type; one without a model_type
+    counts as llama, which is known.
+
+    source   path of the file or of its folder
+    Errors   ConfigError: no such file, no JSON, or JSON that is no object
     """
     _, found = _read(Path(source))
     inner = found.get("text_config")

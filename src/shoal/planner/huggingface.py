@@ -31,7 +31,9 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_foreign(name: str) -> bool:
-    """True if `model.name` is a path to a transformers model.
+    """Tell whether a `model.name` begins with `hf:`, the path of a transformers model.
+
+    No file is looked at.
 
     >>> is_foreign("hf:models/mine"), is_foreign("llama")
     (True, False)
@@ -40,11 +42,14 @@ def is_foreign(name: str) -> bool:
 
 
 def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tuple[Path, bool]:
-    """The config.json that `hf:PATH` names, and whether weights lie beside it that shall be read.
+    """Find and check the config.json that `hf:PATH` names: (its path, whether to load weights).
+
+    Weights are loaded where PATH is a folder with safetensors in it, never where PATH is the .json
+    itself. transformers is searched for and not imported.
 
     arguments   keys of [model]; there may be none, since the file has the model's own
-    Errors      ConfigError, one line: transformers missing, no such file, no model_type in it,
-                weights that are pickles, arguments
+    Errors      ConfigError, one line: transformers missing, no such file, no JSON, no model_type in
+                it, arguments, a folder whose only weights are pickles
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(

@@ -53,16 +53,18 @@ STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1}
 
 @dataclass(frozen=True)
 class IslandsFacts:
-    """A model, islands and their links.
+    """What is known of a model, of islands and of their links before a run.
 
-    parameters   of the whole model · step_s  of an inner step of the fastest island
+    parameters   elements of the whole model · step_s  seconds of the fastest island's inner step
     bytes_per_s  of the slowest island's link, each direction; all its processes share it
-    latency_s    of a message · near_bytes_per_s  inside a region (islands.regions); 0: as far
+    latency_s    seconds of a message · near_bytes_per_s  of links inside a region
+                 (islands.regions); 0: as bytes_per_s
     speeds       of every island, as a share of the fastest; () if all are equally fast
-    tokens       of one island in one inner step; 0 if not known
+    tokens       that one island learns from in one inner step; 0 if not known
     ranks        processes of an island; each works on its share on a core of its own
     element_bytes  4, or 8 where parameters are float64
-    Errors       PlanError on making one that cannot be
+    Errors       PlanError when made: parameters, step_s, bytes_per_s or ranks of 0 or less;
+                 latency_s, near_bytes_per_s or tokens below 0; a speed that is not in (0, 1]
     """
 
     parameters: float
@@ -103,16 +105,20 @@ class IslandsFacts:
 
 @dataclass(frozen=True)
 class IslandsCost:
-    """One round, in the mean where rounds differ (islands.regions).
+    """Predicted cost of one round of islands: the mean of rounds that differ (islands.regions).
 
-    steps        H_i of every island, in their order · compute_s  in inner steps, mean of islands
+    steps        inner steps of every island, in their order · compute_s  in them, mean of islands
     waited_s     not in inner steps; compute_s + waited_s = round_s
-    exposed_s    of that, for the exchange or for slower islands; the rest is an island's own work
-    exchange_s   of all fragments, each from the message to the vote; where all islands meet
+    exposed_s    of that, waiting for the exchange or for slower islands; the rest is an island's
+                 own work on a merge (difference and blend)
+    exchange_s   of all fragments, each from the message to the vote, summed, hidden or not; of a
+                 round in which all islands meet
     sent_bytes   per island and round, and received as many
     mean_bytes_per_s  over the round · peak_bytes_per_s  while a fragment travels
-    hiding_bytes_per_s  the link with which nothing but `own` would be waited for; inf if none is
-    memory_bytes merged weights and outer state of every tier, what codes left out; per process, CPU
+    hiding_bytes_per_s  the slowest link on which `overlap` inner steps hide an exchange, 0 where
+                 nothing is sent, inf where no link is fast enough
+    memory_bytes of the host, per process: merged weights and outer state of every tier, and what
+                 codes left out
     bytes_per_token  sent by an island per token that it learnt from; 0 if tokens are not known
     """
 
@@ -141,10 +147,11 @@ class IslandsCost:
 
 
 def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
-    """Seconds and bytes of one round.
+    """Predict seconds, bytes and memory of one round of islands.
 
     policy   `[islands]`, its open numbers are settled here
-    Errors   ConfigError for a policy that cannot run; PlanError for facts that do not fit it
+    Errors   ConfigError for a policy that cannot run; PlanError for method none, or for speeds that
+             are not one per island
 
     20M parameters in 3 islands of one process, steps of 0.5 s, 50 Mbit/s: DiLoCo in fp32 waits
     for 17.5 s after 25 s of work, streaming in 4 bits beside 5 steps for almost nothing.

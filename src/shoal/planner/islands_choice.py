@@ -25,9 +25,14 @@ LEAST_STREAMED = 8
 
 
 def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> int | None:
-    """The smallest H with which islands compute for the share `target` of the time; None: no H.
+    """Find the smallest period H, in inner steps, at which utilisation reaches `target`.
 
-    What is waited for per round hardly depends on H, so H grows by target / (1 − target).
+    None if it does not even at H = 10^8. What is waited for per round hardly depends on H, so H
+    grows with target / (1 − target).
+
+    policy   its period is only used to settle what else is open
+    target   share of the time in inner steps
+    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
 
     >>> from shoal.planner.islands import IslandsFacts
     >>> smallest_period(IslandsPolicy("diloco", count=3), IslandsFacts(20e6, 0.5, 50e6 / 8))
@@ -49,11 +54,12 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
 
 
 def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> float:
-    """Find the slowest link with which islands compute for the share `target` of the time.
+    """Find the slowest link, in bytes/s, on which utilisation reaches `target`.
 
     facts    whose own bytes_per_s is not read
+    target   share of the time in inner steps
     Gives    inf where no link is fast enough: latency, coding or slow islands cost more
-    Errors   PlanError for a target that is not between 0 and 1
+    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
 
     >>> facts = IslandsFacts(20e6, 0.5, 1.0)
     >>> link = needed_bytes_per_s(IslandsPolicy("streaming-diloco", count=3), facts)
@@ -79,7 +85,11 @@ def by_link(
     facts: IslandsFacts,
     rates_bytes_per_s: Sequence[float] = RATES_BYTES_PER_S,
 ) -> list[IslandsCost]:
-    """The cost on each of several links."""
+    """Predict `islands_cost` on each of several links: one cost per rate, in their order.
+
+    rates_bytes_per_s   each stands in the place of facts.bytes_per_s
+    Errors   as `islands_cost`
+    """
     return [islands_cost(policy, replace(facts, bytes_per_s=rate)) for rate in rates_bytes_per_s]
 
 
@@ -101,10 +111,15 @@ class Way:
 
 
 def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> list[Way]:
-    """What would raise the utilisation, the gentlest first, ending with the first that is enough.
+    """Propose settings for more utilisation, the gentlest first, up to the first that is enough.
 
     int8, then streaming in 4 bits beside more and more inner steps, then a longer period: in the
-    order in which papers report what they cost in quality. [] where `policy` is enough as it is.
+    order in which papers report what they cost in quality. Each is a choice by itself, none builds
+    on another, and each gives more than `policy` does, and than those before it.
+
+    target   utilisation that is enough: a share of the time in inner steps
+    Gives    [] where `policy` is enough as it is; the last one may fall short where none is enough
+    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
 
     >>> facts = IslandsFacts(20e6, 0.5, 50e6 / 8)
     >>> [(way.typed, round(way.utilisation, 2)) for way in
@@ -113,12 +128,13 @@ def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> li
     """
     _check_target(target)
     policy = policy.settled()
-    if islands_cost(policy, facts).utilisation >= target:
+    now = islands_cost(policy, facts).utilisation
+    if now >= target:
         return []
     found: list[Way] = []
     for keys, changed in _changes(policy, smallest_period(policy, facts, target)):
         used = islands_cost(changed, facts).utilisation
-        if used > max((way.utilisation for way in found), default=0.0):
+        if used > max((way.utilisation for way in found), default=now):
             found.append(Way(tuple(keys.items()), used))
         if used >= target:
             break

@@ -42,10 +42,12 @@ _SHORT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_machines(
     text: str, machine: MachineFacts | None = None, cache: Path | None = None
 ) -> Cluster:
-    """Read the cluster that `--on TEXT` names; `devices` are those of one island, all groups of it.
+    """Parse the cluster that `--on TEXT` names (grammar: head of this module).
 
-    machine   what `cpu` means: this machine's cores and memory; default: as the system tells
+    machine   what `cpu` means: cores and memory, GPUs not counted; None: as the system tells
     cache     folder of measured machines: for `cpu`, a measurement there wins over `machine`
+    Gives     the first part of a mixed cluster, the others in its `groups`; `devices` counts all
+              parts of one island
     Errors    PlanError: what was read, up to where, and an example; an unknown device or link with
               the nearest known one
 

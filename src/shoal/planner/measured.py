@@ -50,7 +50,10 @@ PROCESS_BYTES = 0.4 * 2**30
 
 
 def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Path:
-    """Where the facts of this machine with `processes` ranks stand.
+    """Name the file in the cache folder that holds this machine as measured with `processes` ranks.
+
+    Nothing is read or made. The name has host, usable cores, torch version, processes and kind, and
+    threads where they are not an equal share of the cores.
 
     kind     cpu or gpu: what the ranks compute on
     threads  of a rank on a CPU; 0: as a run has it, which obeys OMP_NUM_THREADS where that is set
@@ -74,10 +77,12 @@ def _asked_threads() -> int:
 
 
 def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0) -> Cluster | None:
-    """This machine as measured with `processes` ranks; None if it was not, or cannot be read.
+    """Read this machine as measured with `processes` ranks; None if it was not, or is unreadable.
 
-    This machine is known by host name, usable cores and torch version.
-    cache    the cache folder · kind  cpu or gpu; default: whichever is there, GPUs first
+    This machine is known by host name, usable cores and torch version. Its matrix rates are
+    corrected by what later runs taught (`refit.learnt`).
+
+    cache    the cache folder · kind  cpu or gpu; "": of whichever a file is there, GPUs first
     threads  of a rank on a CPU; 0: as a run has it (OMP_NUM_THREADS, else its share of cores)
     """
     for which in (kind,) if kind else ("gpu", "cpu"):
@@ -100,9 +105,11 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
 
 
 def cluster_of(document: dict[str, Any]) -> Cluster:
-    """The cluster that a stored document describes.
+    """Build the `Cluster` that a stored measurement describes (keys: head of this module).
 
-    Errors   KeyError, TypeError, ValueError for a document that is not one
+    On a CPU the link inside is made slower than measured, since ranks compute meanwhile.
+    Errors   KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError for a document that
+             is not one
     """
     device = _device(document)
     local = int(document["local"])
@@ -197,10 +204,11 @@ def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
 
 
 def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
-    """This machine with `processes` ranks before anything was measured: orders of magnitude.
+    """Estimate this machine with `processes` ranks, nothing being measured: orders of magnitude.
 
-    machine   cores, memory, GPUs; with GPUs, the catalogue's row of the kind the driver names
-    Gives     a cluster whose device's source says "not measured"
+    machine   cores and memory, which the ranks share evenly. With GPUs neither is read: one GPU per
+              rank, the catalogue's row of the kind that the driver names (else an A100-80GB)
+    Gives     a cluster of one node whose device's source says "not measured"
 
     >>> two = this_cluster(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
     >>> two.devices, two.device.matrix_flops_per_s["fp32"], two.device.source

@@ -69,14 +69,16 @@ class _Instant(NamedTuple):
 def predict_memory(
     case: Case, stage: int | None = None, habits: Framework | None = None
 ) -> MemoryEstimate:
-    """Peak bytes of the fullest rank, or of pipeline stage `stage` (−1: the last).
+    """Predict the peak memory of the fullest rank in a step, or of pipeline rank `stage`.
 
-    habits   of the framework; None: as `frameworks` has them
+    stage    −1: the last; None: the fullest of first, second and last, and where blocks change
+    habits   what the framework's step keeps; None: as `frameworks` has it for case.framework
     Errors   PlanError for a policy, schedule or framework that is not known, or more stages than
              blocks
-    Gives    parts that sum to the peak; interval [low, high] of it. Weights, gradients, optimizer,
-             gathered, buckets, activations, loss and working are allocated; allocator is what is
-             reserved beside them, context what the device needs outside torch's allocator
+    Gives    parts that sum to the peak, those of 0 left out; interval [low, high] of it. Weights,
+             gradients, optimizer, gathered, buckets, activations, loss and working are allocated;
+             allocator is what is reserved beside them, context what the device needs outside
+             torch's allocator. start_bytes is told beside the peak and is no part of it
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.layout import Layout

@@ -28,7 +28,7 @@ class Resolved:
 
 
 def family_of(name: str) -> str:
-    """The family of a name: its own, or that of a published size; any other name is given back.
+    """Look up a model's family by name: a published size's, or the name itself, known or not.
 
     >>> family_of("gpt-2"), family_of("resnet"), family_of("hf:here")
     ('gpt', 'resnet', 'hf:here')
@@ -43,12 +43,14 @@ def resolve(
     vocabulary: int | None = None,
     sequence: int | None = None,
 ) -> Resolved:
-    """Every argument of model `name`: checked, defaults filled in, derived values worked out.
+    """Resolve the arguments of Shoal's model `name`: check, fill in defaults, derive the rest.
 
-    arguments    the keys of [model] that a user gave
+    arguments    the keys of [model] that a user gave; they win over those of a published size
     vocabulary   tokens of the data's tokenizer · sequence  tokens per sample; None if unknown or
-                 if the data are no text. A language model must be at least as large as both
-    Errors       ConfigError: an unknown model or argument, a wrong type, an impossible combination
+                 if the data are no text. A language model takes both where its own are left open,
+                 and must be at least as large as both
+    Errors       ConfigError: an unknown model (any `hf:` too) or argument, a wrong type, an
+                 impossible combination
 
     >>> resolve("llama", {"dim": 64}, vocabulary=512, sequence=32).arguments["hidden"]
     192
@@ -74,10 +76,10 @@ def parameters(
     vocabulary: int | None = None,
     sequence: int | None = None,
 ) -> int | None:
-    """How many numbers model `name` learns, by arithmetic alone; tied weights count once.
+    """Count the trainable parameters of model `name` by arithmetic; tied weights count once.
 
     Arguments and errors as in `resolve`. None for a transformers model (`hf:PATH`): what its
-    config.json means only transformers knows; that it is there is checked (`foreign_config`).
+    config.json means only transformers knows; it is checked as in `foreign_config`.
 
     >>> parameters("llama-3-8b")
     8030261248
@@ -90,9 +92,11 @@ def parameters(
 
 
 def blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
-    """How many blocks of model `name` a pipeline deals out; None where only its code knows.
+    """Count the blocks of model `name` that a pipeline deals out; None where only its code knows.
 
-    Arguments and errors as in `resolve`.
+    Arguments and errors as in `resolve`. Of `hf:PATH` the layers that its config.json states, None
+    where the model has several stacks of them; `arguments` are not read, errors are those of
+    `foreign_config`.
 
     >>> blocks("gpt", {"layers": 6}), blocks("mlp")
     (6, None)

@@ -84,9 +84,13 @@ def keeps_gathered(case: Case) -> bool:
 
 
 def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
-    """States of a stage that holds `elements` on this rank.
+    """Predict bytes of weights, gradients and optimizer state of a pipeline stage on one rank.
 
-    wide   of the dense ones: those of which no narrow copy is made
+    An average of the weights counts as optimizer state. Under offload = parameters all three are 0,
+    under offload = optimizer the last.
+
+    elements   of the stage before the data-parallel split, which is made here
+    wide       of the dense ones: those of which no narrow copy is made
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.estimate import ModelFacts

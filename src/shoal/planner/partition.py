@@ -17,9 +17,11 @@ SAME = 1e-9
 
 
 def partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Cut a chain into `parts` runs, none empty, of least largest sum; give where each begins.
+    """Cut a chain of costs into `parts` runs so that the largest sum of a run is least.
 
-    Ties: the least sum of squares, then longer earlier runs. More parts than costs: not checked.
+    Gives  the index at which each run begins, the first 0; no run is empty
+    Ties   the least sum of squares of the runs' sums, then longer earlier runs
+    Limits more parts than costs are not refused, and give no partition
 
     >>> partition([1, 1, 1, 1, 1], 2), partition([3, 1, 1, 1, 3], 3), partition([0, 0], 2)
     ([0, 3], [0, 1, 4], [0, 1])

@@ -36,10 +36,13 @@ VERSION = 1
 def plan_record(
     candidates: Sequence[Candidate], space: SearchSpace, *, top: int, notes: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the JSON document: the best candidate of each of the `top` best layouts.
+    """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
 
-    candidates   not empty, best first
+    Predicts what it needs beside them: the field's guide, and `fixes` where no layout's steps fit.
+
+    candidates   not empty, best first · notes  lines that it repeats
     space   what was searched; a layout that the user fixed is not held against the field's guide
+    Schema  head of this module
     """
     best = candidates[0]
     case = best.case

@@ -192,7 +192,7 @@ def _plain(name: str) -> str:
 
 
 def published(name: str) -> Transformer:
-    """The shape of a published model.
+    """Look up the shape of a published model by name.
 
     name     as in `SHAPES`; capitals, underscores and usual suffixes are forgiven
     Errors   ConfigError for a name that is not here, with the nearest

@@ -34,9 +34,13 @@ def runs_path(machine: Path) -> Path:
 
 
 def share_of(parts: dict[str, float], step_s: float, known: float) -> float | None:
-    """A run's share; None where it says nothing: few matrix products, or a disturbed machine.
+    """Compute a run's share: measured over predicted seconds of its matrix products.
 
-    parts    the predicted parts of a step · known  the share that the prediction had in it already
+    (step_s − all parts but "matrix") / "matrix" · known. None where that says nothing: products are
+    less than half of the predicted step, or the share is outside 0.3 … 4 (a disturbed machine).
+
+    parts    predicted seconds of a step by name · step_s  measured
+    known    the share by which the prediction's rates were corrected already; 1: by none
 
     >>> round(share_of({"matrix": 0.5, "gradients": 0.1}, 0.7, 1.0), 3)
     1.2
@@ -50,7 +54,11 @@ def share_of(parts: dict[str, float], step_s: float, known: float) -> float | No
 
 
 def note_run(machine: Path, compute: str, share: float) -> None:
-    """Write a run's share down. A folder that cannot be written is left alone."""
+    """Append a run's share to the file of runs beside a machine's facts; the newest 120 stay.
+
+    machine   path of the facts (`machine_path`) · compute  number format · share  as `share_of`
+    A file that cannot be read or written is left as it is, without an error.
+    """
     try:
         path = runs_path(machine)
         lines = path.read_text().splitlines() if path.exists() else []
@@ -61,7 +69,11 @@ def note_run(machine: Path, compute: str, share: float) -> None:
 
 
 def learnt(machine: Path) -> dict[str, float]:
-    """Number format → share, of the latest runs; {} where there are none."""
+    """Read what runs taught of a machine: number format → median share of its latest 15 runs.
+
+    machine   path of the machine's facts (`machine_path`), beside which runs are noted
+    Gives     {} where there are none or the file cannot be read; damaged lines are passed over
+    """
     found: dict[str, list[float]] = {}
     try:
         lines = runs_path(machine).read_text().splitlines()

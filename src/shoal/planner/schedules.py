@@ -25,9 +25,11 @@ from shoal.planner.schedules_dualpipe import dualpipe_rank
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The action lists of one step.
+    """Make the action lists of one pipeline step: what every rank does, in which order.
 
-    ranks   of the pipeline · micro_batches  per step · chunks  stages per rank (interleaved only)
+    ranks   of the pipeline · micro_batches  per step and data-parallel rank
+    chunks  stages per rank, at least 2 for interleaved; else 1, or 2 for zbv and dualpipe too,
+            which always have 2
     Errors  PlanError with the nearest legal choice
 
     >>> [a.text() for a in make_schedule("1f1b", 2, 2).ranks[0]]
@@ -55,10 +57,13 @@ def _schedule(name: str, lists: list[list[Action]], stage_rank: list[int], m: in
 
 
 def shortened(full: Schedule, micro_batches: int) -> Schedule:
-    """A step of fewer micro-batches: the same lists without those that are not there.
+    """Shorten a schedule to fewer micro-batches: its lists without the actions of the last ones.
 
     Nothing waits for them, so what is left cannot stop either, and keeps no more. Of two copies
-    each goes without its last ones, so that both stay as busy; the second's are numbered anew.
+    each goes without its last ones, so that both stay as busy; the second's are numbered anew. The
+    new schedule has no `pairs`; `full` stays as it is.
+
+    micro_batches   at most those of `full`, which is not checked
 
     >>> short = shortened(make_schedule("dualpipe", 2, 4), 3)
     >>> sorted({act.text() for act in short.ranks[0] if act.kind == "F"})

@@ -21,11 +21,11 @@ from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import RECOMPUTE
 from shoal.base.schedules import DEFAULT, SPLIT_BACKWARD, check_recompute, settle_schedule
+from shoal.planner.fits import Verdict, verdict
 from shoal.planner.guide import AUTO_AXES, check_micro_batches, runs
 from shoal.planner.memory import predict_memory
 from shoal.planner.search_space import SearchSpace
 from shoal.planner.step_time import predict_time
-from shoal.planner.verdict import Verdict, verdict
 
 LONG_SEQUENCE = 16384
 """Positions from which splitting a sequence is looked at: below it attention is a small share."""
@@ -41,7 +41,7 @@ SAME = 0.02
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with what is foreseen of it."""
+    """One case (a layout with its policies) that a search tried, and what is predicted of it."""
 
     case: Case
     memory: MemoryEstimate
@@ -86,10 +86,15 @@ def is_built(case: Case) -> bool:
 
 
 def search(case: Case, space: SearchSpace) -> list[Candidate]:
-    """All candidates worth showing, best first; those that do not fit come last.
+    """Predict every legal layout that `space` leaves open; give the candidates, best first.
+
+    First what fits, by step time, then what is tight; then both for what fits once started but
+    cannot start; last what does not fit, by peak memory. The plainest of those within 2 % of a
+    group's fastest leads the group.
 
     case     model, cluster, and the plan of which `space` says what is open
-    Errors   PlanError where no layout is legal at all, with the reason
+    Errors   PlanError where no layout is legal at all, with the reason, or where the schedule that
+             was asked for cannot be
     """
     found = list(_candidates(case, space))
     if not found:

@@ -16,14 +16,15 @@ from shoal.config.sections import LayoutSection, keys
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Which fields of a plan the search may choose; it keeps all others.
+    """The fields of a plan that a search may choose; it keeps all others.
 
-    layout       exactly this one · degrees  some axes alone, the others are searched
-    zero         what dp_shard splits; None: whatever is best
+    layout       the only one to try; None: layouts are searched
+    degrees      (axis, degree) pairs that are fixed; other axes are searched
+    zero         the stage, what dp_shard splits, that is fixed; None: whatever is best
     micro_batch  samples per forward pass, 0: any · accumulate  micro-batches per rank, 0: any
-    given        keys of policies that the plan says; recompute is searched where it is not given
+    given        keys of policies that the user set; recompute is searched where it is not one
     schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
-    built        only layouts that `auto` may take in a run here
+    built        search data-parallel axes alone, as `auto` does for a run; False: tp, pp, cp too
     """
 
     layout: Layout | None = None
@@ -38,9 +39,9 @@ class SearchSpace:
 
 
 def section_of(words: Mapping[str, Any]) -> LayoutSection:
-    """Make the section of [layout] that words of a layout stand for.
+    """Build a `LayoutSection` from keys of [layout]; keys that are not given keep their defaults.
 
-    Errors   ConfigError for a word that is no key, with the nearest
+    Errors   ConfigError for a key that [layout] lacks, with the nearest; values are not checked
 
     >>> section_of({"tp": 2}).degrees()
     {'tp': 2}
@@ -53,10 +54,13 @@ def section_of(words: Mapping[str, Any]) -> LayoutSection:
 
 
 def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> SearchSpace:
-    """Find what the words of [layout] leave open.
+    """Find what a [layout] section leaves open on the devices of a cluster.
 
-    further    fields of the space: micro_batch, accumulate, given, built
-    Errors     PlanError for a name or degrees that do not go with the devices
+    Its layout is fixed by a strategy's name, or by degrees whose product is all devices; fewer
+    leave the other axes to the search, `auto` alone leaves all.
+
+    further    other fields of the space, as they are: micro_batch, accumulate, given, built
+    Errors     PlanError for a name, a schedule or degrees that do not go with the devices
     """
     degrees = section.degrees()
     schedule, chunks = _schedule(section, degrees.get("pp", 1))

@@ -32,13 +32,15 @@ NAMED = ("zero", "threads", "schedule", "chunks")
 def settle(
     plan: Plan, said: Words, processes: int, parameters: int | None, machine: MachineFacts
 ) -> Plan:
-    """Fill in what a plan leaves open: layout, reason, micro-batch, accumulation.
+    """Fill in what a plan leaves open: layout, reason (`why`), micro-batch, accumulation.
 
     plan         policies and a batch; its layout is not read, its `why` stays where it has one
     said         the layout in words, which replaces the plan's (`words_of` gives those of one);
                  policies among them win over the plan's. Degrees must multiply out to `processes`:
-                 none is derived; a strategy's are
+                 none is derived; a strategy's are. Neither: `auto` chooses by the field's guide
     parameters   elements of the model; None: its size is left out of account
+    machine      whose memory `auto` looks at, on a CPU
+    Gives        a new plan
     Errors       PlanError, ConfigError with the nearest legal choice
 
     >>> laptop = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
@@ -52,7 +54,11 @@ def settle(
 def settle_layout(
     plan: Plan, said: Words, processes: int, parameters: int | None, machine: MachineFacts
 ) -> Plan:
-    """The first half of `settle`, for `shoal train`, whose batch may depend on the layout."""
+    """Fill in a plan's layout, `why` and parameters: `settle` without the batch.
+
+    Arguments as of `settle`; `shoal train` then makes a batch that may depend on the layout.
+    Errors   PlanError, ConfigError with the nearest legal choice
+    """
     plan, words = split_words(plan, said)
     named = {key: words.pop(key) for key in NAMED if key in words}
     strategy = words.pop("strategy", "dp" if named.get("threads") else "auto")
@@ -63,7 +69,11 @@ def settle_layout(
 
 
 def check_together(plan: Plan) -> None:
-    """Errors: PlanError, ConfigError for policies that a layout, or each other, cannot carry."""
+    """Refuse policies of a plan that its layout, or each other, cannot carry.
+
+    Looks at splits under tp and cp, recompute, compile and compress.
+    Errors   PlanError, ConfigError with the nearest legal choice
+    """
     layout = plan.layout
     plan.check_split(layout.tp, layout.cp)
     check_recompute(layout.schedule, plan.recompute)
@@ -72,7 +82,7 @@ def check_together(plan: Plan) -> None:
 
 
 def goes_together(plan: Plan) -> bool:
-    """Whether `check_together` has nothing to refuse."""
+    """Tell whether `check_together` accepts a plan, without raising."""
     try:
         check_together(plan)
     except ShoalError:
@@ -84,7 +94,10 @@ def settle_batch(plan: Plan) -> Plan:
     """Fill in micro-batch and accumulation of a plan that has its layout and its batch.
 
     micro_batch   of the plan: a given one stays; 0: batch / gcd(batch, 8), whatever the layout
-    Errors        ConfigError where the batch does not divide; PlanError where the schedule cannot
+    accumulate    batch / (micro_batch · data-parallel ranks), whatever the plan had
+    Gives         a new plan
+    Errors        ConfigError where the batch does not divide so; PlanError where the pipeline's
+                  schedule cannot run so many micro-batches
     """
     micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
     accumulate = check_batch(
@@ -95,14 +108,20 @@ def settle_batch(plan: Plan) -> Plan:
 
 
 def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
-    """Take the policies out of the words of a layout: (plan that has them, what is left)."""
+    """Move policies among the words of a layout into the plan: (new plan, the other words).
+
+    said   a strategy's name, which becomes {"strategy": name}, or keys of [layout] and of policies,
+           which win over the plan's; no value is checked
+    """
     words: dict[str, Any] = {"strategy": said} if isinstance(said, str) else dict(said)
     found = {key: words.pop(key) for key in POLICIES if key in words}
     return replace(plan, **with_lists(found)), words
 
 
 def words_of(layout: Layout) -> dict[str, Any]:
-    """Spell a layout out as keys of [layout].
+    """Spell a layout out as keys of [layout], degrees of 1 left out.
+
+    Several threads are strategy dp, one process without them is single.
 
     >>> words_of(Layout(dp_shard=4, zero=2)), words_of(Layout())
     ({'dp_shard': 4, 'zero': 2}, {'strategy': 'single'})
@@ -122,9 +141,11 @@ def words_of(layout: Layout) -> dict[str, Any]:
 
 
 def is_open(asked: Mapping[str, Any]) -> bool:
-    """Whether the planner chooses: neither a strategy nor a degree is given.
+    """Tell whether the planner chooses the layout: strategy is auto and no key but zero is set.
 
     A stage (layout.zero) alone leaves open what carries it.
+
+    asked   keys of [layout] that the user set (`asked_layout`), "strategy" always among them
 
     >>> is_open({"strategy": "auto", "zero": 2}), is_open({"strategy": "auto", "tp": 2})
     (True, False)
@@ -133,8 +154,11 @@ def is_open(asked: Mapping[str, Any]) -> bool:
 
 
 def kept_plan(folder: Path, processes: int) -> Plan | None:
-    """Read what was chosen for an earlier start of a run, on as many processes; None without.
+    """Read the plan that the planner chose for an earlier start of a run on as many processes.
 
+    None where plan.json is missing or damaged, its layout was not chosen, or has other processes.
+
+    folder   of the run
     Format   <run>/plan.json: a plan (`Plan.to_json`), and beside it `chosen`: the layout was left
              open, and this is the one that was taken
     """
@@ -149,8 +173,14 @@ def kept_plan(folder: Path, processes: int) -> Plan | None:
 def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Plan, bool]:
     """Take the layout that an earlier start of a run chose, where it is left open again.
 
-    asked   keys of [layout] that the user set, "strategy" among them · folder  of the run; read
-    Gives   the plan, and whether its layout is such a choice: a restart goes on bit for bit
+    A restart then goes on bit for bit.
+
+    plan    settled · asked  keys of [layout] that the user set, "strategy" among them
+    folder  of the run, whose plan.json is read (`kept_plan`)
+    Gives   (plan with that layout and its `why`, micro-batch and accumulation settled, True), or
+            (plan as it came, False) where there is no such choice, its stage is not the one asked
+            for, or the plan's policies do not go with it
+    Errors  ConfigError, PlanError as `settle_batch`
     """
     kept = kept_plan(folder, plan.layout.processes) if is_open(asked) else None
     if kept is None or kept.layout.zero != asked.get("zero", kept.layout.zero):

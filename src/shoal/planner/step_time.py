@@ -202,10 +202,12 @@ def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
 
 
 def predict_time(case: Case) -> TimeEstimate:
-    """Seconds of one optimizer step on the case's cluster, in named parts that add up to it.
+    """Predict the seconds of one optimizer step on the case's cluster, in named parts that sum up.
 
-    The cluster's own calibration counts; one that has none gets the default of its kind of device.
+    A cluster's own calibration counts where it has a `matrix` term; else what it has goes before
+    the figures of the case's framework or of the kind of device.
     Of a cluster of unequal parts the slowest is taken: every step waits for it.
+    Gives    parts of 0 left out; low_s and high_s by the calibration's error, 30 % if it has none
     Errors   PlanError for a number format, a schedule, a recompute policy or a framework unknown
     """
     cluster = case.cluster

@@ -13,10 +13,10 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.policies import RECOMPUTE
 from shoal.base.schedules import SPLIT_BACKWARD
+from shoal.planner.fits import verdict
 from shoal.planner.memory import predict_memory
 from shoal.planner.search import Candidate, least_memory_bytes
 from shoal.planner.step_time import predict_time
-from shoal.planner.verdict import verdict
 
 Change = tuple[str, Callable[[Case], Case | None]]
 
@@ -35,9 +35,11 @@ CHANGES: tuple[Change, ...] = (
 
 
 def fixes(case: Case) -> list[tuple[str, Candidate]]:
-    """What to set so that a case fits; pairs of settings where no single one is enough.
+    """Find settings with which a case's steps fit; pairs of them where no single one is enough.
 
-    Gives   (settings as a user types them, what is then foreseen): what fits for sure first, then
+    Whether it starts is not looked at. `case` stays as it is; that it does not fit is not checked.
+
+    Gives   (settings as a user types them, prediction with them): what fits for sure first, then
             what is tight, of each the fastest first; [] if nothing here helps
     """
     found = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])

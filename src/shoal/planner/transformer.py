@@ -31,12 +31,12 @@ from shoal.planner.block_parts import (
 def model_facts(
     shape: Transformer, sequence: int, element_bytes: int, kernels: Kernels = FUSED
 ) -> ModelFacts:
-    """The units of a transformer at one sequence length and number format.
+    """Derive a transformer's facts by arithmetic: parameters, FLOP and bytes, unit by unit.
 
     sequence        tokens per sample (ViT: patches and the class token)
-    element_bytes   of activations: 2 or 4 (8 for fp64)
-    kernels         what the framework's kernels keep
-    Errors          PlanError for a sequence or a format that is none
+    element_bytes   of activations: 1, 2, 4 or 8
+    kernels         what the framework's kernels keep for the backward
+    Errors          PlanError for a sequence below 1 or another element_bytes
     Source          as the head of this module says, per term
 
     >>> llama = Transformer("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)

@@ -19,7 +19,10 @@ MOST = 16
 
 
 def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
-    """Samples per forward pass of a validation; at least a training micro-batch.
+    """Choose the samples per forward pass of a validation that fit a training step's peak.
+
+    A multiple of the training micro-batch, 1 to 16 times it; once where the room is not known (of
+    zero 3 at a peak that holds no gathered weights).
 
     estimate   `predict_memory(case)`
 

@@ -33,7 +33,6 @@ from shoal.fabric.process_info import Place
 from shoal.parallel.rewritten import RewrittenError
 from shoal.proof.bounds import AS_IS, bounds_for, within
 from shoal.proof.causes import explain
-from shoal.proof.gradients import Forward
 from shoal.proof.limits import (
     CannotProve,
     Clock,
@@ -49,6 +48,7 @@ from shoal.proof.report import SMOOTH, Report, far, in_float32, judged, no_farth
 from shoal.proof.side import Side, Trial
 from shoal.proof.trajectory_record import Record, record
 from shoal.proof.verdict import Comparison, compare
+from shoal.proof.wrong_gradients import Forward
 from shoal.trace.alone import alone
 from shoal.trace.casts import CastsLifted, casts_text
 from shoal.trainer.contract import BuildOptimizer

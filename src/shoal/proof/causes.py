@@ -15,11 +15,11 @@ import torch
 
 from shoal.proof.clue import Clue
 from shoal.proof.divided import AXES, DROPPED
-from shoal.proof.gradients import Forward, wrong_gradient
 from shoal.proof.micro_batch_gradients import Atoms
 from shoal.proof.norms import norms_along
 from shoal.proof.trajectory_record import Record, Row
 from shoal.proof.verdict import Comparison, apart
+from shoal.proof.wrong_gradients import Forward, wrong_gradient
 
 UNMOVED_SHARE = 0.02
 """From this share of elements that stay where they should move, a slice is called stale."""

@@ -35,7 +35,7 @@ from shoal.base.lines import read_object
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.units import seconds_text
-from shoal.checkpoint.catalog import find
+from shoal.checkpoint.listing import find
 from shoal.config.sections import Config
 from shoal.data.cache import content_key
 from shoal.data.sources import Source

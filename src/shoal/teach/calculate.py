@@ -62,10 +62,12 @@ def calculate(
     json: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> None:
-    """Print one calculator's screen, or its figures as JSON.
+    """Print one calculator's screen, or its figures as JSON, to standard output.
 
-    word       of SCREENS · arguments  `key=value` texts · options  the same, as a mapping
-    Errors     PlanError: unknown word or key, a value of the wrong kind or out of range
+    word       of SCREENS · arguments  `key=value` texts · options  the same, as a mapping, which
+               wins. The key `svg` is a file, to which the plot is written too
+    Errors     PlanError: unknown word or key, a value of the wrong kind or out of range;
+               ConfigError: a key or value of a section of run.toml; OSError: svg cannot be written
     """
     _, function = SCREENS[known_word(word)]
     texts = {**_split(word, arguments), **{k: str(v) for k, v in (options or {}).items()}}

@@ -24,7 +24,11 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Shown:
-    """What there is to see: a step-through, timelines on one scale, lines of text, or several."""
+    """What `shoal simulate` has to show: any of a step-through, timelines and text.
+
+    timelines   drawn on one scale · lines  of text, below them
+    data        further keys of the record that `--json` prints
+    """
 
     walk: Walk | None = None
     timelines: tuple[Timeline, ...] = ()

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: what, the words behind it, and the options that the user gave."""
+    """One request of `shoal simulate`.
+
+    what      a key of WHATS · words  those that the user typed behind it
+    options   those that the user gave: flag, as "--ranks" → number
+    """
 
     what: str
     words: tuple[str, ...]
@@ -24,9 +28,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing to look at.
+    """One thing that `shoal simulate` can show.
 
-    text      one line about it · function  name of what makes it, in `simulate_shows`
+    group     heading of the list under which it stands · text  one line about it
+    function  name of what makes it, in `simulate_shows`; CALCULATOR: `teach.calculate` answers
     takes     options that it reads · words  how the list shows further words; "" for none
     """
 

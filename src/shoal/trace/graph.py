@@ -30,7 +30,7 @@ from shoal.trace._torch_graph import (
     track_tensor_tree,
 )
 from shoal.trace.alike import hooked_inside
-from shoal.trace.attention import is_attention_with_dropout, share, write_mask, write_out
+from shoal.trace.shared_attention import is_attention_with_dropout, share, write_mask, write_out
 
 aten = torch.ops.aten
 

@@ -33,9 +33,9 @@ from shoal.trace.echo import as_cheaply, echoing
 from shoal.trace.find_experts import ExpertLayer, find_layers, stacked
 from shoal.trace.shapes import tensors_of
 from shoal.trace.stand_in import StandIn
-from shoal.trace.tables import Tables, TableUses, Uses, find_tables, is_table
 from shoal.trace.trunk import Run, Trunk, find_trunk, guess_blocks
 from shoal.trace.untouched import without_trace
+from shoal.trace.vocabulary import Tables, TableUses, Uses, find_tables, is_table
 
 
 class Record:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.checkpoint.catalog import find
 from shoal.checkpoint.lease import RunLease, read_owner
+from shoal.checkpoint.listing import find
 from shoal.fabric import World
 
 

@@ -25,9 +25,9 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.events import Emit
 from shoal.base.islands import IslandsPolicy, check_keep
 from shoal.base.phases import phase
-from shoal.checkpoint.catalog import find, read_manifest
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.folders import temporary
+from shoal.checkpoint.listing import find, read_manifest
 from shoal.fabric import World
 from shoal.fabric.codecs import Feedback, find_codec
 from shoal.fabric.island_group import Plane, open_plane

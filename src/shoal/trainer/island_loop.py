@@ -35,7 +35,7 @@ from shoal.islands.commit_vote import cure, decide
 from shoal.islands.merge import Merge, Say
 from shoal.islands.method import Moment
 from shoal.islands.outer import all_finite
-from shoal.islands.report import lines, refusals, round_fields
+from shoal.islands.round_report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
 from shoal.trainer.island_join import Joined, agree, movable, take_merged

@@ -84,7 +84,7 @@ def parallelize(
                  measured; else a rule by size), a strategy ("single", "dp", "ddp", "zero1",
                  "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline's schedule), or
                  degrees, say {"tp": 2, "dp_shard": 2}, with whatever else [layout] may say: zero,
-                 schedule, chunks, strict, split, …
+                 schedule, chunks, strict, split, blocks, …
     plan         all that is said by words here, as one `shoal.Plan`, in their place
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
@@ -93,7 +93,8 @@ def parallelize(
     precision    auto, fp64, fp32, bf16, fp16: `compute` of [precision]
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
     sample       tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
-                 does with it tells how its layers can be split and where it can be cut
+                 does with it tells how its layers can be split and where it can be cut. fsdp: which
+                 blocks are called more than once
     folder       where events, metrics and checkpoints go
     world        the processes, if `World`s are made by hand (tests); default: found by itself
     policies     every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
@@ -214,7 +215,7 @@ def start_run(
     run = Run(program, bound, loss or token_loss, Recorder(folder, world), length, given)
     if folder is not None:
         from shoal.trainer.folder_lease import own
-        from shoal.trainer.state import model_parts
+        from shoal.trainer.run_state import model_parts
 
         run.lease = own(folder, world)
         run.saving.prepare()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.optim.average import WeightAverage
     from shoal.trainer.evaluate import Metric
     from shoal.trainer.loss_scale import LossScale
-    from shoal.trainer.state import Beside
+    from shoal.trainer.run_state import Beside
 
 
 class Run:
@@ -319,7 +319,7 @@ class Run:
                  checkpoints are untouched, and training may go on) or was not waited for
         Errors   ConfigError without any folder
         """
-        from shoal.trainer.state import save_run
+        from shoal.trainer.run_state import save_run
 
         path = save_run(self, self._folder(folder), wait=wait)
         self.recorder.restart_clock()
@@ -333,7 +333,7 @@ class Run:
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         Gives    False if there is none
         """
-        from shoal.trainer.state import restore_run
+        from shoal.trainer.run_state import restore_run
 
         self._tally, self.skips.in_a_row = None, 0
         chosen = self._folder(folder)

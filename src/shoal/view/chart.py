@@ -30,15 +30,20 @@ def drawable() -> bool:
 
 
 def check_drawable(where: str) -> None:
-    """Refuse a picture that could not be drawn. Errors: ConfigError that says how to get it."""
+    """Refuse a picture where matplotlib is not installed.
+
+    where    begins the message
+    Errors   ConfigError that says how to get it
+    """
     if not drawable():
         raise ConfigError(f"{where}: a PNG is drawn by matplotlib, which is not here; {GET_IT}")
 
 
 def draw(record: Record, path: Path) -> bool:
-    """Draw `record` (as in compare.json) to `path` as PNG; False where there is nothing to draw.
+    """Draw a comparison, `record` as in compare.json, and write it to `path` as PNG.
 
-    Errors: ConfigError if the file cannot be written.
+    Gives    True if it did; False if no row was measured or matplotlib is not installed
+    Errors   ConfigError if the file cannot be written
     """
     rows = [row for row in record["rows"] if row["per_s"]]
     if not rows or not drawable():

@@ -39,7 +39,7 @@ class Column:
 
 
 def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -> None:
-    """Write the comparison, in colours on a terminal.
+    """Write a comparison to `stream` as a table, bars and notes; in colours on a terminal.
 
     record   as in compare.json · kept  files that hold it, named in the last line
     """

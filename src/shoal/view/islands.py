@@ -155,9 +155,10 @@ def islands_lines(
 
 
 def link_lines(costs: Sequence[tuple[float, IslandsCost]]) -> list[str]:
-    """What is foreseen on each of several links, before a run: a table of at most 80 columns.
+    """Format what is predicted of islands on each of several links: a table, a head and lines.
 
-    costs   (bytes/s of an island's link, cost of a round), as `planner.islands_choice.by_link`
+    costs   (bytes/s of an island's link, predicted cost of a round on it) of every line
+    Gives   its lines, at most 80 columns wide
     """
     lines = [
         f"{'on a link of':<16}{'utilisation':>12}{'a round':>14}{'waited':>14}{'mean rate':>16}"

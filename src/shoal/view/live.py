@@ -46,7 +46,7 @@ STYLES = {
 
 
 class LiveView:
-    """Draws the run in `folder` on `stream`; call `tick()` often and `finish()` once.
+    """Live display of the run in `folder` on `stream`; call `tick()` often and `finish()` once.
 
     folder       the run folder; of what it holds already only the events of this session are
                  shown, so make the view after `run_started` was emitted, or in an empty folder

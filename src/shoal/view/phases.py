@@ -89,7 +89,11 @@ def _progress(one: Phase) -> str:
 
 
 def read_doing(folder: Path, since_s: float = 0.0) -> Doing:
-    """What `folder/phase.json` says; nothing where it is missing, torn or older than `since_s`."""
+    """Read what `folder/phase.json` says is going on in a run.
+
+    since_s   seconds since 1970: an older file counts as missing
+    Gives     no phases where it is missing, torn or too old
+    """
     record = read_object(folder / FILE_NAME)
     rows, told_s = record.get("phases"), record.get("time_s")
     if not isinstance(rows, list) or not is_number(told_s) or told_s < since_s:
@@ -130,9 +134,12 @@ class Silence:
 
 
 class PhaseLine:
-    """Shows phases alone: in place on a terminal, a line now and then through a pipe.
+    """Display of what is going on, in one line; call `hear` or `show` often, then `finish`.
 
-    `hear` takes phases of this process; `show(read_doing(folder))` draws those of a run folder.
+    On a terminal the line is redrawn in place; elsewhere a `key=value` line is written after 2 s of
+    one phase, then ever more rarely. `hear` takes phases of this process (a listener of
+    `base.phases`); `show(read_doing(folder))` draws those of a run folder.
+
     title   stands before them on a terminal
     """
 

@@ -31,7 +31,12 @@ STYLES = {"fits": "", "tight": "yellow", "no": "red"}
 
 
 def print_plan(record: Record, stream: TextIO) -> None:
-    """Write the plan, in colours on a terminal."""
+    """Write a plan to `stream`: ranked layouts, memory and time of the best, and reasons.
+
+    In colours on a terminal, 80 to 100 columns wide.
+
+    record   the plan's JSON document (`planner.plan_document.plan_record`)
+    """
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for text, style in plan_lines(record, min(WIDTH, max(80, console.width))):
         console.print(Text(text, style=style), soft_wrap=True)

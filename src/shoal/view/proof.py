@@ -15,9 +15,10 @@ WORST = 8
 
 
 def proof_text(report: Report, worst: int = WORST) -> str:
-    """The report as lines for a terminal, no colours.
+    """Format a proof's report as text for a terminal: verdict, parameters, cause; no colours.
 
-    worst   how many parameters of each trajectory are shown, the farthest first
+    report   what `shoal.proof` wrote as JSON
+    worst    how many parameters of each trajectory are shown: those that differ first, then by size
     """
     lines = [verdict_line(report), *(f"  {text}" for text in report["said"])]
     for trajectory in report["trajectories"]:

@@ -22,7 +22,10 @@ LEAST_WIDTH = 40
 
 
 def summary(folder: Path, width: int = 80) -> str:
-    """What a run folder tells about its last session, as a few lines of at most `width` columns."""
+    """Summarise the last session of a run folder: lines of at most `width` columns, 40 at least.
+
+    What is missing or damaged in the folder is left out; nothing is raised for it.
+    """
     run = RunFolder(folder)
     events = last_session(run.events.read()[0])
     start = _first_step(events)

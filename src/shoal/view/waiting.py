@@ -16,10 +16,14 @@ Record = dict[str, Any]
 
 
 class Waiting:
-    """Says what is being measured: in place on a terminal, a `key=value` line per row elsewhere.
+    """Display of which row of a comparison is being measured; call `tick` often, `finish` once.
 
-    path    rows.jsonl, which the workers write · asked  (layout, processes) of every row
-    skip    lines of it that are old news · quiet  nothing but the line in place
+    On a terminal one line is redrawn in place; elsewhere every measured row gets a `key=value`
+    line, and so does, now and then, what it waits for.
+
+    path    rows.jsonl, which the workers write; phase.json is read beside it
+    asked   (layout, processes) of every row · skip  lines of the file that are old news
+    quiet   True: write nothing but the line in place
     """
 
     def __init__(

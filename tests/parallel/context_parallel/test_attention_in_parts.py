@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from context_threads import in_a_ring
 
-from shoal.parallel.context_parallel import kernels
+from shoal.parallel.context_parallel import attention_kernels
 from shoal.parallel.context_parallel.ring import ring_attention
 from shoal.parallel.context_parallel.ulysses import ulysses_attention
 from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
@@ -47,8 +47,8 @@ def in_parts(way, size: int, tensors, causal: bool, scale: float | None) -> list
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_one_process(monkeypatch, way, size, tokens, causal, kernel) -> None:
     if kernel == "written":
-        monkeypatch.setattr(kernels, "_kind", lambda q, v: "written")
-        monkeypatch.setattr(kernels, "ROWS", 3)
+        monkeypatch.setattr(attention_kernels, "_kind", lambda q, v: "written")
+        monkeypatch.setattr(attention_kernels, "ROWS", 3)
     tensors = drawn(tokens, 4, 2)
     expected = whole(*tensors, causal, 0.3)
     for got, right in zip(in_parts(WAYS[way], size, tensors, causal, 0.3), expected, strict=True):

@@ -10,7 +10,7 @@ from hf_modules import HF_EXAMPLES
 from torch import nn
 from user_modules import EXAMPLES, Example, made
 
-from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.record import Record
 

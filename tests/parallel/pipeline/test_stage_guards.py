@@ -15,7 +15,7 @@ from user_modules import EXAMPLES, HIDDEN, Layer, made, numbers
 
 from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline import drop_foreign
-from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Stages
 from shoal.parallel.recompute import _Recomputed, _Told

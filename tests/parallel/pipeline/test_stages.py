@@ -12,7 +12,7 @@ from hf_modules import HF_EXAMPLES
 from user_modules import EXAMPLES, Example, made, numbers, tokens
 
 from shoal.models.catalog import build
-from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.record import Record
 from shoal.trace.shapes import tensors_of

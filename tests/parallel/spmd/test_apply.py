@@ -18,7 +18,7 @@ from shoal.models.llama import Llama
 from shoal.parallel.spmd.labels import Split, Whole
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split, without
 from shoal.parallel.tensor_parallel import place
-from shoal.parallel.tensor_parallel.cut import apply_split
+from shoal.parallel.tensor_parallel.cut_weights import apply_split
 from shoal.trace.record import Record
 
 IDS = torch.randint(0, 33, (2, 8), generator=torch.Generator().manual_seed(0))

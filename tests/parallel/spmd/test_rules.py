@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.parallel.spmd.arguments import edits
 from shoal.parallel.spmd.experiment import Call, Slot, Value
 from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Split, Tiled
+from shoal.parallel.spmd.node_arguments import edits
 from shoal.parallel.spmd.rules import Rules
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from shoal.models.loss import Unprojected, find_logits, linear_cross_entropy, to
 from shoal.parallel.spmd.sequence import even_cuts
 from shoal.parallel.tensor_parallel.vocabulary import LogitsShard, SplitVocabulary, install
 from shoal.trace.record import Record
-from shoal.trace.tables import Tables
+from shoal.trace.vocabulary import Tables
 
 ROWS, DIM, CLASSES = 9, 6, 11
 

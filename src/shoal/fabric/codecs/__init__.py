@@ -44,10 +44,10 @@ CODECS: dict[str, Callable[[torch.dtype], Codec]] = {
 
 
 def find_codec(name: str, dtype: torch.dtype) -> Codec:
-    """The codec of this name, for numbers of this format.
+    """Make the codec of this name, one of CODECS, for numbers of this format.
 
     dtype    float32 or float64
-    Errors: ConfigError with the nearest name; BugError for another format.
+    Errors   ConfigError for another name, with the nearest; BugError for another format
 
     >>> find_codec("int8", torch.float32).size_bytes(65_536)
     65544

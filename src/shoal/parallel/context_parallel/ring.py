@@ -25,8 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.parallel.context_parallel.attention_kernels import (
+    Attended,
+    attend,
+    attend_backward,
+    merge,
+)
 from shoal.parallel.context_parallel.axis import ContextAxis
-from shoal.parallel.context_parallel.kernels import Attended, attend, attend_backward, merge
 from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
 
 

@@ -31,7 +31,7 @@ from shoal.base.schedules import check_stages, stages_of
 from shoal.fabric import World
 from shoal.fabric.axes import among, members
 from shoal.parallel.pipeline.crossing import Crossing
-from shoal.parallel.pipeline.cut import cut_stages
+from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages

@@ -17,7 +17,7 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.split_block import BlockSplit, Exchange
 from shoal.trace.calls import Call
-from shoal.trace.tables import Tables
+from shoal.trace.vocabulary import Tables
 
 NUMBERS_PER_TOKEN = 3
 """What ranks tell each other of every token in the loss: largest logit, sum, the target's logit."""

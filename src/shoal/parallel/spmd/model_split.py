@@ -30,8 +30,8 @@ from shoal.trace.calls import Call, bare
 from shoal.trace.draws import keyed_inside
 from shoal.trace.likeness import Likeness
 from shoal.trace.record import Record
-from shoal.trace.tables import Tables
 from shoal.trace.trunk import Trunk
+from shoal.trace.vocabulary import Tables
 
 WISHES = ("whole", "column", "row")
 

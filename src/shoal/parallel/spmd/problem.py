@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.arguments import as_float64
 from shoal.parallel.spmd.experiment import Call, Slot, Value
+from shoal.parallel.spmd.node_arguments import as_float64
 from shoal.parallel.spmd.rules import Rules
 from shoal.trace.graph import Traced, is_in_place, may_be_replaced
 

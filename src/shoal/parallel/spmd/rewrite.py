@@ -17,10 +17,10 @@ from torch import fx
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.arguments import divided
 from shoal.parallel.spmd.gradients import Held, Sums, differentiable, held_as, need_gradients
 from shoal.parallel.spmd.label import Labelling
 from shoal.parallel.spmd.labels import WHOLE, Label
+from shoal.parallel.spmd.node_arguments import divided
 from shoal.parallel.spmd.rules import DROPOUTS
 from shoal.parallel.spmd.steps import Step
 from shoal.trace.graph import Untraceable, is_in_place

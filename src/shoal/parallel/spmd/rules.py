@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.arguments import Edit, divided, edits, numbers_in, renumbered
 from shoal.parallel.spmd.experiment import Call, Experiment, Value, run
 from shoal.parallel.spmd.labels import Label, Partial, Split, Tiled, cut, divides
+from shoal.parallel.spmd.node_arguments import Edit, divided, edits, numbers_in, renumbered
 from shoal.parallel.spmd.outcome import labels_of
-from shoal.trace.attention import shared_attention
+from shoal.trace.shared_attention import shared_attention
 
 LARGE = 1 << 18
 """Elements in a call's tensors from which smaller sizes are tried."""

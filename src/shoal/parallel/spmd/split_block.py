@@ -24,8 +24,8 @@ from shoal.parallel.spmd.rewrite import Exchange, Shared, rewrite
 from shoal.parallel.spmd.rules import Rules
 from shoal.parallel.spmd.solve import reason_of, solve
 from shoal.parallel.spmd.steps import NotSplit
-from shoal.trace.attention import shared_attention
 from shoal.trace.graph import Traced, Untraceable, trace
+from shoal.trace.shared_attention import shared_attention
 
 SUMMED = "; its gradient is summed over the ranks once a step"
 

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.parallel.spmd.labels import Label
 from shoal.parallel.spmd.split_block import BlockSplit, Exchange
 from shoal.trace.calls import Call
-from shoal.trace.tables import Tables
+from shoal.trace.vocabulary import Tables
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import checked
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, is_shard, show
-from shoal.parallel.tensor_parallel.cut import apply_split, cut_of
+from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
 from shoal.trace.record import Record
 
 

@@ -3,7 +3,7 @@
 Formula   rows of a table with V rows on n ranks: as equal as it goes, the first V mod n ranks have
           one more. Lookup: own rows or 0, summed over the ranks (one of them has it)
           head: own columns of the logits from the whole hidden states, whose gradient is summed
-Protocol  `tables.py` says which tables; stand-ins on the user's modules compute with their rows.
+Protocol  `trace/vocabulary.py` says which tables; stand-ins on modules compute with their rows.
           Logits come as a `LogitsShard`: the default loss takes its parts, everybody else's code
           gathers them by looking at them.
 Source    Shoeybi et al. 2019 (1909.08053), sections 3 and 5
@@ -25,7 +25,7 @@ from shoal.parallel.spmd.autograd_collectives import Axis, enter, reduce, scatte
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, even_cuts, show, whole_of
 from shoal.trace.stand_in import StandIn
-from shoal.trace.tables import Tables, for_loss
+from shoal.trace.vocabulary import Tables, for_loss
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Found:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies.
+    """Name the folder of a step's checkpoint, `root/step-N`; nothing is looked at or made.
 
     >>> step_folder(Path("checkpoints"), 1200).name
     'step-1200'
@@ -42,7 +42,10 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def find(root: Path) -> list[Found]:
-    """Every `step-N` folder with a manifest, newest step first; none if the folder is missing."""
+    """List every `step-N` folder in `root` that has a manifest file, newest step first.
+
+    Nothing is verified. [] if `root` is missing.
+    """
     found: list[Found] = []
     for path in root.iterdir() if root.is_dir() else ():
         match = STEP_FOLDER.fullmatch(path.name)
@@ -52,10 +55,11 @@ def find(root: Path) -> list[Found]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The verified manifest of the checkpoint folder `path`.
+    """Read and verify the manifest of the checkpoint folder `path`; other files are not opened.
 
-    Errors: Damaged if it is missing or its bytes are not those that were written; CheckpointError
-    for a format version of another Shoal.
+    Errors   Damaged if it is missing, unreadable or no regular file, if its bytes are not those
+             that were written, or if it is of another step than the folder's name says;
+             CheckpointError for a format version of another Shoal
     """
     file = path / FILE_NAME
     try:

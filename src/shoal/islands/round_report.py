@@ -14,7 +14,10 @@ from shoal.islands.merge import Merge
 
 
 def refusals(merges: Sequence[Merge]) -> dict[int, str]:
-    """Island → why its change did not count, in the first fragment where it did not."""
+    """Collect whose changes were refused in a round: island → why, ascending; {} if nobody's.
+
+    merges   of the round's fragments, in their order; the first that refused an island says why
+    """
     found: dict[int, str] = {}
     for merge in merges:
         found = {**merge.verdict.refused, **found}
@@ -22,7 +25,11 @@ def refusals(merges: Sequence[Merge]) -> dict[int, str]:
 
 
 def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
-    """What the event of a round says of its merges, as JSON holds it."""
+    """Collect what the event of a round says of its merges, as plain JSON values.
+
+    merges   of the round's fragments, in their order, not empty. Of the last: tokens_all (of all
+             islands), admitted, divisor, digest, why, and spread if it has one; of all: refused
+    """
     last = merges[-1]
     return {
         "tokens_all": sum(ballot.tokens for ballot in last.ballots),
@@ -36,7 +43,11 @@ def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
 
 
 def lines(merges: Sequence[Merge]) -> list[str]:
-    """What looks odd, and the fragments that stayed as they were in a round that went on."""
+    """List lines for people on a round's merges; [] if there is nothing to tell.
+
+    First what looked odd and was admitted (`Verdict.told`), then each fragment that was not
+    committed, but the last: the round's own event tells of that one.
+    """
     told = [line for merge in merges for line in merge.verdict.told]
     return told + [
         f"fragment {merge.fragment} was not merged: {merge.why}"

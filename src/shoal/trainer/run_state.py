@@ -20,8 +20,8 @@ import torch
 from shoal.base.errors import CheckpointError
 from shoal.base.phases import phase
 from shoal.base.shards import Shard
-from shoal.checkpoint.catalog import step_folder
 from shoal.checkpoint.faults import Damaged
+from shoal.checkpoint.listing import step_folder
 from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.tensorfile import check_savable
