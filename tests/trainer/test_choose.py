@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def chosen(config: Config, source: Any, folder: Path, ranks: int = 2) -> tuple[P
     """What `choose` makes of the plan that a start without torch left in the folder."""
     if not (folder / "plan.json").exists():
         (folder / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
-    return room.choose(config, source, TwoRanks(size=ranks), folder)
+    return room.choose(config, partial(facts_of, config, source), TwoRanks(size=ranks), folder)
 
 
 def test_the_planner_chooses_and_says_what_else(digits, tmp_path: Path) -> None:
@@ -161,4 +162,4 @@ def test_the_guide_speaks_of_the_model_that_it_counted(
     monkeypatch.setattr(rank_layouts, "read_measured", lambda cache, ranks, **more: None)
     said = replace(plan_of(config), why="auto: a model of unknown size")
     (tmp_path / "plan.json").write_text(said.to_json({"chosen": False}))
-    assert room.choose(config, source, TwoRanks(), tmp_path)[0].why == ""
+    assert room.choose(config, partial(facts_of, config, source), TwoRanks(), tmp_path)[0].why == ""

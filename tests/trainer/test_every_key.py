@@ -494,7 +494,6 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return search(case, space)
 
     monkeypatch.setattr(rank_layouts, "search", look)
-    monkeypatch.setattr(auto, "facts_of", lambda *given, **more: model)
     monkeypatch.setattr(
         rank_layouts, "read_measured", lambda *given, **more: this_cluster(machine, 2)
     )
@@ -507,7 +506,7 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         if key in ("launch.nodes", "launch.processes", "model.build", "precision.loss_scale"):
             continue  # how many ranks, which facts, and a format that no CPU has
         (tmp_path / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
-        chosen, _ = auto.choose(config, SimpleNamespace(), Ranks(size=2), tmp_path)
+        chosen, _ = auto.choose(config, lambda **more: model, Ranks(size=2), tmp_path)
         loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
         wanted = find_subject(loaded, "")
         case, space = told[-1]

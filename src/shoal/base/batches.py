@@ -79,11 +79,13 @@ def steps_per_epoch(samples: int, batch: int) -> int:
 
 
 def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = False) -> int:
-    """Count the micro-batches that each of `degree` data ranks accumulates per full step.
+    """Count the micro-batches that each data rank accumulates per full step; none is left over.
 
+    batch, micro_batch   samples per optimizer step over all ranks, and per forward pass
+    degree    data-parallel ranks
     derived   micro_batch is the default that the batch gives: the message then says so
     Errors    ConfigError where micro_batch × degree does not divide batch, with the nearest legal
-              values
+              batch, and the nearest micro_batch where one divides
 
     >>> check_batch(24, 2, 4)
     3

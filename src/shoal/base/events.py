@@ -8,6 +8,7 @@ lines never mix on a local file system.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -44,11 +45,22 @@ Emit = Callable[..., None]
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append an object as one line of JSON, by one `write` with O_APPEND. Errors: OSError."""
+    """Append an object as one line of JSON, by a single `write` with O_APPEND.
+
+    So lines of several processes do not mix. The file is made where there is none; a value that is
+    not JSON is written as its `str`.
+    Errors   OSError, also where the disk took a part of the line, which is then taken back
+    """
     line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        data = line.encode()
+        written = os.write(descriptor, data)
+        if written < len(data):  # half a line would spoil the next one too
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)
+            if os.fstat(descriptor).st_size == end:
+                os.ftruncate(descriptor, end - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 
@@ -56,10 +68,11 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 class EventLog:
     """The events of one process: `EventLog(path, rank)` appends them to `path`, events.jsonl.
 
-    path, rank   None: nothing is written · None for the supervisor
-    emit         (event, *, step=None, **fields) writes one now; KeyError for one not in EVENTS
-    dropped      lines that the disk refused: a full disk must not kill training
-    listeners    functions that `emit` calls with every record, written or not
+    path        None: nothing is written · rank  None for the supervisor
+    emit        (event, *, step=None, **fields) writes one line now; KeyError for a name that is
+                not in EVENTS. A line that the disk refuses is dropped and counted in `dropped`: a
+                full disk must not kill training
+    listeners   functions that `emit` calls with every record, written or not
     """
 
     def __init__(self, path: Path | None, rank: int | None) -> None:

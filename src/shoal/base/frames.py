@@ -13,7 +13,11 @@ OWN_FOLDER = str(Path(__file__).resolve().parents[1])
 
 
 def user_place(trace: TracebackType | None) -> str | None:
-    """Find `FILE:LINE` of the innermost frame outside Shoal, packages and Python; else None."""
+    """Find the user's line in a traceback: `FILE:LINE` of the innermost frame that is the user's.
+
+    Frames of Shoal, installed packages and Python itself are passed over; None where all are such.
+    FILE is relative to the working folder, or the bare name where it lies outside.
+    """
     foreign = tuple(_foreign_folders())
     found: str | None = None
     while trace is not None:
@@ -23,7 +27,11 @@ def user_place(trace: TracebackType | None) -> str | None:
 
 
 def place_in(frame: FrameType | None) -> str:
-    """Find `FILE:LINE` outside Shoal, packages and Python, from a frame outwards; else ""."""
+    """Find the user's line in a running thread's stack, by its innermost frame: `FILE:LINE`.
+
+    Frames of Shoal, installed packages and Python itself are passed over; "" where all are such.
+    FILE is relative to the working folder, or the bare name where it lies outside.
+    """
     foreign = tuple(_foreign_folders())
     while frame is not None:
         found = _place(frame, frame.f_lineno, foreign)

@@ -44,16 +44,22 @@ OPEN = -1.0
 class IslandsPolicy:
     """The keys of [islands]: groups of processes that train alone and merge now and then.
 
-    method, count, period   how they merge ("none": no islands), how many, inner steps between
-                            merges
-    outer…, server, proximal   what steps the merged weights, a class of torch.optim · fedopt,
-                               fedprox
-    codec, fragments, overlap   how weights travel, in how many parts, inner steps meanwhile
-    mixing, weighting, pace   share of its own weights kept · tokens, uniform · speed, equal
-    regions, far_period   groups that merge among themselves; rounds between merges of all
-    at, index, connections   HOST:PORT where machines meet, this island's number, TCP connections
+    method, count     how islands merge ("none": no islands), and how many there are
+    period            inner steps between merges
+    outer, outer_lr, outer_momentum   what steps the merged weights: a class of torch.optim
+    codec             how weights travel: none, bf16, int8, e3m0, top2bit, sign
+    fragments, overlap   parts of the model that travel one by one; inner steps meanwhile
+    mixing            share of its distance to the merged weights that an island keeps: 0 … below 1
+    weighting, pace   tokens or uniform: its weight in a merge · speed: slower ones take fewer steps
+    proximal, server  fedprox's μ · fedopt's rule: adam, yogi, adagrad
+    regions, far_period   groups that merge among themselves; rounds from one merge of all to
+                      the next
+    at, index, connections   HOST:PORT where islands of several machines meet; which one this is;
+                      TCP connections to each other
     bound, cosine, refusals   which changes do not count; how many in a row stop an island
-    `settled()`   a checked copy with open values (0, −1, "") as the method has them; ConfigError
+
+    Nothing is checked on making one. `settled()` gives a copy in which open values (0, −1, "") are
+    the method's own; ConfigError with the nearest legal value for what cannot be.
     """
 
     method: str = "none"
@@ -224,7 +230,10 @@ LEAST = {
 
 
 def check_keep(keep: int) -> None:
-    """Refuse fewer than 2 kept checkpoints (`checkpoint.keep`) for islands. Errors: ConfigError."""
+    """Refuse fewer than two kept checkpoints (`checkpoint.keep`) for a run of islands.
+
+    Errors   ConfigError with the nearest value, 2
+    """
     if keep < KEEP:
         raise ConfigError(
             f"checkpoint.keep = {keep}: an island keeps its state before and after a commit, which "

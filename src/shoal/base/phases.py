@@ -31,7 +31,12 @@ EVERY_S = 0.2
 
 @dataclass
 class Phase:
-    """One phase under way: `done` of `of` steps (0: not known); `step(count=1)` adds and tells."""
+    """One thing that takes time, as a listener is told of it.
+
+    of        how many steps it takes · done  how many are; `of` is 0 where that is not known
+    began_s   seconds since 1970
+    `step(count=1)` adds to `done` and tells the thread's listener, at most every 0.2 s
+    """
 
     name: str
     of: int = 0
@@ -122,7 +127,10 @@ def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
 
 
 def tell_folder(folder: Path) -> None:
-    """Have this thread's open phases written to `folder/phase.json` as they change (`listen`)."""
+    """Have this thread's open phases written to `folder/phase.json` as they change (`listen`).
+
+    The file is replaced whole; what the disk refuses is dropped. What listened before is replaced.
+    """
     path, half = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
 
     def hear(phases: list[Phase]) -> None:

@@ -94,7 +94,11 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePolicy:
-    """Largest norm of the mean gradient (0: any); decay of an average of the weights (0: none)."""
+    """What is done to gradients before the optimizer's step, and with the weights after it.
+
+    clip      largest global norm of the mean gradient; 0: gradients stay as they are
+    average   decay of a moving average of the weights, with which runs validate; 0: none
+    """
 
     clip: float = number(0.0, least=0, usual=1.0)
     """largest global gradient norm; 0 leaves gradients as they are"""
@@ -106,9 +110,12 @@ class UpdatePolicy:
 class OptimizerPolicy(UpdatePolicy):
     """The update rule, its learning-rate schedule and gradient clipping.
 
-    name       adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class
-    lr         at its peak · weight_decay  on matrices only · clip  largest gradient norm; 0: any
-    schedule   cosine, wsd, one-cycle, linear, constant · warmup_steps  −1: a tenth of the run
+    name           adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class
+    lr             peak learning rate · weight_decay  on matrices only
+    betas, momentum   for optimizers that have betas · for sgd
+    clip           largest global gradient norm; 0: gradients stay as they are
+    schedule       cosine, wsd, one-cycle, linear, constant
+    warmup_steps   steps of linear rise; −1: a tenth of the run
     """
 
     name: str = "adamw"
@@ -135,7 +142,10 @@ OFFLOAD = ("none", "optimizer", "parameters", "activations")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """Activations of blocks that backward computes again: none, selective (no products), full."""
+    """Which activations the backward pass computes again instead of keeping them.
+
+    recompute   none · selective: all of a block but matrix products · full: all of a block
+    """
 
     recompute: str = word(RECOMPUTE, {"true": "full", "false": "none"})
     """none, selective (all but matrix products), full: activations of blocks computed twice"""
@@ -190,7 +200,11 @@ class BlocksPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPolicy:
-    """Seed of weights, order and dropout; non-finite steps in a row before the run stops."""
+    """What the training loop draws from, and when it gives up.
+
+    seed         of initial weights, sample order and dropout
+    skip_limit   steps in a row with non-finite numbers, each skipped, after which the run stops
+    """
 
     seed: int = number(0, least=0)
     """initial weights, sample order, dropout"""
@@ -235,7 +249,11 @@ class CompressPolicy:
 
 @dataclass(frozen=True)
 class Compression:
-    """`layout.compress`, parsed: method, powersgd's rank, topk's share of elements sent."""
+    """The method that `layout.compress` names, and its number; `Compression.parse(text)` reads one.
+
+    method   none, int8, powersgd, topk · rank  powersgd: columns of the two thin matrices
+    share    topk: share of the elements that a rank sends
+    """
 
     method: str = "none"
     """none, int8, powersgd, topk"""
@@ -276,8 +294,10 @@ class Compression:
 class TensorPolicy:
     """How layers are split over the ranks of tp and cp; its keys stand in [layout].
 
-    strict, split   refuse a model of which tp leaves a part whole · PATTERN=whole, column or row
-    sequence_parallel, context   auto, on, off · auto, ring, ulysses, gather: attention under cp
+    strict              refuse a model of which tp would leave a part whole; False: name that part
+    sequence_parallel   auto, on, off: under tp, ranks hold a part of the sequence between layers
+    split               PATTERN=WORD texts: names of parameters, and whole, column or row
+    context             auto, ring, ulysses, gather: how attention is computed under cp
     """
 
     strict: bool = False

@@ -44,7 +44,10 @@ def stages_per_rank(schedule: str, chunks: int = 1) -> int:
 
 
 def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
-    """List the stages of a copy, of `stages`, that a rank holds; dualpipe: one of each copy.
+    """List the stages that rank `rank` of a pipeline of `pp` ranks holds.
+
+    stages   in all, of one copy of the model; of dualpipe a rank holds one stage of each copy, in
+             that order
 
     >>> stages_of("1f1b", 4, 1, 4), stages_of("interleaved", 2, 1, 4), stages_of("zbv", 2, 0, 4)
     ([1], [1, 3], [0, 3])

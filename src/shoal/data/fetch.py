@@ -136,10 +136,12 @@ def identity_of(dataset: Any) -> list[Any] | None:
 
 
 def sample_kind(dataset: Any) -> str:
-    """Returns what a dataset's first sample has as inputs: images, numbers or tokens.
+    """Returns what a dataset's first sample has as inputs: images, numbers, or tokens.
 
-    images: floats of two dims or more; numbers: of fewer; tokens: whole numbers and what is
-    unknown, as an iterable, which is not read, or a sample that fails. The generators are put back.
+    images   floats of two dims or more · numbers  floats of fewer
+    tokens   whole numbers, and whatever is unknown: an iterable, which is not read, or a sample
+             that is no tensor or fails
+    The first sample is loaded; the generators are put back afterwards.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return "tokens"
@@ -173,7 +175,7 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
     Errors   ConfigError for an iterable that could not be put back; as `join`; the dataset's own
     """
     with kept_draws():
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if is_indexed(data):
             samples = [data[place] for place in range(min(count, len(data)))]
         elif hasattr(data, "state_dict"):
             state = copy.deepcopy(data.state_dict())

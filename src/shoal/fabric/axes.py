@@ -44,8 +44,10 @@ def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int,
 def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
     """Returns this rank's part of `world`: the ranks that differ along the named axes only.
 
-    A collective: every rank calls it alike. Parts are made once, then kept.
-    degrees   of all axes, outermost first; BugError where their product is not `world.size`
+    The part is a World. A collective: every rank calls it alike, as it makes process groups; made
+    once, then kept.
+    world     of all processes · degrees  of all axes, outermost first
+    Errors    BugError where the product of the degrees is not `world.size`
     """
     if math.prod(degrees.values()) != world.size:
         raise BugError(f"axes {dict(degrees)} do not make {world.size} ranks")
@@ -55,8 +57,10 @@ def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Wor
 def among(world: World, parts: Sequence[tuple[int, ...]]) -> World:
     """Returns, as a World, the part that this rank is in; a rank in none gets itself alone.
 
-    A collective: every rank gives the same `parts`, which do not overlap. Made once, then kept.
+    A collective: every rank gives the same `parts` in the same order, as it makes a process group
+    of each; made once, then kept. A part of all ranks is `world` itself.
     world   of all processes: torch lets a group be made by all of them together only
+    parts   ranks of each part; they do not overlap
     """
     own = world
     for ranks in parts:
@@ -89,9 +93,11 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
 
 
 def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
-    """Returns torch's DeviceMesh of the named axes over this rank's part; a collective, made once.
+    """Returns torch's DeviceMesh of this rank's part of `world` along the named axes.
 
-    degrees   of all axes, outermost first; their product is `world.size` · names  outermost first
+    The axes of the mesh are `names`, outermost first. A collective: every rank calls it alike. The
+    mesh and its groups are made once, then kept by `world`.
+    degrees   of all axes, outermost first; their product is `world.size`
     """
     key = (tuple(degrees.items()), tuple(names))
     if key not in world.meshes:

@@ -14,9 +14,12 @@ from shoal.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among those started with it, here and on its machine; where they meet.
+    """Where a process stands among those started with it, and where they meet.
 
-    host, port    of the store where they meet · hosts_store  this process runs it
+    rank, size    its number among all processes, and how many there are
+    local_rank, local_size   the same on this machine · started_by  the launcher, for messages
+    host, port    address of the store where they meet
+    hosts_store   this process runs that store
     listen_fd     a socket, already bound to a private address, that the store shall listen on
     attempt       how many times this job was restarted before; names the meeting
     """

@@ -36,10 +36,12 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
 
 
 class Traffic:
-    """What one rank sent and how long it waited; `count` adds a collective, `waiting()` time.
+    """What one rank sent and how long it waited for it, counted.
 
-    `take()` gives (bytes by kind, exposed seconds) since the last one, and starts again at zero
-    calls   collectives that were begun, ever
+    sent_bytes   by kind of collective · exposed_s  seconds spent waiting; `take()` returns both
+                 since the last call, and sets them to zero
+    calls        collectives that were begun, ever
+    `count(kind, payload_bytes, degree)` adds one; `with waiting():` adds the time inside
     """
 
     def __init__(self) -> None:

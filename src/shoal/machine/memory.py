@@ -13,7 +13,10 @@ PROCESS = Path("/proc/self")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak since `forget_peak`: bytes allocated on a GPU, resident on the CPU."""
+    """Returns this process's peak: on a GPU of allocated bytes, on the CPU of resident bytes.
+
+    It is that since the start of the process, or since `forget_peak`.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):

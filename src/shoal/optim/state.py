@@ -30,10 +30,11 @@ def split_state(
     """Split an optimizer's state into (tensors by `PARAMETER.KEY`, JSON record), for a checkpoint.
 
     names    of the parameters, or pieces of parameters, that the optimizer holds
-    Gives    what this rank has, no copies; if ranks step different pieces, `merge_records` joins
-             records
-    Errors   ConfigError for state that is no tensor or plain value, or of no parameter, which it
-             names
+    Gives    what this rank has, the tensors themselves, no copies; the record has class, numbers,
+             groups with their hyper-parameters, and which keys are sliced as parameters are. If
+             ranks step different pieces, `merge_records` joins the records
+    Errors   ConfigError for state that cannot be saved: no tensor and no number, named by
+             parameter, key and type, or kept under something that is no parameter
     """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Plain]] = {}

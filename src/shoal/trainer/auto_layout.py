@@ -16,20 +16,22 @@ from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.config.resolve import asked_layout
 from shoal.config.sections import Config
-from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.case_settings import beside
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.settle import Words, is_open, kept_plan
-from shoal.trainer.predict import facts_of
+from shoal.trainer.predict import FindFacts
 from shoal.trainer.rank_layouts import best_plan
 
 
 @phase("plan")
-def choose(config: Config, source: Source, world: World, folder: Path) -> tuple[Plan, Words | None]:
+def choose(
+    config: Config, facts: FindFacts, world: World, folder: Path
+) -> tuple[Plan, Words | None]:
     """Take the plan that the start left in a run's folder, and choose its layout if that is open.
 
+    facts    finds the model's, once they are needed (`facts_of`)
     Gives    (plan, None); where nothing can be ranked, the plan with the words from which the
              guide settles it
     """
@@ -41,6 +43,6 @@ def choose(config: Config, source: Source, world: World, folder: Path) -> tuple[
     if world.size == 1:
         return open_plan, asked
     compute = formats.resolve(plan.compute, world.device)
-    model = partial(facts_of, config, source, element_bytes=WIDTHS[compute])
+    model = partial(facts, element_bytes=WIDTHS[compute])
     found = best_plan(model, plan, config.layout, beside(config), world)
     return (found, None) if found else (open_plan, asked)

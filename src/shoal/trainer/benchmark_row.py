@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.parallel.full_state import gather_weights
 from shoal.trainer.job import open_run, steps_of
-from shoal.trainer.predict import cluster_here, foresee
+from shoal.trainer.predict import cluster_here, facts_of, foresee
 from shoal.trainer.run import Run
 
 WARMUP_STEPS = 2
@@ -82,8 +83,9 @@ def measure_row(
     # No `finally`: after a failure on one rank, taking a run apart would be one more collective.
     figures = _figures(run, source, (steps, compared), config.data.workers, folder)
     if world.is_first:
+        facts = partial(facts_of, config, source)
         figures["predicted"] = foresee(
-            config, source, run.plan, cluster_here(world.size), run.program.travel
+            config, facts, run.plan, cluster_here(world.size), run.program.travel
         )
     _take_apart(run)
     del run

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,14 @@ from shoal.trainer.finish import finish
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
 from shoal.trainer.job import import_object, open_run, steps_of
-from shoal.trainer.predict import Learner, cluster_here, foresee, held_now_bytes
+from shoal.trainer.predict import (
+    FindFacts,
+    Learner,
+    cluster_here,
+    facts_of,
+    foresee,
+    held_now_bytes,
+)
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 
@@ -95,7 +102,9 @@ def _prepare(
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
         measure_machine(world, cache_folder(), QUICK)
-    plan, said = choose(config, source, world, folder)
+    # A layout that is left open is ranked by them, the run is foreseen by them: found once.
+    facts: FindFacts = cache(partial(facts_of, config, source))
+    plan, said = choose(config, facts, world, folder)
     proven = prove(config, source, world, folder, plan, said)
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's
@@ -116,7 +125,7 @@ def _prepare(
     run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, held_bytes)
     foreseen = (
-        foresee(config, source, run.plan, cluster, run.program.travel) if world.is_first else {}
+        foresee(config, facts, run.plan, cluster, run.program.travel) if world.is_first else {}
     )
     if joined is not None and foreseen.get("step_s"):
         sequence = config.data.sequence if source.kind == "tokens" else 1

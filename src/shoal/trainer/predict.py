@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -47,6 +47,13 @@ LEAST_STEPS = 20
 
 EXAMPLES = 2
 """Samples of the batch that a trace looks at."""
+
+
+class FindFacts(Protocol):
+    """Finds a model's facts for a device's kernels and a width of its elements (`facts_of`)."""
+
+    def __call__(self, *, kernels: str, element_bytes: int) -> ModelFacts:
+        """Trace it, or give what was found before."""
 
 
 def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int) -> ModelFacts:
@@ -162,7 +169,7 @@ def prediction(case: Case, travel: Travel | None = None) -> dict[str, Any]:
 
 @phase("plan")
 def foresee(
-    config: Config, source: Source, plan: Plan, cluster: Cluster, travel: Travel | None = None
+    config: Config, facts: FindFacts, plan: Plan, cluster: Cluster, travel: Travel | None = None
 ) -> dict[str, Any]:
     """The prediction for a run, or {"reason": why there is none}: training goes on without.
 
@@ -172,7 +179,7 @@ def foresee(
     if plan.layout.threads > 1:
         return {"reason": "dp: threads of one process are not foreseen"}
     try:
-        facts = facts_of(config, source, kernels=cluster.device.kind, element_bytes=width)
-        return prediction(case_of(config, plan, facts, cluster), travel)
+        known = facts(kernels=cluster.device.kind, element_bytes=width)
+        return prediction(case_of(config, plan, known, cluster), travel)
     except ShoalError as failure:
         return {"reason": str(failure)}
