@@ -17,15 +17,33 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
+SMALL = [
+    "data.source=synthetic", "model.dim=32", "model.layers=2", "model.heads=2", "train.batch=16",
+    "train.micro_batch=2", "train.steps=4", "precision.compute=fp32",
+]  # fmt: skip
+"""Nothing of the user's own, for whose sake Python would look into the working folder."""
+
+
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     (tmp_path / "toy.py").write_text(TOY)
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
+    """By the installed script, whose modules of the user's own Python does not find by itself."""
+    script = str(Path(sys.executable).parent / "shoal")
+    (tmp_path / "mine.py").write_text("import torch\n\nclass Steps(torch.optim.SGD):\n    pass\n")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launcher, "-m", "shoal", "train", *ARGUMENTS, "run.name=run"],
+        [
+            *launcher,
+            "--no-python",
+            script,
+            "train",
+            *SMALL,
+            "run.name=run",
+            "optimizer.name=mine:Steps",
+        ],
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,

@@ -138,8 +138,8 @@ def _locate_module(name: str) -> str | None:
     return None
 
 
-def _search_here() -> None:
-    """A user's modules lie in the working folder, which a script does not search by itself."""
+def search_here() -> None:
+    """Let Python find modules in the working folder, where a user's own lie; a script does not."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -152,7 +152,7 @@ def check_function(name: str, where: str) -> None:
     Does     puts the working folder in sys.path
     Errors   ConfigError with the nearest module; `where` is the key in its message
     """
-    _search_here()
+    search_here()
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{where} = {name}: must be pkg.mod:function")

@@ -17,7 +17,7 @@ from torch import nn
 from shoal.base.errors import ConfigError, ShoalError, nearest
 from shoal.base.frames import user_place
 from shoal.base.plan import Plan
-from shoal.config.paths import load_function
+from shoal.config.paths import load_function, search_here
 from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.fetch import first_samples, sample_kind
@@ -47,6 +47,7 @@ def open_run(
     plan, said   as `start_run` takes them · folder  where it writes
     Errors       PlanError, ConfigError when this layout cannot carry this model; on all ranks
     """
+    search_here()  # torchrun's ranks do not look there for an optimizer of the user's own
     built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
 
     def make_model() -> nn.Module:
