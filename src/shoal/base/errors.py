@@ -59,7 +59,7 @@ class TrainingError(ShoalError):
 
 
 class BugError(ShoalError):
-    """A ShoalError: Shoal broke one of its own promises, which is worth an issue; exit status 1."""
+    """A ShoalError: Shoal broke one of its own promises, no user's mistake; exit status 1."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

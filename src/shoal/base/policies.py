@@ -32,7 +32,7 @@ def number(
 ) -> Any:
     """Declare a policy's key that is a number of at least `least` and less than `below`.
 
-    usual   proposed in the place of a number that means nothing; default: `least`
+    usual   proposed in the place of any number that is refused; default: `least`
     more    further arguments of `dataclasses.field`; the value is checked by `check_value`
     """
     near = least if usual is None else usual
@@ -108,7 +108,7 @@ class UpdatePolicy:
 
 @dataclass(frozen=True)
 class OptimizerPolicy(UpdatePolicy):
-    """The update rule, its learning-rate schedule and gradient clipping.
+    """The update rule, its learning-rate schedule, gradient clipping and weight averaging.
 
     name           adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class
     lr             peak learning rate · weight_decay  on matrices only
@@ -415,9 +415,10 @@ def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
 def check_value(name: str, key: Field[Any], value: Any) -> None:
     """Refuse a value that a key's declaration (`word`, `number`) does not allow.
 
-    Numbers must also be finite, and at most 2^30, a seed 2^63 − 1; a key declared otherwise passes.
+    Numbers must also be finite, whole ones at most 2^30, a seed 2^63 − 1. Words of `others` are
+    refused like any, and choose which word is proposed. A key declared otherwise passes.
     name     of the key as the user wrote it
-    Errors   ConfigError with the nearest legal value
+    Errors   ConfigError with the nearest word, or the declared `usual` number
 
     >>> declared = Policies.__dataclass_fields__
     >>> check_value("memory.recompute", declared["recompute"], "ful")

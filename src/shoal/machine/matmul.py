@@ -86,7 +86,7 @@ def distrust(world: World, precision: str, cache: Path) -> str:
 
     For a run whose steps pass that rate; one rank calls it.
     precision, cache   as `matmul_flops_per_s` has them
-    Gives   a line for the user; where no rate is known nothing is written
+    Gives   a line for the user; nothing is written where no rate is known or the cache takes none
     """
     key = _key(world, precision)
     known = _read(cache, key)

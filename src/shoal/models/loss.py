@@ -134,7 +134,8 @@ def linear_cross_entropy(
     chunk_rows   rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`
     vocabulary   weight holds this rank's rows of the head only; every rank must call at once
     Gives        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars
-    Errors       ConfigError for a target outside the vocabulary (on CPU; on CUDA its own)
+    Errors       ConfigError for a target outside the vocabulary, on a CPU; on CUDA none with
+                 `vocabulary`, else torch's own
     Source       chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in
                  plain torch, for any device
     Limits       first derivatives only. Under autocast(bf16) or with bf16 inputs the products are

@@ -51,10 +51,11 @@ def gather_weights(program: Program) -> dict[str, torch.Tensor]:
 
 
 def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Gather whole gradients: (by name, on the CPU of every rank; names that any rank used).
+    """Gather whole gradients: (by name, on the CPU of every rank; names that have one).
 
-    Every rank calls it. Before `update` they are sums over targets, after it the clipped mean
-    gradient; a parameter that nobody used has zeros.
+    Every rank calls it. Before `update`, and after a skipped step, they are sums over targets
+    (under fp16 scaled), and all names have one; after `update` the clipped mean gradient, and names
+    that no rank used have none. Without one the gradient is zeros.
     """
     parts: dict[str, Part] = {}
     used: list[str] = []

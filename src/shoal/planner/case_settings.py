@@ -77,7 +77,8 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
 def state_bytes_of(optimizer: OptimizerPolicy) -> int:
     """Look up an optimizer's bytes of state per fp32 parameter element, by its name.
 
-    0 for sgd without momentum; 8, as Adam, for a name that `STATE_BYTES` lacks.
+    Whatever its case: 8 for adam and its like, 4 for sgd with momentum, rmsprop and other rules of
+    one moment, 0 for sgd without (`STATE_BYTES`); 8 for a name that is not there.
     """
     name = optimizer.name.lower()
     return 0 if name == "sgd" and not optimizer.momentum else STATE_BYTES.get(name, 8)

@@ -62,8 +62,10 @@ def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
 def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs.
 
-    call     "single"; whatever else is kwargs
-    Errors   ConfigError where forward takes its inputs in another form; others as they are
+    call     "single"; whatever else is kwargs, for which inputs must be a dict
+    Errors   ConfigError where forward seems to take inputs in another form: kwargs with a keyword
+             that it does not have, single with a tuple of several, or any exception after single
+             with a dict of which it names a key; all other exceptions of the model pass
     """
     if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(

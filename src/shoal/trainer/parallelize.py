@@ -168,8 +168,10 @@ def start_run(
 
     plan     settled, or with open fields where `said` is given
     said     the layout in words, from which the plan is settled; None: it is settled
-    given    portions of the batch that the user fixed
-    ranks_layouts   a layout that is left open is chosen by the planner, by what it sees in `sample`
+    given    of "batch" and "micro_batch" those that the user fixed: the run holds batches of the
+             user's own to them, and cuts them; settling the plan does not look at it
+    ranks_layouts   a layout that is left open is chosen by the planner, by what it sees in `sample`;
+                    False, one process, or a machine that was never measured: by size
     Errors   as `parallelize`
     """
     install()
