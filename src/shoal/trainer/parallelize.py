@@ -170,7 +170,7 @@ def start_run(
     said     the layout in words, from which the plan is settled; None: it is settled
     given    of "batch" and "micro_batch" those that the user fixed: the run holds batches of the
              user's own to them, and cuts them; settling the plan does not look at it
-    ranks_layouts   a layout that is left open is chosen by the planner, by what it sees in `sample`;
+    ranks_layouts   the planner chooses a layout that is left open, by what it sees in `sample`;
                     False, one process, or a machine that was never measured: by size
     Errors   as `parallelize`
     """
