@@ -78,6 +78,15 @@ def test_what_people_read() -> None:
 def test_on_one_process_every_name_is_single(name: str) -> None:
     assert choose(name, {}, 1) == Layout()
 
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp", "tp", "cp"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_schedule_beside_a_name_without_stages_is_refused(name: str, processes: int) -> None:
+    with pytest.raises(PlanError, match="schedule = zbv: is about the stages of a pipeline"):
+        expand(name, processes, schedule="zbv")
+
+
+def test_what_a_schedule_makes_is_what_its_name_promises() -> None:
     for name in SCHEDULES:
         chunks = 3 if name == "interleaved" else 1
         made = make_schedule(name, 2, 4, chunks)

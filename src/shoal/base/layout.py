@@ -278,6 +278,8 @@ def expand(
     if strategy in PIPELINES and strategy != "pp":
         schedule = _same_schedule(strategy, schedule)
     if processes == 1:
+        if strategy not in (*PIPELINES, "3d"):
+            settle_schedule(schedule, chunks, 1)  # as on several
         return Layout()
     layout = _of_several(strategy, processes)
     schedule, chunks = settle_schedule(schedule, chunks, layout.pp)
