@@ -39,6 +39,7 @@ class Rank:
 
     def __init__(self, rank: int, together: Together) -> None:
         self.rank, self.together = rank, together
+        self.is_first = rank == 0
 
     def gather_json(self, message: Any) -> list[Any]:
         return self.together.all(self.rank, message)
@@ -47,6 +48,10 @@ class Rank:
         if self.rank == 0:
             self.together.messages.append(tensor.numel())
         return torch.stack(self.together.all(self.rank, tensor))
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        rows = self.all_gather(tensor)
+        return rows if self.is_first else None
 
 
 WHOLE = {
@@ -82,16 +87,18 @@ def parts_of(rank: int) -> dict[str, tuple[torch.Tensor, Shard]]:
     return found
 
 
+@pytest.mark.parametrize("only_first", [False, True])
 @pytest.mark.parametrize(("message_bytes", "messages"), [(2**20, 2), (100, 3), (1, 5)])
-def test_every_rank_gets_all_of_it(
-    monkeypatch: pytest.MonkeyPatch, message_bytes: int, messages: int
+def test_every_rank_gets_all_of_it_or_the_first_alone(
+    monkeypatch: pytest.MonkeyPatch, message_bytes: int, messages: int, only_first: bool
 ) -> None:
     monkeypatch.setattr(full_state, "MESSAGE_BYTES", message_bytes)
     together = Together()
     found: list[dict[str, torch.Tensor]] = [{} for _ in range(RANKS)]
 
     def work(rank: int) -> None:
-        found[rank] = assembled(parts_of(rank), Rank(rank, together))  # type: ignore[arg-type]
+        world: Any = Rank(rank, together)
+        found[rank] = assembled(parts_of(rank), world, only_first=only_first)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
@@ -99,6 +106,9 @@ def test_every_rank_gets_all_of_it(
     for thread in threads:
         thread.join(30)
     for rank in range(RANKS):
+        if rank and only_first:
+            assert found[rank] == {}
+            continue
         assert set(found[rank]) == set(WHOLE)
         for name, tensor in WHOLE.items():
             assert torch.equal(found[rank][name], tensor), (rank, name)

@@ -16,10 +16,12 @@ class Device:
     matrix_flops_per_s   dense peak by format: fp64 fp32 bf16 fp16 fp8
     ladder               (FLOP of one product, share of that peak reached), ascending; () = as rated
     ladders              the same by format, where a format has its own (see `ladder_of`)
-    stream_bytes_per_s   of its memory · memory_bytes  what a run may use of it
+    stream_bytes_per_s   of its memory · memory_bytes  all of it that one rank may use
     stream_ladder        (bytes of one tensor, bytes per second), ascending: caches; () = as above
-    reserved_bytes       what context, libraries and communicators take outside the tensors
-    launch_s             least time of one operation
+    reserved_bytes       of these, what context, libraries, communicators take outside the tensors
+    launch_s             least time of one operation · kind  gpu or cpu
+    source               where the figures are from
+    Between two rungs of a ladder values are interpolated.
     """
 
     name: str

@@ -22,7 +22,7 @@ class TensorExchange:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What one micro-batch sends over the boundary between one pipeline stage and the next.
+    """What one micro-batch of one tensor-parallel rank sends from one pipeline stage to the next.
 
     forward_bytes   values sent to the next stage, those that only pass through it included
     backward_bytes  gradients sent back for them: floating-point values have one, others none

@@ -23,7 +23,10 @@ UNSAVED_CODE = 4
 
 
 class ShoalError(Exception):
-    """Base of every failure that Shoal explains itself: one line, no traceback; exit status 1."""
+    """Base of every failure that Shoal explains itself: one line, no traceback.
+
+    exit_code   of a command that ends by it: 1, or what a kind below says (2 or 3)
+    """
 
     exit_code = 1
 

@@ -127,7 +127,7 @@ def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
 
 
 def tell_folder(folder: Path) -> None:
-    """Have this thread's open phases written to `folder/phase.json` as they change (`listen`).
+    """Write this thread's open phases to `folder/phase.json` whenever they change (`listen`).
 
     The file is replaced whole; what the disk refuses is dropped. What listened before is replaced.
     """

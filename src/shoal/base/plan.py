@@ -46,8 +46,8 @@ class Plan(Policies):
     """One run's program, as data: its layout, and every policy's key by its name in run.toml.
 
     layout        degrees of every axis
-    batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass; 0
-                  in a plan that is not settled yet: the defaults of `shoal.parallelize`
+    batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass on
+                  one data rank; 0 in a plan that is not settled: defaults of `shoal.parallelize`
     accumulate    micro-batches per data rank in a full step; 0: derived
     why           one line: which rule chose the layout and what else was possible
     parameters    trainable elements

@@ -97,7 +97,9 @@ class UpdatePolicy:
     """What is done to gradients before the optimizer's step, and with the weights after it.
 
     clip      largest global norm of the mean gradient; 0: gradients stay as they are
-    average   decay of a moving average of the weights, with which runs validate; 0: none
+    average   decay of a moving average of the weights, with which runs validate, and which
+              checkpoints keep too; 0: none
+    Bounds are checked by `check_value`, not by the constructor.
     """
 
     clip: float = number(0.0, least=0, usual=1.0)
@@ -153,7 +155,10 @@ class RecomputePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What waits in host memory while unused: none, optimizer, parameters (fsdp), activations."""
+    """What waits in host memory while unused: none, optimizer, parameters (fsdp), activations.
+
+    Of GPUs only: a run on a CPU refuses all but none (PlanError).
+    """
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
     """none, optimizer, parameters (fsdp), activations: kept in the host's memory (GPUs only)"""

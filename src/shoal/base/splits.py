@@ -76,7 +76,7 @@ class Explained:
     model      its name · layout  as `Layout.text()` says it
     rows       one per parameter, in the model's order
     exchanges  what a forward and backward pass of `samples` samples makes the tensor-parallel
-               ranks exchange
+               ranks exchange · samples  that the model was looked at with, also without exchanges
     notices    what the user should hear: what stays whole although it could have been split
     """
 

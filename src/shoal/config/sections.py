@@ -58,6 +58,7 @@ class DataSection:
     tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
     sequence     tokens per sample · workers  loader processes per rank; 0 loads between steps
     collate      pkg.mod:function that joins a list of samples into a batch; "" torch's default
+    Nothing is checked here: `load` checks numbers, `check_data` the rest.
     """
 
     source: str = "stdlib"

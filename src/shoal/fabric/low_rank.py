@@ -68,7 +68,7 @@ class LowRankSum:
             matrices  parts of [elements]; those worth it are sent as two thin ones, and all other
             elements as they are
     Gives   every rank the same sum; what a rank's thin matrices left out comes with its next
-            message
+            message, once `commit` said that this one counts; no checkpoint keeps it
     """
 
     def __init__(

@@ -21,7 +21,8 @@ class GatherParameters:
     """The all-gather that `FSDPModule.set_custom_all_gather` wants; `GatherParameters(traffic)`.
 
     `allocate(size, *, dtype, device)` makes a buffer; calling it runs the collective on a group and
-    adds its bytes to the world's `traffic`, and, if it waits, its time.
+    adds the bytes that this rank sends, (n−1)/n of the whole, to `traffic`, and, if it waits, its
+    time.
     """
 
     def __init__(self, traffic: Traffic) -> None:

@@ -36,7 +36,7 @@ from shoal.base.errors import ClusterError, PlanError
 from shoal.base.systems import loopback
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
 from shoal.fabric.process_info import Place, find_place
-from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Traffic
+from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SEND, Traffic
 from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
 
 JOIN_TIMEOUT = timedelta(seconds=120)
@@ -149,6 +149,18 @@ class World:
         with self.traffic.waiting():
             all_gather_single(out, tensor.reshape(-1), group=self.group)
         return out.view(self.size, *tensor.shape)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Gather one equal-shaped tensor of every rank: [size, ...] on rank 0, None elsewhere."""
+        if self.group is None:
+            return tensor.unsqueeze(0).clone()
+        out = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
+        size_bytes = 0 if self.is_first else tensor.numel() * tensor.element_size()
+        self.traffic.count(SEND, size_bytes, self.size)
+        with self.traffic.waiting():
+            rows = None if out is None else list(out.unbind())
+            dist.gather(tensor.contiguous(), rows, group=self.group, group_dst=0)
+        return out
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite a tensor with rank `source`'s, in place."""

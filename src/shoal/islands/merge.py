@@ -36,12 +36,13 @@ class Merge:
     partners    islands that merged, this one included · verdict  whose changes counted
     ballots     of all islands of the run, in their order
     divisor     what the weighted sum of changes was divided by; 0 if none was admitted
-    digest      sha256 of the merged weights and state as proposed, over all ranks of an island
+    digest      sha256 of the merged weights and state as proposed, over all ranks of an island; of
+                names and shapes under noloco, whose weights stay each island's own
     plain       means of what no optimizer moves (running statistics), by name: this rank's parts;
                 {} if not committed
     seconds     from the message to the vote · sent_bytes  coded, by this rank
-    spread      how far apart the partners' weights were, as a share of their norm; None where the
-                method makes them equal
+    spread      how far apart the weights of the admitted were just before, as a share of their
+                norm; None where the method makes them equal, or fewer than two were admitted
     """
 
     round: int

@@ -71,7 +71,7 @@ def split_state(
 
 
 def parameters_held(optimizer: torch.optim.Optimizer) -> int:
-    """Count the parameters, or pieces of them, in all groups of an optimizer, on this rank."""
+    """Count the parameter tensors, or pieces of them, in all groups of this rank's optimizer."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 

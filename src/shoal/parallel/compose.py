@@ -132,7 +132,13 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
 
 
 def materialise(program: Program, derived: Derived) -> Program:
-    """Cut the module in place to what this rank holds by the rows; the rest's memory is freed."""
+    """Cut the module in place to what this rank holds under tp, pp and ep; the rest is freed.
+
+    Its layers compute so from then on, under cp too, which cuts nothing. A layout that derives none
+    of them leaves it as it is. Every rank calls it.
+
+    derived   as `place` gave it; rows are the program's
+    """
     if not program.plan.layout.is_derived:
         return program
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
@@ -178,7 +184,7 @@ def check_here(plan: Plan, device: torch.device) -> None:
 
 
 def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
-    """Let offload take over the optimizer, once that steps this rank's parts; else do nothing.
+    """Let memory.offload=optimizer take over the optimizer, once that steps this rank's parts.
 
     Gives   the program with what the technique added, where the plan asks for it
     """

@@ -45,17 +45,23 @@ def held(program: Program) -> dict[str, Part]:
     return found
 
 
-def gather_weights(program: Program) -> dict[str, torch.Tensor]:
-    """Gather every parameter and persistent buffer whole on the CPU of every rank; all call it."""
-    return assembled(held(program), program.world)
+def gather_weights(program: Program, *, only_first: bool = False) -> dict[str, torch.Tensor]:
+    """Gather every parameter and persistent buffer whole on the CPU of every rank; all call it.
+
+    only_first   on rank 0's alone; others get {} and spend neither memory nor time on it
+    """
+    return assembled(held(program), program.world, only_first=only_first)
 
 
-def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str]]:
+def gather_gradients(
+    program: Program, *, only_first: bool = False
+) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Gather whole gradients: (by name, on the CPU of every rank; names that have one).
 
-    Every rank calls it. Before `update`, and after a skipped step, they are sums over targets
-    (under fp16 scaled), and all names have one; after `update` the clipped mean gradient, and names
-    that no rank used have none. Without one the gradient is zeros.
+    Every rank calls it; under `only_first` none but rank 0 gets gradients, all get the names.
+    Before `update`, and after a skipped step, they are sums over targets (under fp16 scaled), and
+    all names have one; after `update` the clipped mean gradient, and names that no rank used have
+    none. Without one the gradient is zeros.
     """
     parts: dict[str, Part] = {}
     used: list[str] = []
@@ -66,16 +72,20 @@ def gather_gradients(program: Program) -> tuple[dict[str, torch.Tensor], set[str
         kept = torch.zeros_like(local.parameter) if gradient is None else gradient
         parts[name] = (kept.detach(), local.shard)
     by_any = {name for told in program.world.gather_json(used) for name in told}
-    return assembled(parts, program.world), by_any
+    return assembled(parts, program.world, only_first=only_first), by_any
 
 
-def assembled(parts: Mapping[str, Part], world: World) -> dict[str, torch.Tensor]:
+def assembled(
+    parts: Mapping[str, Part], world: World, *, only_first: bool = False
+) -> dict[str, torch.Tensor]:
     """Assemble whole tensors from the ranks' parts, on the CPU of every rank; all ranks call it.
 
-    parts   by name: a tensor and where it lies in the whole; a rank may hold nothing of a name
-    Gives   copies by name, in the order of the lowest rank that has a name. Where parts overlap
-            they are taken to be equal
+    parts        by name: a tensor and where it lies in the whole; a rank may hold nothing of a name
+    only_first   on rank 0 alone, to which the others send; they get {}
+    Gives        copies by name, in the order of the lowest rank that has a name. Where parts
+                 overlap they are taken to be equal
     """
+    for_me = world.is_first or not only_first
     mine = {
         name: [
             list(shard.global_shape),
@@ -93,17 +103,19 @@ def assembled(parts: Mapping[str, Part], world: World) -> dict[str, torch.Tensor
     travelling: list[str] = []
     for name, spread in known.items():
         if spread.everywhere:
-            found[name] = parts[name][0].detach().reshape(spread.shape).to("cpu", copy=True)
-        else:
+            if for_me:
+                found[name] = parts[name][0].detach().reshape(spread.shape).to("cpu", copy=True)
+            continue
+        if for_me:
             found[name] = torch.zeros(spread.shape, dtype=spread.kind)
-            travelling.append(name)
+        travelling.append(name)
     for together in _in_messages(travelling, known):
-        _exchange({name: known[name] for name in together}, parts, found, world)
+        spreads = {name: known[name] for name in together}
+        message = _message(spreads, parts, world)
+        rows = world.gather(message) if only_first else world.all_gather(message)
+        if rows is not None:
+            _spread_out(spreads, rows.cpu(), found)
     return found
-
-
-def _listed(slices: Iterable[Box]) -> list[list[list[int]]]:
-    return [[list(span) for span in box] for box in slices]
 
 
 MESSAGE_BYTES = 32 * 2**20
@@ -129,8 +141,8 @@ class _Spread:
         return all(boxes == whole for boxes in self.boxes)
 
     def sent(self, rank: int) -> tuple[Box, ...]:
-        """What this rank sends: of equal replicas the highest rank's."""
-        return () if self.boxes[rank] in self.boxes[rank + 1 :] else self.boxes[rank]
+        """What this rank sends: of equal replicas the lowest rank's."""
+        return () if self.boxes[rank] in self.boxes[:rank] else self.boxes[rank]
 
     def elements(self, rank: int) -> int:
         return sum(math.prod(end - first for first, end in box) for box in self.sent(rank))
@@ -154,13 +166,10 @@ def _in_messages(names: Iterable[str], known: Mapping[str, _Spread]) -> Iterator
         yield message
 
 
-def _exchange(
-    spreads: Mapping[str, _Spread],
-    parts: Mapping[str, Part],
-    found: Mapping[str, torch.Tensor],
-    world: World,
-) -> None:
-    """All-gather the parts of some tensors of one dtype, and write them where they belong."""
+def _message(
+    spreads: Mapping[str, _Spread], parts: Mapping[str, Part], world: World
+) -> torch.Tensor:
+    """What this rank sends of some tensors of one dtype: [elements], equally long on all ranks."""
     kind = next(iter(spreads.values())).kind
     longest = max(sum(s.elements(rank) for s in spreads.values()) for rank in range(world.size))
     message = torch.zeros(longest, dtype=kind, device=world.device)
@@ -169,7 +178,14 @@ def _exchange(
         if count := spread.elements(world.rank):
             message[place : place + count] = parts[name][0].detach().reshape(-1)
             place += count
-    for rank, row in enumerate(world.all_gather(message).cpu()):
+    return message
+
+
+def _spread_out(
+    spreads: Mapping[str, _Spread], rows: torch.Tensor, found: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the ranks' messages, [ranks, elements], where they belong."""
+    for rank, row in enumerate(rows):
         place = 0
         for name, spread in spreads.items():
             for box in spread.sent(rank):

@@ -32,7 +32,7 @@ MOST_PER_CORE = 64
 def check_cores(processes: int, machine: MachineFacts) -> None:
     """Refuse more than 64 processes per core of this machine; with GPUs refuse nothing.
 
-    Errors   PlanError with the usual number of processes
+    Errors   PlanError with the number that a run without launch.processes would take here
 
     >>> check_cores(3000, MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
     Traceback (most recent call last):

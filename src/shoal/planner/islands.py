@@ -149,7 +149,7 @@ class IslandsCost:
 def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
     """Predict seconds, bytes and memory of one round of islands.
 
-    policy   `[islands]`, its open numbers are settled here
+    policy   `[islands]`, its open numbers are settled in a copy
     Errors   ConfigError for a policy that cannot run; PlanError for method none, or for speeds that
              are not one per island
 

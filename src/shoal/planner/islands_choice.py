@@ -87,7 +87,7 @@ def by_link(
 ) -> list[IslandsCost]:
     """Predict `islands_cost` on each of several links: one cost per rate, in their order.
 
-    rates_bytes_per_s   each stands in the place of facts.bytes_per_s
+    rates_bytes_per_s   each stands in the place of facts.bytes_per_s; else 10, 50, 200, 1000 Mbit/s
     Errors   as `islands_cost`
     """
     return [islands_cost(policy, replace(facts, bytes_per_s=rate)) for rate in rates_bytes_per_s]

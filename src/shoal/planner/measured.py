@@ -108,7 +108,7 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
     """Build the `Cluster` that a stored measurement describes (keys: head of this module).
 
     On a CPU the link inside is made slower than measured, since ranks compute meanwhile.
-    Errors   KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError for a document that
+    Errors   KeyError, TypeError, ValueError, AttributeError, ArithmeticError for a document that
              is not one
     """
     device = _device(document)

@@ -71,6 +71,8 @@ def note_run(machine: Path, compute: str, share: float) -> None:
 def learnt(machine: Path) -> dict[str, float]:
     """Read what runs taught of a machine: number format → median share of its latest 15 runs.
 
+    A share is measured seconds by predicted ones.
+
     machine   path of the machine's facts (`machine_path`), beside which runs are noted
     Gives     {} where there are none or the file cannot be read; damaged lines are passed over
     """

@@ -59,7 +59,7 @@ def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> Search
     Its layout is fixed by a strategy's name, or by degrees whose product is all devices; fewer
     leave the other axes to the search, `auto` alone leaves all.
 
-    further    other fields of the space, as they are: micro_batch, accumulate, given, built
+    further    other fields, as `SearchSpace` explains them: micro_batch, accumulate, given, built
     Errors     PlanError for a name, a schedule or degrees that do not go with the devices
     """
     degrees = section.degrees()

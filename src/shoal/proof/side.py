@@ -35,6 +35,9 @@ order makes."""
 NOISE_SHARE, NOISE_FLOOR = 0.05, 0.01
 """Noise = floor + share of the parameter's root mean square."""
 
+NOISE_ELEMENTS = 2**16
+"""Drawn at once: less than what the light build puts into a mapped file."""
+
 
 @dataclass
 class Side:
@@ -164,10 +167,13 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
             key = hashlib.blake2b(f"{label}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
             stored = once(parameter.detach())
-            noise = torch.randn(stored.shape, generator=generator, dtype=torch.float64)
-            size = float(torch.linalg.vector_norm(stored.double().cpu()))
+            size = float(torch.linalg.vector_norm(stored, dtype=torch.float64))
             scale = NOISE_FLOOR + NOISE_SHARE * size / stored.numel() ** 0.5
-            stored.add_((noise * scale).to(stored))
+            # In rows: float64 noise for a whole table of fp32 would take twice its memory.
+            rows = stored if stored.dim() else stored.view(1)
+            for part in rows.split(max(1, NOISE_ELEMENTS * rows.shape[0] // rows.numel())):
+                noise = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+                part.add_(noise.mul_(scale).to(part))
     return module
 
 

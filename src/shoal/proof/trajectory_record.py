@@ -97,21 +97,21 @@ def record(side: Side, trial: Trial) -> Record:
     def begin(label: str, run: Run) -> None:
         before(label, run)
         _describe(found, label, run)
-        found.start.update(_kept(side, label, gather_weights(run.program)))
+        found.start.update(_labelled(label, gather_weights(run.program, only_first=True)))
 
     side.on_run = begin
     for label, result in counting("steps", side.steps, trial(side)):
-        gradients, used = gather_gradients(side.runs[label].program)
+        gradients, used = gather_gradients(side.runs[label].program, only_first=True)
         mine = {name: gradients[name] for name in gradients if name in used}
         found.rows.append(Row.of(label, result))
-        found.gradients.append({} if result.skipped else _kept(side, label, mine))
+        found.gradients.append({} if result.skipped else _labelled(label, mine))
         apart = {} if result.skipped else replicas_apart(side.runs[label].program)
         found.apart.append(_labelled(label, apart))
         if side.finished():
             break
     digests: dict[str, list[str]] = {}
     for label, run in side.runs.items():
-        found.weights.update(_kept(side, label, gather_weights(run.program)))
+        found.weights.update(_labelled(label, gather_weights(run.program, only_first=True)))
         digests.update(_labelled(label, replicated_digests(run.program)))
     parameters = {*found.trainable, *found.frozen}
     for name in [n for n in found.weights if n not in parameters]:
@@ -140,10 +140,6 @@ def replicated_digests(program: Program) -> dict[str, list[str]]:
 
 def _labelled(label: str, named: dict[str, Any]) -> dict[str, Any]:
     return {f"{label}/{name}" if label else name: value for name, value in named.items()}
-
-
-def _kept(side: Side, label: str, tensors: Tensors) -> Tensors:
-    return _labelled(label, tensors) if side.world.is_first else {}
 
 
 def _describe(found: Record, label: str, run: Run) -> None:

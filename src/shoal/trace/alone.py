@@ -31,7 +31,8 @@ TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).resolve().pare
 class CollectiveAlone(RuntimeError):
     """Raised instead of a collective inside of `alone`: the process would wait for others for ever.
 
-    name   of the collective · where  file:line that asked for it
+    name   of the collective · where  file:line of the user's that asked for it, if one is known
+    No ShoalError: the proof catches it and says what it means.
     """
 
     def __init__(self, name: str, where: str) -> None:

@@ -33,9 +33,9 @@ SHOWN = 2
 
 
 class CastsLifted(TorchFunctionMode):
-    """Context manager in which casts from float64 to a narrower format give float64.
+    """Context manager in which casts from float64 to a narrower floating format give float64.
 
-    lifted   file:line of every line that asked for one
+    lifted   file:line of every line that asked for one, filled as it happens
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,9 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
-    """Copy a module with tensors that have no data; hooks and replaced forwards are left out.
+    """Copy a module with tensors without data; forward hooks and replaced forwards are left out.
+
+    Tensors that are plain attributes are copied so too, those inside of lists and dicts are not.
 
     device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
     """

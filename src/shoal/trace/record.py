@@ -45,7 +45,8 @@ class Record:
     run      does one forward pass of a module on the sample
     policy   says what the blocks are, where the user does
     blocks   names of those that recompute, compile and dropout keys go by
-    passes   forward passes so far, by what they were for: look, flow, check
+    passes   forward passes so far, by what they were for: look (what is called), flow (what depends
+             on what, for pp), check (replays of a model cut into stages)
     """
 
     def __init__(self, module: nn.Module, run: Run, policy: BlocksPolicy = FOUND) -> None:

@@ -53,8 +53,9 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Context manager that puts plain attributes of all submodules back to what they were.
 
-    One that keeps what a pass gave would keep its graph too, and that the shapes which parameters
-    had before they were cut.
+    New ones are removed; lists, dicts and sets are restored one level deep; callables stay. Else an
+    output that a module keeps would keep its graph, and with it the shapes of parameters before
+    they were cut.
     """
     before = _Attributes(module)
     try:

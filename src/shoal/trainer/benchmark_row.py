@@ -167,7 +167,7 @@ def _compare_weights(run: Run, reference: Path) -> float | None:
 
     `single` writes them; a number on rank 0 of the others, None where nothing is known.
     """
-    weights = gather_weights(run.program)
+    weights = gather_weights(run.program, only_first=True)
     if run.plan.layout.strategy == "single":
         save_file(weights, reference)
         return 0.0

@@ -73,7 +73,7 @@ class RunFolder:
 def last_session(events: list[Record]) -> list[Record]:
     """Give the events from the last `run_started` on; all of them where there is none.
 
-    A restart by Shoal's supervisor writes none; one by torchrun or SLURM does.
+    A restart by Shoal's supervisor or guardian (islands) writes none; by torchrun or SLURM it does.
 
     >>> [e["event"] for e in last_session([{"event": "notice"}, {"event": "run_started"}])]
     ['run_started']
