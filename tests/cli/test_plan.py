@@ -56,8 +56,13 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert record["version"] == 1
     assert record["machine"]["devices"] == 128
     best = record["layouts"][0]
-    assert (best["verdict"], best["starts"], best["after"]) == ("no", False, "fits")
-    assert best["start_bytes"] > record["machine"]["memory_bytes"] > best["peak_bytes"]
+    assert (best["verdict"], best["starts"], best["after"]) == ("fits", True, "fits")
+    assert best["zero"] == 3
+    assert best["start_bytes"] < best["peak_bytes"] < record["machine"]["memory_bytes"]
+    # All weights would pass through a GPU: 263 GiB.
+    whole = next(row for row in record["layouts"] if row["degrees"]["tp"] > 1)
+    assert (whole["verdict"], whole["starts"]) == ("no", False)
+    assert whole["start_bytes"] > 263 * 2**30
     assert best["runs_here"]
     assert best["peak_low_bytes"] < best["peak_bytes"] < best["peak_high_bytes"]
 
@@ -81,7 +86,8 @@ def test_a_plan_that_cannot_start_says_what_would(tmp_path: Path) -> None:
     assert text.count("no, while starting; then fits") == 2
     assert "before that, while starting: 1.5 TiB, all weights at once" in text
     assert "every rank first puts all 405.9B weights (1.5 TiB) on its device" in text
-    assert "parameters start here, or this one on devices of 1.5 TiB" in text
+    assert "parameters start so, or this one on devices of 1.5 TiB" in text
+    assert "layout.strategy=fsdp divides them while they are built" in text
     assert "make it fit" not in text  # no setting changes it
     assert "step of 1:" in text
 

@@ -105,7 +105,7 @@ def test_settled_models_share_what_they_shared_and_lie_in_memory() -> None:
         model.register_buffer("corner", model.embedding.weight.detach()[3:5, :7])
     before = {name: t.clone() for name, t in model.state_dict().items()}
     objects = [id(p) for p in model.parameters()]
-    settle(model)
+    settle([*model.parameters(), *model.buffers()])
     assert [id(p) for p in model.parameters()] == objects
     assert not any(is_mapped(t) for t in model.state_dict().values())
     assert all(t.untyped_storage().filename is None for t in model.state_dict().values())

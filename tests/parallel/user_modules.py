@@ -322,6 +322,35 @@ class Recurrent(nn.Module):
         return self.leave(x)
 
 
+class Rezero(nn.Module):
+    """Every layer behind a gate of its own, a parameter without dims; two more, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, HIDDEN)
+        self.layers = nn.ModuleList(ScalarGate() for _ in range(LAYERS))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.tensor(0.2), requires_grad=False)
+        self.leave = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x * self.scale + self.shift)
+
+
+class ScalarGate(nn.Module):
+    """x + gate · layer(x), as in ReZero (Bachlechner et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = Layer(), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.layer(x)
+
+
 class GatedLayer(nn.Module):
     """Looks at numbers, so that it is no graph, and may draw: itself, or in a part that is one."""
 
@@ -421,4 +450,5 @@ EXAMPLES: dict[str, Example] = {
     "stages": Example(Stages, lambda n: numbers(n, SEQUENCE, 5), named("stages.{}")),
     "stem": Example(Stem, lambda n: numbers(n, SEQUENCE, 5), named("layers.{}")),
     "recurrent": Example(Recurrent, lambda n: numbers(n, SEQUENCE, 5), ("block",)),
+    "rezero": Example(Rezero, lambda n: numbers(n, SEQUENCE, 5), named("layers.{}")),
 }

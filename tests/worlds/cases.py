@@ -48,8 +48,8 @@ class Dicts:
 
 
 class PlainMLP(nn.Module):
-    """A user's module: reads a dict, has a frozen layer, a parameter that nothing uses, and one
-    that only some micro-batches use."""
+    """A user's module: reads a dict, has a frozen layer, a parameter that nothing uses, and two
+    that only some micro-batches use, one of them a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,14 @@ class PlainMLP(nn.Module):
         self.frozen.requires_grad_(False)
         self.never = nn.Parameter(torch.ones(5))
         self.sometimes = nn.Parameter(torch.ones(16))
+        self.gate = nn.Parameter(torch.tensor(0.9))
         self.last = nn.Linear(16, 1)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         h = self.drop(torch.tanh(self.first(batch["x"])))
         h = torch.tanh(self.frozen(h))
         if float(batch["x"][0, 0]) > 0.5:  # data decides: ranks disagree about which are used
-            h = h * self.sometimes
+            h = h * self.sometimes * self.gate
         return self.last(h).squeeze(-1)
 
 

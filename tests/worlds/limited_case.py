@@ -17,7 +17,7 @@ from shoal.models.catalog import build
 from shoal.trainer.parallelize import parallelize
 
 SEQUENCE, VOCABULARY, ROWS, MICRO_BATCHES, STEPS = 32, 4096, 1, 2, 3
-ARGUMENTS = {"dim": 512, "layers": 8, "heads": 8, "kv_heads": 8, "tied": False}
+ARGUMENTS = {"dim": 512, "layers": 12, "heads": 8, "kv_heads": 8, "tied": False}
 
 
 def data_bytes() -> int:

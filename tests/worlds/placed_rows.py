@@ -70,10 +70,9 @@ def buckets(rows: list[Placement], plan: Plan, at: dict[str, int]) -> list[tuple
     found: list[tuple[str, ...]] = []
     filling: dict[object, list[tuple[str, int]]] = {}
     for row in reversed([row for row in rows if row.trains]):
-        sharers = row.stages if "pp" in row.sum_over else ()
         tp = len(row.cut.part) // (len(row.cut.segments[0]) - 1) if row.cut else plan.layout.tp
         tp = plan.layout.tp if row.is_expert else tp
-        kind = (row.dtype, row.compute, row.is_expert, tp, len(row.stages), row.sum_over, sharers)
+        kind = (row.dtype, row.compute, row.is_expert, row.data, tp, row.stages, row.sum_over)
         size = len(local(row, at)) * BYTES[row.dtype]
         if sum(s for _, s in filling.get(kind, [])) + size > BUCKET_BYTES and filling.get(kind):
             found.append(tuple(name for name, _ in filling.pop(kind)))

@@ -56,6 +56,26 @@ def test_blocks_wherever_they_stand_are_gathered_one_by_one(worlds, model: str) 
     assert not at_once
 
 
+GATES = "5 scalar parameters have no rows to cut, first: scale; they stay whole on every rank"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"dp_shard": 2, "zero": 3}),
+        (4, {"tp": 2, "dp_shard": 2, "zero": 3}),
+        (4, {"pp": 2, "dp_shard": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_scalars_stay_whole_under_fsdp(worlds, ranks: int, layout: dict[str, int]) -> None:
+    """The table's mlp has one too: fsdp and hsdp on four ranks (test_equality.py)."""
+    report = worlds(ranks).call("any_case:prove", steps=3, model="rezero", layout=layout)[0]
+    assert report["verdict"] == "equal", report["reason"] or report["cause"]
+    assert report["trajectories"][0]["largest"]["gradient"] <= 1e-12
+    assert [line for line in report["notices"] if GATES in line]
+
+
 def test_every_layout_is_in_the_sample() -> None:
     named = {name for name in any_case.LAYOUTS if "cp" not in name and "ep" not in name}
     assert {getattr(row, "values", row)[1] for row in SAMPLE} == named

@@ -165,7 +165,8 @@ def test_collectives_of_a_block(measured: Measured, layout: Row, kinds: dict[str
 
 
 MIB = 2**20
-LIMIT = 320 * MIB
+LIMIT = 440 * MIB
+"""The builder's files count in it too, which are mapped privately, but are no memory."""
 
 
 @pytest.mark.proof

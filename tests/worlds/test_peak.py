@@ -65,7 +65,7 @@ def test_what_is_gathered_at_once_is_foreseen(gathered, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["listed", "attributes"])
 def test_what_a_start_holds_is_foreseen(gathered, name: str) -> None:
-    """All weights on every rank before they are divided: the reason for a "no, while starting".
+    """Its shard and a block gathered twice, never all weights.
 
     A thread of gloo that is late holds what it sent a little longer: of both ranks the lower counts.
     """

@@ -36,6 +36,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     *((4, {"model": "recurrent", "layout": layout}) for layout in
       ("fsdp", "hsdp", {"pp": 2, "dp_shard": 2})),
     (4, {"model": "recurrent", "layout": "fsdp", "blocks": "block"}),
+    *((4, {"model": "rezero", "layout": layout}) for layout in
+      ("fsdp", "hsdp", {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2})),
     (4, {"model": "our gpt", "layout": "fsdp", "blocks": ["blocks.?.mlp", "blocks.*.attention"]}),
     (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
     (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),

@@ -207,7 +207,7 @@ class Placement:
     def travels_with(self, layout: Layout) -> tuple[Any, ...]:
         """Gradients that are equal in this may share a bucket: summed over the same ranks."""
         sharers = self.stages if "pp" in self.sum_over else ()
-        return self.is_expert, self.copies_in_model(layout), self.sum_over, sharers
+        return self.is_expert, self.data, self.copies_in_model(layout), self.sum_over, sharers
 
 
 def rows_of_records(records: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:

@@ -216,6 +216,35 @@ class World:
         self.store.wait([machine], PREPARE_TIMEOUT)
         return work()
 
+    def told_on_machine(self, work: Callable[[], Any]) -> Any:
+        """`work()` of each machine's local rank 0, a JSON value, on all ranks of that machine.
+
+        It may take hours, as in `local_first`; if it raises, the others get None.
+        """
+        first = self.rank - self.local_rank
+        if self.size == 1 or self.store is None:
+            return self.gather_json(work() if self.local_rank == 0 else None)[first]
+        key = f"told/{next(self._turns)}/{first}"
+        if self.local_rank == 0:
+            told = None
+            try:
+                told = json.loads(json.dumps(work()))
+            finally:
+                self.store.set(key, json.dumps(told))
+            return told
+        self.store.wait([key], PREPARE_TIMEOUT)
+        return json.loads(self.store.get(key))
+
+    def machine_barrier(self) -> None:
+        """Wait until all ranks of this machine are here, which may take hours, as `local_first`."""
+        if self.size == 1 or self.store is None:
+            self.barrier()
+            return
+        key, first = f"here/{next(self._turns)}", self.rank - self.local_rank
+        self.store.set(f"{key}/{self.rank}", "")
+        local = range(first, first + self.local_size)
+        self.store.wait([f"{key}/{rank}" for rank in local], PREPARE_TIMEOUT)
+
     def _local_first_by_barrier(self, work: Callable[[], Any]) -> Any:
         result = work() if self.local_rank == 0 else None
         self.barrier()

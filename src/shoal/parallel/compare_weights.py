@@ -43,7 +43,7 @@ def apply(program: Program) -> Program:
     ]
     if differing:
         for name in differing:
-            value = tensors[name].detach().contiguous()
+            value = tensors[name].detach().contiguous().to(world.device)
             world.broadcast(value)
             tensors[name].data.copy_(value)
         program.notices.append(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,14 +35,20 @@ from shoal.parallel._torch import UncompiledMode, pytree
 
 PREFIX = "shoal-weights-"
 
+IN_FILE = "_shoal_in_file"
+"""Attribute of a tensor: where it lay when it was mapped. What lies elsewhere now is in memory."""
+
 LEAST_BYTES = 2**20
 """Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
 
 
 @contextmanager
-def mmap_init(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+def mmap_init(
+    least_bytes: int = LEAST_BYTES, opened: dict[str, int] | None = None
+) -> Iterator[None]:
     """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
 
+    opened   gets a descriptor of every file by the name that it had; to be closed by the caller
     Errors   ConfigError when the folder of temporary files is full
     Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
 
@@ -51,17 +57,17 @@ def mmap_init(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
     >>> float(weight.sum()), is_mapped(weight)
     (1024.0, True)
     """
-    with _LightBuild(least_bytes):
+    with _LightBuild(least_bytes, opened):
         yield
 
 
-def settle(module: nn.Module) -> None:
-    """Copy the parameters and buffers that lie in mapped files into the process's own memory.
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Copy those of a module's tensors that lie in mapped files into the process's own memory.
 
     In place: parameters stay the objects they are, and what shared memory shares it again.
     """
     copies: dict[int, torch.UntypedStorage] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         if not is_mapped(tensor):
             continue
         storage = tensor.untyped_storage()
@@ -69,7 +75,7 @@ def settle(module: nn.Module) -> None:
         if place not in copies:
             copies[place] = storage.clone()
         offset = tensor.storage_offset()
-        tensor.data = _over(copies[place], tensor, offset)
+        tensor.data = over(copies[place], tensor, offset)
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -81,25 +87,35 @@ def is_mapped(tensor: Tensor) -> bool:
     """
     if not _is_plain(tensor):
         return False
+    if tensor.__dict__.get(IN_FILE) == tensor.data_ptr():
+        return True
     path = tensor.untyped_storage().filename
     return path is not None and os.path.basename(path).startswith(PREFIX)
 
 
-def _over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
+def belongs_to_file(tensor: Tensor) -> None:
+    """Note that a tensor lies in a file that is mapped privately, of which torch tells no name."""
+    setattr(tensor, IN_FILE, tensor.data_ptr())
+
+
+def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
     """A tensor of `like`'s shape, strides and dtype over a storage."""
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
 
 
-def mapped(like: Tensor) -> Tensor:
+def mapped(like: Tensor, opened: dict[str, int] | None = None) -> Tensor:
     """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
 
+    opened   gets a descriptor of the file by its name
     Errors   ConfigError when the folder of temporary files is full
     """
     size_bytes = _span_bytes(like)
     with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
         _reserve(file.fileno(), size_bytes)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
-    return _over(storage, like)
+        if opened is not None:
+            opened[file.name] = os.dup(file.fileno())
+    return over(storage, like)
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
@@ -124,9 +140,10 @@ def _span_bytes(like: Tensor) -> int:
 class _LightBuild(UncompiledMode):
     """Replaces what large operations allocate."""
 
-    def __init__(self, least_bytes: int) -> None:
+    def __init__(self, least_bytes: int, opened: dict[str, int] | None) -> None:
         super().__init__()
         self.least_bytes = max(1, least_bytes)  # nothing has no file
+        self.opened = opened
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -138,7 +155,7 @@ class _LightBuild(UncompiledMode):
         template = _template(func, args, given)
         if _span_bytes(template) < self.least_bytes or template.layout != torch.strided:
             return func(*args, **given)
-        target = mapped(template)
+        target = mapped(template, self.opened)
         fill(target, args, given)
         return target
 
@@ -149,7 +166,7 @@ class _LightBuild(UncompiledMode):
         def move(leaf: Any) -> Any:
             if not _is_plain(leaf) or _span_bytes(leaf) < self.least_bytes:
                 return leaf
-            return leaf if _place(leaf) in known else mapped(leaf).copy_(leaf)
+            return leaf if _place(leaf) in known else mapped(leaf, self.opened).copy_(leaf)
 
         return pytree.tree_map(move, results)
 

@@ -148,8 +148,9 @@ def _over_data(row: Placement, layout: Layout) -> Placement:
         return row
     axes = tuple(axis for axis in row.data_axes if row.degree(axis, layout) > 1)
     data = ("whole", "states", "states", "rows")[layout.zero]
-    if data == "rows" and (not row.elements or row.degree(row.data_axes[1], layout) == 1):
-        data = "whole"  # nothing to deal, or nobody to deal it to
+    undealt = not row.elements or not row.shape or row.degree(row.data_axes[1], layout) == 1
+    if data == "rows" and undealt:
+        data = "whole"  # nothing to deal, a scalar without rows, or nobody to deal them to
     if data == "states" and not (row.trains and axes):
         data = "whole"
     return replace(row, sum_over=(*axes, *row.sum_over) if row.trains else (), data=data)

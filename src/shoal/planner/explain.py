@@ -17,7 +17,7 @@ from shoal.base.units import bytes_text, count_text, seconds_text
 from shoal.planner.guide import DDP_BELOW, FSDP_UP_TO
 from shoal.planner.search import SAME, Candidate, least_memory_bytes, search
 from shoal.planner.search_space import SearchSpace
-from shoal.planner.start_up import whole_elements
+from shoal.planner.start_up import holds_whole, whole_elements
 
 PART_WORDS = {
     "matrix": "matrix products",
@@ -130,8 +130,8 @@ def dies_first(candidate: Candidate) -> str:
 def starting(best: Candidate) -> str:
     """Explain why a layout cannot start; "" if it can (`verdict.starts`).
 
-    Every device first holds all weights. Gives a sentence with the bytes that this takes and that
-    there are, the largest model that would start, and the memory that would be enough.
+    Gives a sentence with what a device holds first, the bytes that this takes and that there are,
+    the largest model that would start so, and the memory or the layout that would be enough.
     """
     if best.verdict.starts:
         return ""
@@ -141,12 +141,18 @@ def starting(best: Candidate) -> str:
     # The part that is kept beside the whole shrinks with it.
     share = (memory.start_bytes - case.cluster.device.reserved_bytes) / whole_elements(case)
     most = (device - case.cluster.device.reserved_bytes) / share
+    if not holds_whole(case):
+        return (
+            f"its part of the weights and the largest block, gathered, are "
+            f"{bytes_text(memory.start_bytes)} of {bytes_text(device)}; nearest: more devices, or "
+            f"smaller blocks"
+        )
     return (
         f"every rank first puts all {count_text(whole_elements(case))} weights "
         f"({bytes_text(weights_bytes)}) on its device, and only then keeps its part: "
-        f"{bytes_text(memory.start_bytes)} of {bytes_text(device)}. Dividing them while they are "
-        f"built comes next; until then models of up to {count_text(most)} parameters start here, "
-        f"or this one on devices of {bytes_text(memory.start_bytes)}"
+        f"{bytes_text(memory.start_bytes)} of {bytes_text(device)}. Models of up to "
+        f"{count_text(most)} parameters start so, or this one on devices of "
+        f"{bytes_text(memory.start_bytes)}; layout.strategy=fsdp divides them while they are built"
     )
 
 

@@ -1,21 +1,22 @@
-"""What a device holds while a run starts: all weights, before the layout divides them.
+"""What a device holds while a run starts, before its first step: whole weights, or its part only.
 
-    every rank builds the whole model on its host, and moves the whole module to its device; then
-    the layout takes its part of each tensor. The whole tensors are let go at the end, when the
-    optimizer has been given the parts in their place
-
-    weights at the start = elements · width + the part that is kept + what zero3 gathers
+    zero3   the builder runs once per machine, in mapped files on the host; block by block goes to
+            the device, and its rows stay there. Then every unit is gathered once, to see its
+            parameters: flat, and as parameters
+            = width · (the rank's shard + 2 of the largest unit)
+    tp, pp  (with zero3 or without) move the whole module to a GPU first, since what they look at
+            runs there, then keep their part; on a CPU it stays in the files
+            = width · (all elements + the rank's own) on a GPU, width · own on a CPU
+    else    whole tensors are what is kept
+            = width · all elements
     width   4 bytes, 8 under fp64: narrow copies are made later, bucket by bucket
-    part    zero3: a shard of everything · tp, pp: the rank's own elements · else none: the whole
-            tensors are what is kept
-    zero3   gathers every unit once, to see its parameters: flat, and as parameters
 
-On a CPU tp and pp build in mapped files (parallel/mmap_init.py), which are no memory of the
-process; other layouts hold the whole there too. So a model whose weights alone exceed a device does
-not start on it, whatever the layout, until ranks build no more than their part.
+Files are no memory of a process: what all ranks of a machine map is in its page cache once. A
+module that exists before the run, instead of a builder, is in the host's memory as the user made
+it, which on a CPU is the device's.
 
-Source: shoal.trainer.parallelize (`module.to`), shoal.parallel.compose; torch: FSDPParam
-(_init_sharded_param keeps what it was given until fully_shard returns); tests/worlds/test_peak.py
+Source: shoal.parallel.shared_build, shoal.trainer.parallelize (`module.to`); torch: FSDPParam
+(_init_sharded_param); tests/worlds/test_peak.py, test_build.py
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ def start_bytes(case: Case) -> float:
     >>> model = model_facts(published("llama-3-70b"), 8192, 2)
     >>> plan = Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16")
     >>> round(start_bytes(Case(model, node, plan)) / 2**30)
-    311
+    49
+    >>> plan = Plan(Layout(tp=8), 8, 1, compute="bf16")
+    >>> round(start_bytes(Case(model, node, plan)) / 2**30)
+    296
     """
     if case.framework != "shoal":
         return 0.0
     layout = case.layout
     width = max(4, WIDTHS[case.plan.compute])
-    divided = layout.tp * layout.pp > 1
-    mapped = divided and case.cluster.device.kind == "cpu"
-    whole = 0.0 if mapped else width * whole_elements(case)
-    if not (divided or layout.zero == 3):
+    whole = width * whole_elements(case) if holds_whole(case) else 0.0
+    if not (layout.tp * layout.pp > 1 or layout.zero == 3):
         return whole
     kept = gathered = 0.0
     for rank in {0, layout.pp - 1}:  # embedding and head make the ends the fullest
@@ -59,8 +61,18 @@ def start_bytes(case: Case) -> float:
         if layout.zero == 3:
             sizes, root = gathered_elements(case, stage)
             narrow = WIDTHS[case.plan.compute] * max(sizes, default=0.0)
-            gathered = max(gathered, 2 * narrow, 2 * width * root)
+            moved = width * max(sizes, default=0.0)  # a unit whole, as it comes from the host
+            gathered = max(gathered, 2 * narrow, moved, 2 * width * root)
     return whole + width * kept + gathered
+
+
+def holds_whole(case: Case) -> bool:
+    """Returns whether all weights are on a device at some moment of the start."""
+    layout = case.layout
+    on_host = layout.zero == 3 and not layout.is_derived
+    if case.cluster.device.kind == "cpu":
+        return not (on_host or layout.zero == 3 or layout.tp * layout.pp > 1)
+    return not on_host
 
 
 def whole_elements(case: Case) -> float:

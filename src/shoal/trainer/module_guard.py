@@ -22,7 +22,6 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.data.fetch import digest_of
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.trainer.contract import bare
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -32,13 +31,6 @@ def enter_run(module: nn.Module, program: Program) -> Program:
     _in_a_run.add(module)
     leave = functools.partial(_in_a_run.discard, module)
     return replace(program, on_close=(*program.on_close, leave))
-
-
-def ready(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The bare module and a line on what it was taken out of. Errors: as `refuse_unready`."""
-    module, said = bare(model)
-    refuse_unready(module)
-    return module, said
 
 
 def refuse_unready(module: nn.Module) -> None:

@@ -10,7 +10,6 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.systems import untried
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
+from shoal.machine.memory import trim_heap
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
@@ -43,10 +43,10 @@ from shoal.trainer.arguments import (
     plan_of_words,
     refuse_unknown,
 )
-from shoal.trainer.contract import BuildOptimizer, Loss
+from shoal.trainer.contract import BuildOptimizer, Loss, bare
 from shoal.trainer.excepthook import install
 from shoal.trainer.gradient_hooks import check_hooks, hooked
-from shoal.trainer.module_guard import enter_run, ready, refuse_unlike
+from shoal.trainer.module_guard import enter_run, refuse_unlike, refuse_unready
 from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.rebind_optimizer import cut_for, hand_over
 from shoal.trainer.recorder import Recorder
@@ -179,10 +179,9 @@ def start_run(
     install().world = world
     _agree(world, _compared(plan, said, length))
     plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
-    with _light_build() if divides(plan, said) else nullcontext():
-        module, notices = ready(build_module(model, plan.seed))
-        module = formats.convert(module, plan.compute)
-    module = module.to(world.device)
+    module, notices = _built(model, plan, said, world)
+    if not divides(plan, said):
+        module = module.to(world.device)
     parameters = trainable(module)
     notices += narrow_weights(parameters, plan.compute)
     _refuse_untrainable(module, parameters, world)
@@ -197,6 +196,8 @@ def start_run(
 
             chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)
         plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
+    if plan.layout.zero < 3 or plan.layout.is_derived:
+        module = module.to(world.device)  # zero 3 moves it there unit by unit, and cuts each
     hooks = hooked(parameters)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
@@ -222,21 +223,45 @@ def start_run(
         run.lease = own(folder, world)
         run.saving.prepare()
         model_parts(run)  # refuses now what the first save could not write
+    trim_heap()
     return run
 
 
-def _light_build() -> AbstractContextManager[None]:
-    from shoal.parallel.mmap_init import mmap_init
+def _built(
+    model: nn.Module | Callable[[], nn.Module], plan: Plan, said: Words | None, world: World
+) -> tuple[nn.Module, list[str]]:
+    """Build the module in its format: (module, lines for the user).
 
-    return mmap_init()
+    Its builder runs once per machine where ranks will hold parts of the model only.
+    """
+
+    lines: list[str] = []
+
+    def build() -> nn.Module:
+        module, lines[:] = bare(build_module(model, plan.seed))
+        if torch.get_default_device().type != "meta":  # another rank gives it its weights
+            refuse_unready(module)
+        return formats.convert(module, plan.compute)
+
+    if isinstance(model, nn.Module) or not divides(plan, said):
+        return build(), lines
+    from shoal.parallel.shared_build import build_once
+
+    module, more = build_once(world, build)
+    return module, lines + more
 
 
 def _settle(module: nn.Module, layout: Layout) -> None:
-    """Give what is left of a lightly built module to the process's own memory."""
-    if layout.tp * layout.pp > 1:
+    """Give what is left of a lightly built module to the process's own memory.
+
+    Under zero 3 parameters stay in their files until their rows are taken.
+    """
+    if layout.tp * layout.pp > 1 or layout.zero == 3:
         from shoal.parallel.mmap_init import settle
 
-        settle(module)
+        settle(module.buffers())
+        if layout.zero < 3 or layout.ep > 1:
+            settle(module.parameters())
 
 
 def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.layout import PIPELINES
+from shoal.base.layout import PIPELINES, STAGES
 from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.parallel.compose import Look
@@ -33,10 +33,13 @@ SHORT = 256
 def divides(plan: Plan, said: Words | None) -> bool:
     """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
     if said is None:
-        return plan.layout.tp * plan.layout.pp > 1
+        return plan.layout.tp * plan.layout.pp > 1 or plan.layout.zero == 3
     words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
-    named = ("tp", "3d", *PIPELINES)
-    return any(words.get(axis, 1) != 1 for axis in ("tp", "pp")) or words.get("strategy") in named
+    if words.get("strategy", "auto") != "auto":
+        named = words["strategy"]
+        return named in ("tp", "3d", *PIPELINES) or STAGES.get(named) == 3
+    cut = any(words.get(axis, 1) != 1 for axis in ("tp", "pp"))
+    return cut or (words.get("dp_shard", 1) != 1 and words.get("zero") in (None, 3))
 
 
 def look_at(sample: Any, plan: Plan, world: World) -> Look | None:

@@ -21,7 +21,7 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
+from shoal.machine.memory import trim_heap
 from shoal.parallel._torch import forget_groups, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.program import Local, Program, frozen, trainable
@@ -63,7 +64,9 @@ def apply(program: Program) -> Program:
         if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
             parameter.data = parameter.data.contiguous()
     units = [module.get_submodule(name) for name in _units(program)]
-    program.notices.extend(_at_once(program, units))
+    program.notices.extend(_at_once(program, units) + _scalars(program))
+    for parameter in _whole(program):  # torch moves and cuts the others
+        parameter.data = parameter.data.to(world.device)
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     scatters = [scatter]
     detours = []
@@ -78,13 +81,17 @@ def apply(program: Program) -> Program:
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     detours += watch_units(shards, program)
     parameters = trainable(module)
-    # A rank alone with its experts, or among whole copies of them, has no rows to deal out.
-    undealt = {name: program.sums[name][0] for name in own if layout.expert_shard == 1}
+    undealt = [
+        (bucket.names, program.sums[bucket.names[0]][0])
+        for bucket in plan.buckets
+        if program.rows[bucket.names[0]].data == "whole"
+    ]
     reducer = ShardedGradients(module, parameters, scatters, plan.defer_sync, undealt)
     for shard in shards:
         shard.unshard()
         reducer.watch(module)
         shard.reshard()
+        trim_heap()  # else a start holds most of the gathered units at once
     still = frozen(module)
     parts = {
         name: (_local(p).detach(), program.rows[name].kept(program.at, layout))
@@ -137,6 +144,24 @@ def _units(program: Program) -> list[str]:
     return [unit for unit in dict.fromkeys(row.unit for row in rows) if unit not in elsewhere]
 
 
+def _whole(program: Program) -> list[nn.Parameter]:
+    """Parameters that every rank keeps whole: scalars, empty ones, experts of a rank alone."""
+    every = {**program.parameters, **program.frozen}
+    return [p for name, p in every.items() if program.rows[name].data == "whole"]
+
+
+def _scalars(program: Program) -> list[str]:
+    """The line on parameters without rows: what they cost is nothing, but they are not divided."""
+    names = [n for n, row in program.rows.items() if row.trains and not row.shape]
+    if not names:
+        return []
+    some = f"{len(names)} scalar parameters have" if len(names) > 1 else "1 scalar parameter has"
+    return [
+        f"layout.strategy = {program.plan.layout.strategy}: {some} no rows to cut, first: "
+        f"{names[0]}; they stay whole on every rank, their gradients are summed once a step"
+    ]
+
+
 def _experts(program: Program, names: list[str]) -> list[nn.Module]:
     """Layers of experts that ranks have dealt out: what stands in for their forward calls them."""
     own = {id(program.parameters[name]) for name in names}
@@ -155,11 +180,10 @@ def _wrap(
     module, plan = program.module, program.plan
     host = CPUOffloadPolicy() if plan.parks_parameters else OffloadPolicy()
     detours = []
-    # Of other stages, or without an element, which torch's cutting fails on.
-    ignored = {p for p in module.parameters() if p.is_meta or not p.numel()}
-    if program.plan.layout.expert_shard == 1:
-        ignored |= {p for n, p in module.named_parameters() if program.is_expert(n)}
+    # Of other stages, and what has no rows, or nobody else to have them.
+    ignored = {p for p in module.parameters() if p.is_meta} | set(_whole(program))
     for unit in wrapped:
+        before = [(p, p.data) for p in unit.parameters()]
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
         fully_shard(
@@ -170,6 +194,13 @@ def _wrap(
             mp_policy=_formats(unit, program, root=unit is module),
             offload_policy=host,
         )
+        for parameter, data in before:
+            # What the optimizer was built over goes back to the host, from where torch moved it:
+            # until it has been given the rows, it would hold the whole model on the device.
+            if parameter.device != data.device:
+                parameter.data = data
+        del before
+        trim_heap()
     # Any: torch asks for classes of its own, and calls them like these.
     gather: Any = GatherParameters(program.world.traffic)
     summed: Any = scatter
@@ -207,7 +238,7 @@ def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecision
 class ShardedGradients:
     """The reducer over `fully_shard`, which sends by itself; see `program.Reducer`.
 
-    undealt   parameters that `fully_shard` leaves alone, by the ranks to sum over at the end
+    undealt   buckets of what `fully_shard` leaves alone, and the ranks to sum each over at the end
     """
 
     def __init__(
@@ -216,7 +247,7 @@ class ShardedGradients:
         parameters: dict[str, nn.Parameter],
         scatters: list[ScatterGradients],
         defer_sync: bool,
-        undealt: Mapping[str, World],
+        undealt: Sequence[tuple[tuple[str, ...], World]],
     ) -> None:
         self.module, self.parameters, self.undealt = module, parameters, undealt
         self.scatters, self.defer_sync = scatters, defer_sync
@@ -266,9 +297,18 @@ class ShardedGradients:
                 local.parameter.grad = torch.zeros_like(local.parameter)
             else:
                 local.parameter.grad = _local(gradient)
-            if name in self.undealt and local.parameter.grad is not None:
-                self.norms.append(torch.linalg.vector_norm(local.parameter.grad))
-                self.undealt[name].all_reduce(local.parameter.grad)
+        self._sum_undealt()
+
+    def _sum_undealt(self) -> None:
+        """All-reduce the gradients of what every rank keeps whole, bucket by bucket."""
+        for names, world in self.undealt:
+            gradients = [grad for n in names if (grad := self.local[n].parameter.grad) is not None]
+            self.norms += [torch.linalg.vector_norm(gradient) for gradient in gradients]
+            total = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            world.all_reduce(total)
+            parts = total.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def publish(self) -> None:
         """The next pass gathers what was stepped; nothing that is gathered still may stay."""
@@ -328,12 +368,6 @@ def _outputs_of_their_own(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 def _check(program: Program) -> None:
-    for name, parameter in [*program.parameters.items(), *program.frozen.items()]:
-        if parameter.ndim == 0:
-            raise PlanError(
-                f"layout.strategy = {program.plan.layout.strategy}: {name} is a scalar, which has "
-                f"no rows to cut; nearest: give it shape [1], or layout.strategy=zero2"
-            )
     dtypes = {p.dtype for p in [*program.parameters.values(), *program.frozen.values()]}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))

@@ -1,0 +1,270 @@
+"""Builds a model once per machine: one rank runs the builder, the others map the weights it made.
+
+Where ranks will keep parts of a model only, none has to make all of it for itself: eight ranks of a
+machine would draw the same numbers eight times, and hold them eight times for a moment.
+
+    local rank 0   runs the builder in mapped files (mmap_init.py), and tells the others of its
+                   machine where each tensor lies; small tensors go into one more file
+    the others     run the builder on the meta device, which makes the modules without numbers, and
+                   put the mapped tensors into the objects that it made: ties and references stay
+    every rank     maps the files privately: what it writes is its own, and pages that nobody writes
+                   are there once per machine, in the page cache
+
+A builder that asks a tensor for its value, keeps a tensor that is no parameter and no buffer, or
+talks to other ranks cannot be run so: every rank then runs it for itself, and a line says why.
+
+Protocol  the files have no names: they are opened by the descriptors of the process that made them,
+          /proc/PID/fd/N, so a killed start leaves nothing behind. It closes them when all ranks of
+          the machine have mapped them
+Bits      a plain build's: the builder draws from the same generator in the same order, once
+Limits    Linux; ranks of one machine that do not see each other's processes build for themselves
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.errors import ShoalError
+from shoal.base.units import bytes_text
+from shoal.fabric import World
+from shoal.parallel.mmap_init import belongs_to_file, is_mapped, mapped, mmap_init, over
+from shoal.parallel.program import dtype_of
+from shoal.trace.alone import alone
+
+LEAST_BYTES = 64 * 2**20
+"""Smaller models are built by every rank: that takes less time than telling where tensors lie."""
+
+Build = Callable[[], nn.Module]
+Table = dict[str, Any]
+
+
+class CannotShare(Exception):
+    """Raised where a model cannot be put together from another rank's files; the text says why."""
+
+
+def build_once(
+    world: World, build: Build, least_bytes: int | None = None
+) -> tuple[nn.Module, list[str]]:
+    """Build a model on one rank of each machine, and map its weights on the others there.
+
+    Every rank calls it, and leaves it when all ranks of its machine have the model.
+
+    build         runs the builder; on ranks other than local rank 0 under the meta device
+    least_bytes   of weights; smaller models are built by every rank, in mapped files too; None:
+                  `LEAST_BYTES`
+    Gives         (module, lines for the user, the same on all ranks)
+    Errors        whatever the builder raises
+    """
+    if world.local_size == 1:
+        with mmap_init():
+            return build(), []
+    files: dict[str, int] = {}
+    made: list[nn.Module] = []
+
+    def first() -> Table | None:
+        try:
+            with mmap_init(opened=files), alone():
+                made.append(build())
+            least = LEAST_BYTES if least_bytes is None else least_bytes
+            return _table(made[0], files, least)
+        except Exception as failure:  # the builder's own errors come again, on every rank
+            made.clear()
+            return {"why": _line(failure)}
+
+    try:
+        table = world.told_on_machine(first)
+        module, why = _made_of(table, made, build)
+        world.machine_barrier()
+    finally:
+        while files:
+            os.close(files.popitem()[1])
+    return module, _said(module, world.gather_json(why), world)
+
+
+def _made_of(table: Table | None, made: list[nn.Module], build: Build) -> tuple[nn.Module, str]:
+    """(the module of a table, or built here where that cannot be; why it cannot)."""
+    why = "" if table is None else table.get("why", "")
+    if table is not None and not why:
+        try:
+            if not made:
+                return _without_data(build, table), ""
+            put_in(made[0], table)
+        except Exception as failure:
+            why = _line(failure)
+    if made:
+        return made[0], why
+    with mmap_init():
+        return build(), why
+
+
+def _said(module: nn.Module, whys: list[str], world: World) -> list[str]:
+    """The line on a large model that ranks have built for themselves."""
+    why = next((why for why in whys if why), "")
+    if not why:
+        return []
+    size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    return [
+        f"model: {len([w for w in whys if w])} of {world.size} processes build all of it for "
+        f"themselves, {bytes_text(size_bytes)} each, instead of sharing what one of their machine "
+        f"builds: {why}"
+    ]
+
+
+def _line(failure: Exception) -> str:
+    text = (str(failure).splitlines() or [""])[0]
+    plain = isinstance(failure, CannotShare | ShoalError)
+    return text if plain else f"{type(failure).__name__}: {text}"
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+# ---- the rank that builds
+
+
+def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table | None:
+    """Where each tensor of a built module lies; None for a module that is too small for it.
+
+    Errors   CannotShare for tensors that are more than numbers in memory
+    """
+    named = _named(module)
+    storages: dict[int, Any] = {}
+    tensors: dict[str, list[Any]] = {}
+    for name, tensor in named.items():
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            raise CannotShare(f"{name} is a {type(tensor).__name__}")
+        if tensor.device.type != "cpu":
+            raise CannotShare(f"{name} is on {tensor.device}")
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage.data_ptr() if storage.nbytes() else 0, storage)
+    if sum(storage.nbytes() for storage in storages.values()) < least_bytes:
+        return None
+    places, small = [], 0
+    for storage in storages.values():
+        if storage.filename in files:
+            descriptor = files[storage.filename]
+            places.append({"file": descriptor, "at": 0, "bytes": storage.nbytes()})
+        else:
+            places.append({"file": -1, "at": small, "bytes": storage.nbytes()})
+            small += storage.nbytes()
+    rest = _packed(storages, places, small, files)
+    for place in places:
+        place["file"] = rest if place["file"] < 0 else place["file"]
+    numbers = {key: number for number, key in enumerate(storages)}
+    for name, tensor in named.items():
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr() if storage.nbytes() else 0
+        tensors[name] = [numbers[key], tensor.storage_offset(), *_form(tensor)]
+    nodes = {d: os.fstat(d).st_ino for d in {place["file"] for place in places}}
+    return {"process": os.getpid(), "nodes": nodes, "storages": places, "tensors": tensors}
+
+
+def _packed(
+    storages: dict[int, Any], places: list[dict[str, int]], size_bytes: int, files: dict[str, int]
+) -> int:
+    """Write the storages that lie in no file into one; gives its descriptor."""
+    held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)
+    for storage, place in zip(storages.values(), places, strict=True):
+        if place["file"] < 0 and place["bytes"]:
+            part = held.narrow(0, place["at"], place["bytes"])
+            part.copy_(_raw(storage, 0, place["bytes"]))
+    return files[str(held.untyped_storage().filename)]
+
+
+def _form(tensor: Tensor) -> list[Any]:
+    return [dtype_of(tensor), list(tensor.shape), list(tensor.stride())]
+
+
+# ---- the ranks that map
+
+
+def _without_data(build: Build, table: Table) -> nn.Module:
+    """Run the builder without numbers, and put those of a table in.
+
+    Errors   CannotShare where it keeps more tensors than parameters and buffers; what it raises
+    """
+    before = _alive()
+    with torch.device("meta"):
+        module = build()
+    put_in(module, table)
+    if len(_alive()) > len(before):
+        gc.collect()  # what the builder threw away may lie in cycles
+    known = {id(tensor) for tensor in before}
+    if any(id(tensor) not in known for tensor in _alive()):
+        raise CannotShare("it keeps tensors that are no parameters and no buffers")
+    return module
+
+
+def _alive() -> list[Tensor]:
+    """All tensors on the meta device that anything refers to."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [tensor for tensor in found if tensor.is_meta]
+
+
+def put_in(module: nn.Module, table: Table) -> None:
+    """Put the tensors of a table into a module, in place: parameters stay the objects they are.
+
+    module   on the meta device, or the one that the table was made of, whose files are mapped anew
+    Errors   CannotShare where it has other tensors
+    """
+    named = _named(module)
+    forms = {name: row[2:] for name, row in table["tensors"].items()}
+    if forms != {name: _form(tensor) for name, tensor in named.items()}:
+        raise CannotShare("without numbers the builder makes other tensors")
+    storages = [_storage(place, table) for place in table["storages"]]
+    done: set[int] = set()
+    for name, (number, offset, *_) in table["tensors"].items():
+        tensor = named[name]
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        if tensor.is_meta:
+            _swap(tensor, over(storages[number], tensor, offset))
+        elif is_mapped(tensor):
+            tensor.data = over(storages[number], tensor, offset)
+        belongs_to_file(tensor)
+
+
+def _storage(place: dict[str, int], table: Table) -> Any:
+    """Map a file privately, or copy a small storage out of the one that holds all of them.
+
+    Errors   CannotShare where this process does not see the other one's file
+    """
+    path = f"/proc/{table['process']}/fd/{place['file']}"
+    try:
+        same = os.stat(path).st_ino == table["nodes"][str(place["file"])]
+    except OSError as failure:
+        raise CannotShare(f"{path}: {failure.strerror}") from failure
+    if not same:
+        raise CannotShare(f"{path} is another process's")
+    end = place["at"] + place["bytes"]
+    whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=max(end, 1))
+    if not place["at"] and place["bytes"] == os.stat(path).st_size:
+        return whole
+    return _raw(whole, place["at"], place["bytes"]).clone().untyped_storage()
+
+
+def _raw(storage: Any, start: int, size_bytes: int) -> Tensor:
+    """Some bytes of a storage, as a tensor over them."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (size_bytes,), (1,))
+
+
+def _swap(tensor: Tensor, value: Tensor) -> None:
+    """Give a meta tensor a value; whoever refers to it sees the value."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    else:
+        value.requires_grad_(tensor.requires_grad)
+    value.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, value)

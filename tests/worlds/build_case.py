@@ -1,0 +1,254 @@
+"""Builds models once per machine on real ranks: whose numbers they get, who built, what it held."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.fabric import World
+from shoal.models.catalog import build
+from shoal.parallel import shared_build
+from shoal.parallel.compare_weights import tensor_digest
+from shoal.parallel.full_state import gather_weights
+from shoal.parallel.shared_build import build_once
+from shoal.trainer.parallelize import build_module, parallelize
+
+SEED = 3
+
+
+class Own(nn.Module):
+    """What zoos do not have: a tie, two parameters in one memory, frozen ones, marks, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+        flat = torch.randn(2 * 64 * 64)
+        self.left = nn.Parameter(flat[: 64 * 64].view(64, 64))
+        self.right = nn.Parameter(flat[64 * 64 :].view(64, 64).t())
+        self.still = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.gate.marked = "no decay"  # type: ignore[attr-defined]
+        self.also = [self.first.weight, self.left]
+        self.register_buffer("table", torch.arange(64.0).cumsum(0), persistent=False)
+        self.norm = nn.BatchNorm1d(64)
+        self.image = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+
+
+def _transformers() -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=100, tie_word_embeddings=True,
+    )  # fmt: skip
+    made: nn.Module = transformers.LlamaForCausalLM(config)
+    return made
+
+
+class Reads(nn.Module):
+    """Asks a tensor for its values, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.layer = nn.Linear(64, 64)
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor that nobody else can know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        table = torch.randn(64)
+        self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda x: x * table
+
+
+class Talks(nn.Module):
+    """Waits for the other ranks, as `if rank == 0: download()` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dist.barrier()
+        self.layer = nn.Linear(64, 64)
+
+
+class Breaks(nn.Module):
+    """Cannot be built at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("no such width")
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "own": Own,
+    "gpt": lambda: build("gpt", {"dim": 64, "layers": 2}),
+    "moe": lambda: build("moe", {"dim": 64, "layers": 2}),
+    "resnet": lambda: build("resnet", {"channels": 32}),
+    "transformers": _transformers,
+    "reads": Reads,
+    "keeps": Keeps,
+    "talks": Talks,
+    "breaks": Breaks,
+}
+
+
+def built(world: World, name: str, least_bytes: int = 0) -> dict[str, Any]:
+    """What this rank has after building: differences from a plain build, who built, the lines."""
+    asked: list[str] = []
+
+    def make() -> nn.Module:
+        asked.append(torch.get_default_device().type)
+        return build_module(MODELS[name], SEED)
+
+    try:
+        module, lines = build_once(world, make, least_bytes)
+    except Exception as failure:
+        return {"failed": f"{type(failure).__name__}: {failure}", "asked": asked}
+    plain = build_module(MODELS[name], SEED)
+    return {
+        "asked": asked,
+        "lines": lines,
+        "apart": _apart(module, plain),
+        "ties": _ties(module) == _ties(plain),
+        "kept": _kept(module),
+        "alone": _alone(world, module),
+    }
+
+
+def _apart(module: nn.Module, plain: nn.Module) -> list[str]:
+    """Tensors that are not those of a plain build, in any respect."""
+    ours, theirs = (
+        {**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (module, plain)
+    )
+    assert list(ours) == list(theirs)
+    return [
+        name
+        for name, tensor in theirs.items()
+        if tensor_digest(tensor) != tensor_digest(ours[name])
+        or (tensor.stride(), tensor.dtype, tensor.requires_grad, type(tensor))
+        != (ours[name].stride(), ours[name].dtype, ours[name].requires_grad, type(ours[name]))
+        or {k for k in vars(tensor) if not k.startswith("_shoal")} - set(vars(ours[name]))
+    ]
+
+
+def _ties(module: nn.Module) -> list[list[str]]:
+    """Names in groups that share memory."""
+    places: dict[int, list[str]] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        places.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return list(places.values())
+
+
+def _kept(module: nn.Module) -> bool:
+    """Whether a plain list of the module still holds its parameters."""
+    if not isinstance(module, Own):
+        return True
+    return module.also[0] is module.first.weight and module.also[1] is module.left
+
+
+def _alone(world: World, module: nn.Module) -> bool:
+    """Whether a rank's writing stays its own."""
+    first = next(module.parameters())
+    before = tensor_digest(first)
+    world.barrier()
+    if world.rank == world.size - 1:
+        with torch.no_grad():
+            first.mul_(2)
+    world.barrier()
+    return (tensor_digest(first) == before) == (world.rank != world.size - 1)
+
+
+def started(world: World, layout: Any, least_bytes: int) -> dict[str, Any]:
+    """A run whose model was built so: digests of its weights as gathered, and its lines."""
+    tokens = torch.arange(8 * 16).view(8, 16) % 32
+    kept, shared_build.LEAST_BYTES = shared_build.LEAST_BYTES, least_bytes
+    try:
+        run = parallelize(
+            lambda: build("llama", {"dim": 32, "layers": 4}, vocabulary=32, sequence=16),
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            layout=layout,
+            batch=8,
+            micro_batch=2,
+            precision="fp64",
+            sample=(tokens, tokens),
+            world=world,
+        )
+    finally:
+        shared_build.LEAST_BYTES = kept
+    start = {name: tensor_digest(t) for name, t in gather_weights(run.program).items()}
+    data = [((row + k) % 32, (row + k) % 32) for k in range(2) for row in tokens]
+    losses = [run.step(batch).loss for batch in run.loader(data)]
+    for undo in run.program.on_close:
+        undo()
+    return {"start": start, "losses": losses}
+
+
+@contextmanager
+def watched(peak: dict[str, int]) -> Iterator[None]:
+    """Inside, the largest private memory of this process is kept: `anonymous`, in bytes."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            peak["anonymous"] = max(peak.get("anonymous", 0), anonymous_bytes())
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join(10)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/smaps_rollup: no Anonymous")
+
+
+def held(world: World, layout: Any) -> dict[str, Any]:
+    """What a start of 294 MiB of weights held at most, and holds then, beyond what was before."""
+    shape = {"dim": 768, "layers": 10, "heads": 8, "kv_heads": 8, "tied": False}
+    vocabulary = 4096
+    tokens = torch.arange(2 * 32).view(2, 32)
+    peak: dict[str, int] = {}
+
+    def start() -> Any:
+        return parallelize(
+            lambda: build("llama", shape, vocabulary=vocabulary, sequence=32),
+            lambda p: torch.optim.SGD(p, lr=1e-2),
+            layout=layout,
+            batch=4,
+            micro_batch=1,
+            precision="fp32",
+            sample=(tokens, tokens) if "pp" in layout else None,
+            world=world,
+        )
+
+    before = anonymous_bytes()
+    with watched(peak):
+        run = start()
+    after = anonymous_bytes()
+    module = run.program.twin
+    unit = max(sum(p.numel() * 4 for p in block.parameters()) for block in module.blocks)
+    for undo in run.program.on_close:
+        undo()
+    return {
+        "weights": 4 * run.plan.parameters,
+        "unit": unit,
+        "peak": peak["anonymous"] - before,
+        "after": after - before,
+    }

@@ -1,0 +1,79 @@
+"""A model is built once per machine: with the bits of a plain build, and at the cost of one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="weights are handed on by /proc, which Linux has"
+)
+
+SHARED = ["own", "gpt", "moe", "resnet", "transformers"]
+ALONE = {
+    "reads": "RuntimeError: Tensor.item() cannot be called on meta tensors",
+    "keeps": "it keeps tensors that are no parameters and no buffers",
+    "talks": "CollectiveAlone: barrier at build_case.py",
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SHARED)
+def test_one_rank_builds_and_all_have_the_bits_of_a_plain_build(
+    worlds: Any, name: str, ranks: int
+) -> None:
+    if name == "transformers":
+        pytest.importorskip("transformers")
+    for rank, told in enumerate(worlds(ranks).call("build_case:built", name=name)):
+        assert told["apart"] == []
+        assert told["lines"] == []
+        assert told["asked"] == ["meta" if rank else "cpu"]
+        assert told["ties"]
+        assert told["kept"]
+        assert told["alone"], "a rank sees what another one wrote"
+
+
+@pytest.mark.parametrize("name", list(ALONE))
+def test_a_builder_that_needs_values_is_run_by_every_rank_and_named(worlds: Any, name: str) -> None:
+    for told in worlds(2).call("build_case:built", name=name):
+        assert told["apart"] == []
+        assert told["asked"][-1] == "cpu"
+        (line,) = told["lines"]
+        assert "processes build all of it for themselves, " in line
+        assert ALONE[name] in line
+
+
+def test_a_small_model_is_built_by_every_rank_without_a_word(worlds: Any) -> None:
+    for told in worlds(2).call("build_case:built", name="gpt", least_bytes=2**30):
+        assert told["apart"] == []
+        assert told["lines"] == []
+        assert told["asked"] == ["cpu"]
+
+
+def test_a_builder_that_breaks_says_so_on_every_rank(worlds: Any) -> None:
+    for told in worlds(2).call("build_case:built", name="breaks"):
+        assert told["failed"].startswith("UserError: model: the builder raised ValueError: no such")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp", "hsdp", {"tp": 4}, {"pp": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}],
+    ids=str,
+)
+def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) -> None:
+    ask = worlds(4).call
+    shared = ask("build_case:started", layout=layout, least_bytes=0)
+    plain = ask("build_case:started", layout=layout, least_bytes=2**40)
+    assert shared == plain
+
+
+@pytest.mark.parametrize("layout", ["fsdp", {"pp": 2, "dp_shard": 2}], ids=str)
+def test_a_start_holds_a_share_and_two_units(worlds: Any, layout: Any) -> None:
+    """Gathered flat and as parameters; importing what a layout needs costs some 60 MiB more."""
+    for told in worlds(4).call("build_case:held", layout=layout):
+        share, mib = told["weights"] / 4, 2**20
+        assert told["weights"] > 290 * mib
+        assert told["peak"] < share + 2 * told["unit"] + 80 * mib, told
+        assert told["after"] < share + 80 * mib, told
