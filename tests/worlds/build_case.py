@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from shoal.fabric import World
 from shoal.models.catalog import build
+from shoal.models.huggingface import pretrained_shapes
 from shoal.parallel import shared_build
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.full_state import gather_weights
@@ -51,6 +52,17 @@ def _transformers() -> nn.Module:
     )  # fmt: skip
     made: nn.Module = transformers.LlamaForCausalLM(config)
     return made
+
+
+def _pretrained() -> nn.Module:
+    import transformers
+
+    made: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(FOLDER[0])
+    return made
+
+
+FOLDER = [""]
+"""Of a checkpoint that transformers has written."""
 
 
 class Reads(nn.Module):
@@ -95,6 +107,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moe": lambda: build("moe", {"dim": 64, "layers": 2}),
     "resnet": lambda: build("resnet", {"channels": 32}),
     "transformers": _transformers,
+    "pretrained": _pretrained,
     "reads": Reads,
     "keeps": Keeps,
     "talks": Talks,
@@ -102,13 +115,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def built(world: World, name: str, least_bytes: int = 0) -> dict[str, Any]:
-    """What this rank has after building: differences from a plain build, who built, the lines."""
+def built(
+    world: World, name: str, least_bytes: int = 0, checkpoint: str = "", kind: str = ""
+) -> dict[str, Any]:
+    """What this rank has after building: differences from a plain build, who built, the lines.
+
+    checkpoint   a folder; rank 0 writes one of transformers' `kind` there, in bf16
+    """
     asked: list[str] = []
+    if checkpoint:
+        FOLDER[0] = checkpoint
+        if world.is_first:
+            _written(kind, checkpoint)
+        world.barrier()
 
     def make() -> nn.Module:
         asked.append(torch.get_default_device().type)
-        return build_module(MODELS[name], SEED)
+        with pretrained_shapes() if asked[-1] == "meta" else nullcontext():
+            return build_module(MODELS[name], SEED)
 
     try:
         module, lines = build_once(world, make, least_bytes)
@@ -125,6 +149,22 @@ def built(world: World, name: str, least_bytes: int = 0) -> dict[str, Any]:
     }
 
 
+def _written(kind: str, folder: str) -> None:
+    """Write a small model of a kind that transformers knows."""
+    import transformers
+
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    own: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+        "mixtral": {**small, "intermediate_size": 96, "num_local_experts": 4},
+    }
+    config = transformers.AutoConfig.for_model(
+        kind, **own.get(kind, {**small, "intermediate_size": 96})
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
 def _apart(module: nn.Module, plain: nn.Module) -> list[str]:
     """Tensors that are not those of a plain build, in any respect."""
     ours, theirs = (
@@ -137,7 +177,7 @@ def _apart(module: nn.Module, plain: nn.Module) -> list[str]:
         if tensor_digest(tensor) != tensor_digest(ours[name])
         or (tensor.stride(), tensor.dtype, tensor.requires_grad, type(tensor))
         != (ours[name].stride(), ours[name].dtype, ours[name].requires_grad, type(ours[name]))
-        or {k for k in vars(tensor) if not k.startswith("_shoal")} - set(vars(ours[name]))
+        or {k for k in vars(tensor) if not k.startswith("_")} - set(vars(ours[name]))
     ]
 
 

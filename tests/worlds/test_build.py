@@ -35,6 +35,20 @@ def test_one_rank_builds_and_all_have_the_bits_of_a_plain_build(
         assert told["alone"], "a rank sees what another one wrote"
 
 
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox", "mistral", "phi", "mixtral"]
+)
+def test_a_checkpoint_of_transformers_is_read_once(worlds: Any, tmp_path: Any, kind: str) -> None:
+    """`from_pretrained` in a builder, tied weights and merged experts among them."""
+    pytest.importorskip("transformers")
+    asked = {"name": "pretrained", "checkpoint": str(tmp_path), "kind": kind}
+    for rank, told in enumerate(worlds(2).call("build_case:built", **asked)):
+        assert told["lines"] == []
+        assert told["apart"] == []
+        assert told["asked"] == ["meta" if rank else "cpu"]
+        assert told["ties"]
+
+
 @pytest.mark.parametrize("name", list(ALONE))
 def test_a_builder_that_needs_values_is_run_by_every_rank_and_named(worlds: Any, name: str) -> None:
     for told in worlds(2).call("build_case:built", name=name):

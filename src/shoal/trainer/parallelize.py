@@ -238,8 +238,13 @@ def _built(
     lines: list[str] = []
 
     def build() -> nn.Module:
-        module, lines[:] = bare(build_module(model, plan.seed))
-        if torch.get_default_device().type != "meta":  # another rank gives it its weights
+        if torch.get_default_device().type == "meta":  # another rank gives it its weights
+            from shoal.models.huggingface import pretrained_shapes
+
+            with pretrained_shapes():
+                module, lines[:] = bare(build_module(model, plan.seed))
+        else:
+            module, lines[:] = bare(build_module(model, plan.seed))
             refuse_unready(module)
         return formats.convert(module, plan.compute)
 
