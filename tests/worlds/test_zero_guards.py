@@ -27,11 +27,7 @@ def everywhere(worlds, check: str, size: int = 2, **arguments: Any) -> Any:
 
 
 def test_fsdp_refuses_what_it_cannot_cut(worlds) -> None:
-    scalar, mixed, muon = everywhere(worlds, "refusals")
-    assert scalar == (
-        "PlanError: layout.strategy = fsdp: scale is a scalar, which has no rows to cut; nearest: "
-        "give it shape [1], or layout.strategy=zero2"
-    )
+    mixed, muon = everywhere(worlds, "refusals")
     assert mixed == (
         "PlanError: layout.strategy = fsdp: gathers parameters of one format, the model has "
         "float32, float64; nearest: layout.strategy=zero2"
@@ -43,8 +39,10 @@ def test_fsdp_refuses_what_it_cannot_cut(worlds) -> None:
     assert muon.endswith("; nearest: layout.strategy=zero2")
 
 
-def test_the_nearest_layout_takes_it(worlds) -> None:
-    assert everywhere(worlds, "trains_beside") == "nothing was raised"
+@pytest.mark.parametrize("layout", ["fsdp", "zero2"])
+def test_a_scalar_trains(worlds, layout: str) -> None:
+    answers = worlds(2).call("zero_guards:trains_a_scalar", layout=layout)
+    assert answers == ["nothing was raised"] * 2
 
 
 def test_a_parameter_without_elements_hinders_nothing(worlds, tmp_path) -> None:

@@ -117,7 +117,7 @@ class Empty(nn.Module):
 
 
 def refusals(world: World) -> list[str]:
-    """A scalar, two formats, and an optimizer of whole matrices under fsdp."""
+    """Two formats, and an optimizer of whole matrices under fsdp."""
     mixed = linear()
     mixed[2].to(torch.float64)
 
@@ -125,15 +125,14 @@ def refusals(world: World) -> list[str]:
         return MuonWithAdamW(parameters, lr=0.1)
 
     return [
-        message(lambda: run_of(world, Scaled(), layout="fsdp", precision="fp32")),
         message(lambda: run_of(world, mixed, layout="fsdp", precision="fp32")),
         message(lambda: run_of(world, linear(), muon, layout="fsdp")),
     ]
 
 
-def trains_beside(world: World) -> str:
-    """What fsdp refuses, zero2 trains."""
-    return message(lambda: run_of(world, Scaled(), layout="zero2").step(share(world)))
+def trains_a_scalar(world: World, layout: str) -> str:
+    """A parameter without rows, under layouts that cut rows and one that does not."""
+    return message(lambda: run_of(world, Scaled(), layout=layout).step(share(world)))
 
 
 def trains_with_nothing(world: World, layout: str, folder: str) -> list[list[float]]:

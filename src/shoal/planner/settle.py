@@ -153,6 +153,15 @@ def is_open(asked: Mapping[str, Any]) -> bool:
     return asked["strategy"] == "auto" and not asked.keys() - {"strategy", "zero"}
 
 
+def leaves_open(plan: Plan, said: Words) -> bool:
+    """Tell the same of a layout's words as a loop of one's own says them (`split_words`).
+
+    >>> leaves_open(Plan(Layout()), {"recompute": "full"}), leaves_open(Plan(Layout()), "fsdp")
+    (True, False)
+    """
+    return is_open({"strategy": "auto", **split_words(plan, said)[1]})
+
+
 def kept_plan(folder: Path, processes: int) -> Plan | None:
     """Read the plan that the planner chose for an earlier start of a run on as many processes.
 

@@ -34,7 +34,7 @@ from shoal.parallel import precision as formats
 from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
-from shoal.planner.settle import Words, settle, words_of
+from shoal.planner.settle import Words, leaves_open, settle, words_of
 from shoal.trainer.arguments import (
     DEFAULT_BATCH,
     ELSEWHERE,
@@ -191,7 +191,7 @@ def start_run(
     plan = replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
     if said is not None:
         chosen = None
-        if ranks_layouts:
+        if ranks_layouts and world.size > 1 and leaves_open(plan, said):
             from shoal.trainer.rank_layouts import choose_for
 
             chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)

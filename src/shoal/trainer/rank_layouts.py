@@ -30,7 +30,7 @@ from shoal.planner.measured import read_measured
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import section_of, space_of
-from shoal.planner.settle import Words, goes_together, is_open, settle_batch, split_words
+from shoal.planner.settle import Words, goes_together, settle_batch, split_words
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.contract import Loss, split_batch
 
@@ -81,11 +81,9 @@ def choose_for(
     """Choose for a loop of one's own as for `shoal train`; None where nothing can be ranked.
 
     sample   a batch, as `run.step` takes it, or a function that gives one, called once a rank
-    plan     with its batch and its formats
+    plan     with its batch and its formats · said  leaves the layout open (`leaves_open`)
     """
     plan, words = split_words(plan, said)
-    if world.size == 1 or not is_open({"strategy": "auto", **words}):
-        return None
     given = sample() if callable(sample) else sample
     model = partial(
         facts_by_sample,
