@@ -92,7 +92,10 @@ def test_a_model_that_leans_on_its_rank_is_exit_3(tmp_path: Path) -> None:
     report = json.loads(out)
     assert report["verdict"] == "different"
     assert report["steps"] == 2
+    assert report["cause"]["name"] == "forward pass", report["cause"]["text"]
+    assert "they look at the rank" in report["cause"]["cause"]
     assert report["cause"]["text"] in proof_text(report)
+    assert proof_text(report).endswith(report["cause"]["advice"])
     assert {p["name"] for p in report["trajectories"][0]["parameters"]} == {
         "net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias",
     }  # fmt: skip
@@ -149,7 +152,7 @@ def test_help_is_light() -> None:
 REPORT = {
     "verdict": "different", "reason": "", "said": [], "layout": "zero2 (dp_shard = 4)", "processes": 4,
     "precision": "fp64", "steps": 5, "seconds": 3.25,
-    "cause": {"text": "head: seen. Likely cause: x. Look at: y"},
+    "cause": {"text": "head: seen. Likely cause: x. Next: y"},
     "trajectories": [{
         "optimizer": "sgd", "equal": False,
         "bounds": {"first": 1e-12, "later": 1e-12, "weights": 1e-12, "buffers": 1e-12},
@@ -176,7 +179,7 @@ def test_the_table_begins_with_what_differs() -> None:
     )
     assert lines[5].split() == ["head", "∞", "1", "5.0e-01", "differs"]
     assert lines[6].split() == ["body", "1.0e-16", "1", "0"]
-    assert lines[-1] == "head: seen. Likely cause: x. Look at: y"
+    assert lines[-1] == "head: seen. Likely cause: x. Next: y"
     assert proof_text(REPORT, worst=1).splitlines()[6] == "  … and 1 nearer ones"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import any_case
-from forward_mistakes import wrong_loss
+from inside_causes import INSIDE
 from limited_case import limited
 from planted_divided import shared_twice, tie_not_summed
 from shoal.fabric import World
@@ -43,19 +43,25 @@ def battery(model: str) -> Battery:
     """One battery per model and process: the twin's records serve every layout."""
     with patch.dict(any_case.OURS, MODELS):
         trial = any_case.trial_of(model)
-    made = Battery(trial, steps=STEPS, forward=wrong_loss)
+    made = Battery(trial, steps=STEPS)
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
-def prove(world: World, model: str, layout: dict[str, Any], bug: str = "none") -> dict[str, Any]:
-    """The report on a layout, with a planted bug or without."""
+def prove(
+    world: World, model: str, layout: dict[str, Any], bug: str = "none", users: bool = False
+) -> dict[str, Any]:
+    """The report on a layout, with a planted bug or without.
+
+    users   as users get it: without our tests' own looks at what may be wrong inside
+    """
     torch.set_num_threads(1)
+    asked = replace(battery(model), inside=() if users else INSIDE)
     unchecked = patch.object(context_parallel, "check_class", lambda module, group, axis: None)
     with patch.dict(any_case.OURS, MODELS), BUGS[bug]():
         if bug == "none":
-            return battery(model).prove(world, layout)
+            return asked.prove(world, layout)
         with unchecked:
-            return battery(model).prove(world, layout)
+            return asked.prove(world, layout)
 
 
 # ---- planted bugs

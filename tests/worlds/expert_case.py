@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import any_case
 import cases
+from inside_causes import INSIDE
 from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import Traffic, World, start_world
 from shoal.fabric.axes import along
@@ -175,8 +176,10 @@ def battery(model: str, steps: int) -> Battery:
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
-def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, Any]:
-    """The report of a model on a layout, with what the run told."""
+def prove(
+    world: World, model: str, layout: str, steps: int = 5, inside: Any = ()
+) -> dict[str, Any]:
+    """The report of a model on a layout, with what the run told; `inside` as `Battery` takes it."""
     torch.set_num_threads(1)
     told: list[str] = []
 
@@ -189,7 +192,7 @@ def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, An
         mock.patch.object(Recorder, "notice", hear),
         mock.patch.object(any_case, "BATCH", BATCH),
     ):
-        report = battery(model, steps).prove(world, LAYOUTS[layout])
+        report = replace(battery(model, steps), inside=inside).prove(world, LAYOUTS[layout])
     return {**report, "notices": list(dict.fromkeys(told))}
 
 
@@ -244,10 +247,10 @@ BUGS = {
 }
 
 
-def planted(world: World, bug: str, layout: str) -> dict[str, Any]:
-    """The report on a layout with a planted bug."""
+def planted(world: World, bug: str, layout: str, users: bool = False) -> dict[str, Any]:
+    """The report on a layout with a planted bug; for users without our tests' own looks."""
     with BUGS[bug]():
-        return prove(world, "moe", layout, steps=3)
+        return prove(world, "moe", layout, steps=3, inside=() if users else INSIDE)
 
 
 # ---- what a run does beside training

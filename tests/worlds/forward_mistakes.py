@@ -33,22 +33,27 @@ from shoal.base.layout import Layout
 from shoal.base.placement import Placement
 from shoal.parallel.spmd.labels import Split, cut, divides, join
 from shoal.proof.clue import Clue
-from shoal.proof.micro_batch_gradients import Again
+from shoal.proof.evidence import Evidence
 from shoal.proof.trajectory_record import Record, Tensors
+from step_again import StepAgain, step_again
 
 SAME, SAME_ROUNDED = 1e-10, 1e-5
 """Losses nearer than this share are one: in float64, in shorter formats."""
 
 
-def wrong_loss(expected: Record, got: Record, again: Again | None, number: int) -> Clue | None:
-    """The mistake that gives the loss of row `number`, whose weights still were right."""
-    ours, theirs = expected.rows[number], got.rows[number]
-    if again is None or not got.held or ours.loss is None or theirs.loss is None:
+def wrong_loss(evidence: Evidence) -> Clue | None:
+    """The mistake that gives the loss of the first wrong step, whose weights still were right."""
+    number, got = evidence.number, evidence.got
+    if number is None or not got.held:
         return None
-    exact = all(t.dtype == torch.float64 for t in expected.gradients[number].values())
+    ours, theirs = evidence.expected.rows[number], got.rows[number]
+    if ours.loss is None or theirs.loss is None:
+        return None
+    exact = all(t.dtype == torch.float64 for t in evidence.expected.gradients[number].values())
     same = SAME if exact else SAME_ROUNDED
     if math.isclose(ours.loss, theirs.loss, rel_tol=10 * same):
         return None
+    again = step_again(evidence)
     if not math.isclose(again.loss(lambda module: nullcontext()), ours.loss, rel_tol=same):
         return None  # the step cannot be repeated: what it gives would tell nothing
     for one in _suspicions(got, again, ours.label):
@@ -61,7 +66,7 @@ def wrong_loss(expected: Record, got: Record, again: Again | None, number: int) 
     return None
 
 
-def _suspicions(got: Record, again: Again, label: str) -> Iterator[Suspicion]:
+def _suspicions(got: Record, again: StepAgain, label: str) -> Iterator[Suspicion]:
     start = f"{label}/" if label else ""
     held = {
         name.removeprefix(start): one for name, one in got.held.items() if name.startswith(start)
@@ -116,7 +121,7 @@ def row_biases(held: Mapping[str, Placement], weights: Tensors, degree: int) -> 
             f"{_alike(names)} counted {degree} times",
             f"each of {degree} tensor-parallel ranks adds the bias to its summand before the sum; "
             f"it may be added once",
-            "where a row-parallel layer adds its bias (tensor/rewrite.py, exchange.once)",
+            "see where a row-parallel layer adds its bias (autograd_collectives.once)",
         )
 
 
@@ -152,7 +157,7 @@ def fused(held: Mapping[str, Placement], weights: Tensors, degree: int) -> Itera
                 f"{_alike(names)}, cut as {_segments(segments)} and read as {_segments(other)}",
                 "a fused weight (q, k and v in one) must be cut within each of its segments, and "
                 "the layer must read the parts so",
-                "the label of that parameter: Split(dim, segments)",
+                "see the label of that parameter: Split(dim, segments)",
             )
 
 
@@ -191,7 +196,7 @@ def _wrong_part(names: Sequence[str], changed: Tensors, how: str) -> Suspicion:
         f"the rows of {_alike(names)} moved {how}",
         "tensor-parallel ranks share key/value heads, and a rank's query heads meet the heads of "
         "another rank",
-        "which part of replicated key/value heads a rank takes (exchange.part)",
+        "see which part of replicated key/value heads a rank takes (autograd_collectives.part)",
     )
 
 
@@ -224,7 +229,7 @@ def positions(weights: Tensors, degree: int, tokens: int) -> Iterator[Suspicion]
         tables[0] if tables else "",
         f"positions that begin at 0 again after every {own} of {tokens} tokens",
         f"each of {degree} context-parallel ranks numbers its own tokens from 0",
-        "which part of positions and tables a rank takes (context/shard.py, exchange.part)",
+        "see which part of positions and tables a rank takes (context_parallel/shard.py)",
     )
 
 
@@ -270,7 +275,7 @@ def orders(held: Mapping[str, Placement], weights: Tensors) -> Iterator[Suspicio
                 f"{home}.{places[0]}",
                 f"the blocks in the order {shown}",
                 "stages run, or send to each other, in another order than that of the layers",
-                "the rank of each stage in the schedule, and which blocks a rank keeps",
+                "see the rank of each stage in the schedule, and which blocks a rank keeps",
             )
 
 
@@ -322,7 +327,7 @@ def _reordered(home: str, numbers: Sequence[int], places: Sequence[int]) -> Mist
 
 
 def _with(changed: Tensors) -> Mistake:
-    """Other values of some parameters; `Again` puts the right ones back."""
+    """Other values of some parameters; `StepAgain` puts the right ones back."""
 
     @contextmanager
     def mistake(module: nn.Module) -> Iterator[None]:

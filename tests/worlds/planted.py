@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 import trajectory
+from inside_causes import INSIDE
 from shoal.fabric import World
 from shoal.parallel import batch_norm
 from shoal.parallel.data_parallel.buckets import BucketReducer
@@ -27,11 +28,22 @@ from shoal.trainer import step as stepping
 
 
 def prove(
-    world: World, bug: str, case: str, precision: str = "fp64", steps: int = 5, layout: str = "ddp"
+    world: World,
+    bug: str,
+    case: str,
+    precision: str = "fp64",
+    steps: int = 5,
+    layout: str = "ddp",
+    users: bool = False,
 ) -> dict[str, Any]:
-    """The report on a layout with a planted bug; SGD alone, as every step of it is judged."""
+    """The report on a layout with a planted bug; SGD alone, as every step of it is judged.
+
+    users   as users get it: without our tests' own looks at what may be wrong inside
+    """
     torch.set_num_threads(1)
     battery = trajectory.battery(case, precision, steps, "sgd")
+    if not users:
+        battery = replace(battery, inside=INSIDE)
     with BUGS[bug](world):
         return battery.prove(world, layout)
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 import any_case
-from forward_mistakes import wrong_loss
+from inside_causes import INSIDE
 from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
 from shoal.parallel.data_parallel import shared
@@ -43,16 +43,21 @@ def battery(model: str) -> Battery:
     """One battery per model and process: the twin's record serves every layout."""
     with patch.dict(any_case.OURS, {model: MODELS[model]}):
         trial = any_case.trial_of(model)
-    made = Battery(trial, steps=1, forward=wrong_loss)
+    made = Battery(trial, steps=1)
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
-def prove(world: World, bug: str, model: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """The report on a layout with a planted bug, at the first step."""
+def prove(
+    world: World, bug: str, model: str, layout: dict[str, Any], users: bool = False
+) -> dict[str, Any]:
+    """The report on a layout with a planted bug, at the first step.
+
+    users   as users get it: without our tests' own looks at what may be wrong inside
+    """
     torch.set_num_threads(1)
     unchecked = patch.object(tensor_parallel, "checked", lambda module, split, axis, strict: split)
     with unchecked, BUGS[bug]():
-        return battery(model).prove(world, layout)
+        return replace(battery(model), inside=() if users else INSIDE).prove(world, layout)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def test_equals_one_process(worlds, size: int, model: str, layout: str) -> None:
     [
         (2, "over all ranks", "ep2", "factor of ep", "the sum over the experts of 2 ranks"),
         (4, "averaged", "ddp4 ep2", "factor of ep", "is 0.5 × that of one process"),
-        (4, "never summed", "ddp4 ep2", "experts not summed", "data-parallel ranks 2, 3 only"),
+        (4, "never summed", "ddp4 ep2", "experts not summed", "data-parallel ranks 0, 1 only"),
     ],
 )
 def test_a_planted_bug_is_named(worlds, size, bug, layout, cause, words) -> None:

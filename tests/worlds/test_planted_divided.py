@@ -19,16 +19,18 @@ PLANTED: list[tuple[str, str, dict[str, Any], str, list[str]]] = [
         "backward not summed", "gpt", PLAIN, "missing backward reduction",
         ["blocks.1.mlp_norm.bias: each of the 2 tensor-parallel ranks has another gradient of it",
          "their sum is the right one", "the loss is right",
-         "all gradients from blocks.1.mlp.up.weight on are too", "exchange.enter"],
+         "all gradients from blocks.1.mlp.up.weight on are too", "autograd_collectives.enter"],
     ),
     (
         "backward not scattered", "gpt", TP, "missing backward reduction",
         ["blocks.1.mlp_norm.bias", "the loss is right",
-         "all gradients from blocks.1.mlp.up.weight on are too", "exchange.gather"],
+         "all gradients from blocks.1.mlp.up.weight on are too", "autograd_collectives.gather"],
     ),
     (
         "forward not summed", "gpt", PLAIN, "forward pass",
-        ["the loss at step 1 differs", "an exchange is missing"],
+        ["embedding.weight: at step 1 its gradient, like those of 27 other parameters, is off",
+         "the loss is 4.1123103 instead of 4.1146123",
+         "the split of layers over tensor-parallel ranks computes something else in the forward"],
     ),
     (
         "row bias", "gpt", TP, "row bias on every rank",

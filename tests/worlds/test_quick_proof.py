@@ -28,7 +28,7 @@ def ask(worlds, folder: Path, **arguments):
 def test_it_is_proven_once_and_then_known(worlds, tmp_path: Path) -> None:
     line = ask(worlds, tmp_path)["line"]
     assert line.startswith(
-        "proof: ddp (dp_replicate = 2) computes what one process computes: 8 parameters, 2 steps"
+        "proof: ddp (dp_replicate = 2) computes what one process computes: 9 parameters, 2 steps"
     )
     (known,) = json.loads((tmp_path / "cache" / "proofs.json").read_text()).values()
     assert known["verdict"] == "equal"
@@ -53,7 +53,7 @@ def test_a_difference_refuses_and_is_not_kept(worlds, tmp_path: Path) -> None:
             "proof: ddp (dp_replicate = 2) on 2 processes does not compute what one process "
             "computes: "
         )
-        assert "a factor 2 is lost" in told["error"]
+        assert "is 0.5 × that of one process, 1/2 for 2 data-parallel ranks" in told["error"]
         assert told["error"].endswith("train.prove=off trains all the same")
 
 

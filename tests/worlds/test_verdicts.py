@@ -41,7 +41,7 @@ def test_a_model_that_blows_rounding_up_itself_is_no_difference_either(worlds) -
 def test_a_mistake_in_a_model_that_casts_is_different_and_named(worlds) -> None:
     report = prove(worlds, "casting", DDP, "factor lost")["report"]
     assert report["verdict"] == "different"
-    assert "a factor 2 is lost" in report["cause"]["text"]
+    assert "is 0.5 × that of one process, 1/2 for 2 data-parallel ranks" in report["cause"]["text"]
     assert report["said"][0].startswith("the model's own casts (verdict_case.py:")
     assert report["said"][0].endswith(" lifted")
 

@@ -4,8 +4,8 @@ trial      the user's model, data and loss, trained for a few steps          sid
 record     losses, norms, whole gradients of every step, final weights       trajectory_record.py
 twin       the same trial in one process, on the same list of micro-batches  battery.py
 verdict    the two records, compared by the definition of design §6          bounds.py, verdict.py
-cause      which micro-batches the wrong gradient is made of, and what that means
-                                                         micro_batch_gradients.py, causes.py
+cause      where and how much it differs first, why, and what a user can do
+                                                         causes.py, gradient_clue.py, norms.py
 quick      two small steps before a training run on several processes        quick.py
 """
 

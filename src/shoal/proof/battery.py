@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from shoal.fabric.process_info import Place
 from shoal.parallel.rewritten import RewrittenError
 from shoal.proof.bounds import AS_IS, bounds_for, within
 from shoal.proof.causes import explain
+from shoal.proof.evidence import Evidence, Look, OnRun
 from shoal.proof.limits import (
     CannotProve,
     Clock,
@@ -43,16 +44,13 @@ from shoal.proof.limits import (
     on_all,
     reason,
 )
-from shoal.proof.micro_batch_gradients import Atoms, watch_micro_batches
 from shoal.proof.report import SMOOTH, Report, far, in_float32, judged, no_farther, trajectory
 from shoal.proof.side import Side, Trial
 from shoal.proof.trajectory_record import Record, record
-from shoal.proof.verdict import Comparison, compare
-from shoal.proof.wrong_gradients import Forward
+from shoal.proof.verdict import compare
 from shoal.trace.alone import alone
 from shoal.trace.casts import CastsLifted, casts_text
 from shoal.trainer.contract import BuildOptimizer
-from shoal.trainer.run import Run
 
 SGD = "sgd"
 
@@ -78,7 +76,8 @@ class Battery:
     trial       makes and trains the runs, the same on both sides
     optimizers  trajectories by name; "sgd" is judged at every step, others at step 1 and the end
     steps       of each run and trajectory · clip  largest gradient norm · budget_s  for the twin
-    forward     names mistakes of a divided forward pass; our tests know those that we could make
+    inside      asked for the cause before the product's own looks: our tests name the mistakes that
+                they plant inside Shoal, which no user could mend
     """
 
     trial: Trial
@@ -88,7 +87,7 @@ class Battery:
     precision: str = "fp64"
     seed: int = 3
     budget_s: float | None = None
-    forward: Forward | None = None
+    inside: Sequence[Look] = ()
     twins: dict[str, Record] = field(default_factory=dict)
 
     def prove(
@@ -160,28 +159,6 @@ class Battery:
 
             self.twins[ask.key] = _recorded(side, timed, ask.lifted)
         return self.twins[ask.key]
-
-    def atoms(self, name: str, device: torch.device, at: tuple[str, int], ranks: int) -> Atoms:
-        """Gradients of every micro-batch of one step, from the twin, run again up to it.
-
-        at   label and number of the step
-        """
-        label, step = at
-        found = Atoms(ranks)
-        side = replace(self._side(_Ask(_one(device), "single", name)), steps=step)
-
-        def watch(of: str, run: Run) -> None:
-            if of == label:
-                watch_micro_batches(run, label, step, found)
-
-        side.on_run = watch
-        try:
-            for told, result in self.trial(side):
-                if (told, result.step) == at:
-                    break
-        finally:
-            side.release()
-        return found
 
     def _judge(self, ask: _Ask, said: list[str]) -> tuple[Report, str]:
         """(one trajectory's report, the layout's text); what was done for it goes to `said`.
@@ -336,26 +313,25 @@ class Battery:
             return None
         expected = self.twins[ask.key]
         comparison = compare(expected, got, bounds_for(self.precision, ask.name))
+        evidence = Evidence(expected, got, comparison, partial(self._again, ask))
         with CastsLifted() if ask.lifted else nullcontext():
-            try:
-                atoms = self._atoms(ask, got, comparison)
-            except Exception:  # a difference that is proven must be told, with less of a cause
-                atoms = None
-            clue = explain(expected, got, comparison, atoms, self.forward)
+            clue = explain(evidence, self.inside)
         return {**asdict(clue), "text": clue.text()}
 
-    def _atoms(self, ask: _Ask, got: Record, comparison: Comparison) -> Atoms | None:
-        kinds = ("gradient", "used", "gradient norm")
-        rows = [d.row for d in comparison.differences if d.what in kinds]
-        if not rows:
-            return None
-        row = self.twins[ask.key].rows[min(rows)]
+    def _again(self, ask: _Ask, at: tuple[str, int], watch: OnRun) -> None:
+        """Train the twin once more up to a step.
+
+        at   label and number of the step · watch  given every run as it is made
+        """
+        label, step = at
+        side = replace(self._side(_Ask(_one(ask.world.device), "single", ask.name)), steps=step)
+        side.on_run = watch
         try:
-            return self.atoms(
-                ask.name, ask.world.device, (row.label, row.step), got.layout.data_degree
-            )
-        except (CannotProve, MemoryError, torch.OutOfMemoryError):
-            return None
+            for told, result in self.trial(side):
+                if (told, result.step) == (label, step):
+                    break
+        finally:
+            side.release()
 
 
 @dataclass(frozen=True)

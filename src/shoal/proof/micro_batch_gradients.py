@@ -7,24 +7,17 @@ can be had one by one: G₀, G₁, …. A gradient g that a layout got wrong is 
 
 and the shares tell the mistake: all ½, a rank's micro-batches missing, weights that follow ranks.
 If nothing but noise fits, the residual says so.
-
-A wrong loss is no sum of right ones. There the step's forward passes are run once more in the one
-process, with a suspected mistake made on purpose: one that gives the layout's very loss is found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
-from shoal.parallel.program import Pass, Program, Reducer
 from shoal.proof.trajectory_record import Tensors
-from shoal.trainer._torch import pytree
-from shoal.trainer.micro_batch import MicroBatch
 from shoal.trainer.run import Run
 
 SOLVABLE = 1e-12
@@ -36,16 +29,11 @@ class Atoms:
     """Gradients of the loss sums of one step's micro-batches.
 
     gradients   one dict per micro-batch, in their order · ranks  how many the layout has: rank r
-                runs micro-batches r, r + ranks, … · again  the step's forward passes, once more
+                runs micro-batches r, r + ranks, …
     """
 
     ranks: int
     gradients: list[Tensors] = field(default_factory=list)
-    again: Again | None = None
-
-    def total(self) -> Tensors:
-        """Their sum: what every rank should hold before it is divided by the count of targets."""
-        return self.summed(range(len(self.gradients)))
 
     def summed(self, numbers: Sequence[int]) -> Tensors:
         """The sum over some micro-batches; parameters that none of them used are missing."""
@@ -66,42 +54,6 @@ class Atoms:
         return number % self.ranks
 
 
-class Again:
-    """The forward passes of one step of one process, to be run again with a mistake in them."""
-
-    def __init__(self, program: Program, passes: Sequence[MicroBatch]) -> None:
-        """Called before the step: weights and buffers are kept as they are now."""
-        self.program = program
-        self.passes = [replace(one, program=program) for one in passes]
-        self.kept = {name: tensor.detach().clone() for name, tensor in self._tensors()}
-
-    @torch.no_grad()
-    def loss(self, mistake: Callable[[nn.Module], AbstractContextManager[None]]) -> float:
-        """The step's mean loss while `mistake` is made in the module."""
-        module = self.program.module
-        for name, tensor in self._tensors():
-            tensor.copy_(self.kept[name])
-        sums = torch.zeros(2, dtype=torch.float64, device=self.program.world.device)
-        for begin in self.program.on_begin:
-            begin()
-        with mistake(module):
-            for one in (replace(one, sums=sums) for one in self.passes):
-                with one.entered():
-                    one.total(one.outputs(module))
-        total, count = sums.tolist()
-        return float(total / count) if count else float("nan")
-
-    @property
-    def tokens(self) -> int:
-        """The length of the step's first input along its second dim; 0 if it has none."""
-        leaves = [t for t in pytree.tree_leaves(self.passes[0].parts[0]) if hasattr(t, "shape")]
-        return leaves[0].shape[1] if leaves and leaves[0].dim() > 1 else 0
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.program.module.named_parameters()
-        yield from self.program.module.named_buffers()
-
-
 @dataclass(frozen=True)
 class Shares:
     """How much of each micro-batch's gradient is in a gradient, and what they leave unexplained.
@@ -115,16 +67,15 @@ class Shares:
     residual: float
 
 
-def watch_micro_batches(run: Run, label: str, step: int, atoms: Atoms) -> None:
-    """Fill `atoms` while `run`, which is one process, takes its step number `step` (from 1)."""
-    program, passes = run.program, run.program.run
-    before: Tensors = {}
+def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) -> None:
+    """Fill `atoms` while a run of one process takes a step.
 
-    def noted(now: Program, given: Sequence[Pass], reducer: Reducer) -> None:
-        mine = [one for one in given if isinstance(one, MicroBatch) and one.step + 1 == step]
-        if mine:
-            atoms.again = Again(program, mine)
-        passes(now, given, reducer)
+    label, step   which run, and which of its steps, from 1 · of, run  the run as it is made
+    """
+    if of != label:
+        return
+    program = run.program
+    before: Tensors = {}
 
     @contextmanager
     def around(now: int, index: int) -> Iterator[None]:
@@ -143,8 +94,7 @@ def watch_micro_batches(run: Run, label: str, step: int, atoms: Atoms) -> None:
             before[full] = total
         atoms.gradients.append(mine)
 
-    # Nothing is taken away from the module at the end: generators stay keyed for `atoms.again`.
-    run.program = replace(program, around=(*program.around, around), run=noted, on_close=())
+    run.program = replace(program, around=(*program.around, around))
 
 
 def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:

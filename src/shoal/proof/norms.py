@@ -1,94 +1,65 @@
-"""A wrong gradient norm over right gradients: which parts were counted, and how often?
+"""A wrong gradient norm over right gradients: which ranks tell which norm, and how far off it is.
 
-The true norm counts every element of the model once. Ranks hold different parts under tensor and
-pipeline parallelism, and some the same ones, so a norm can leave parts out (those of other ranks,
-of another mesh) or count them several times (whatever several ranks hold). What each such mistake
-gives is known from the gradients of one process, and is held against the layout's norm.
+The true norm counts every element of the model once. Ranks hold different parts of a divided model,
+and some the same ones, so a norm can leave parts out or count them several times; whoever clips by
+it scales the gradient wrongly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from shoal.proof.clue import Clue
-from shoal.proof.sums import coefficient, near, norm_of
-from shoal.proof.trajectory_record import Record
+from shoal.proof.clue import OURS, Clue
+from shoal.proof.evidence import Evidence
+from shoal.proof.sums import near
+from shoal.proof.trajectory_record import Record, Row
+from shoal.proof.verdict import apart
 
+AXES = {
+    "pp": "stages",
+    "dp_replicate": "replicas",
+    "dp_shard": "shards",
+    "cp": "context-parallel ranks",
+    "tp": "tensor-parallel ranks",
+}
 
-def wrong_norm(expected: Record, got: Record, number: int) -> Clue | None:
-    """The clue in row `number`, whose gradients before clipping are equal."""
-    return _norm_of_parts(expected, got, number) or _norm_alone(expected, got, number)
+LOCAL = "norm of a local shard"
+"""Name of a cause."""
 
-
-def norms_along(norms: Sequence[float | None], got: Record) -> str:
-    """Along which axes ranks tell different norms, in words."""
-    degrees = got.layout.degrees
-    if math.prod(degrees.values()) != len(norms):
-        return ""
-    differ = []
-    for axis, word in (("pp", "stages"), ("tp", "tensor-parallel ranks")):
-        seen: dict[tuple[int, ...], set[float | None]] = {}
-        for rank, norm in enumerate(norms):
-            at = got.layout.at(rank)
-            seen.setdefault(tuple(at[a] for a in degrees if a != axis), set()).add(norm)
-        if any(len(same_place) > 1 for same_place in seen.values()):
-            differ.append(word)
-    return f" (they differ between {' and between '.join(differ)})" if differ else ""
+ADVICE = (
+    f"leave clipping to optimizer.clip if code of your own clips or takes the norm (such as "
+    f"clip_grad_norm_ over what one rank holds); if none does, {OURS}"
+)
 
 
-def _norm_of_parts(expected: Record, got: Record, number: int) -> Clue | None:
-    """Gradients agree, the norm does not: which parts were counted, and how often?"""
-    ours, theirs = expected.rows[number], got.rows[number]
-    if not got.held or not ours.grad_norm or not theirs.grad_norm:
-        return None
-    scale = coefficient(ours.grad_norm, expected.clip)
-    squares = {n: (norm_of(g) / scale) ** 2 for n, g in expected.gradients[number].items()}
-    near_ones = []
-    for counts, name, cause in _countings(got):
-        wrong = math.sqrt(math.fsum(counts.get(n, 0) * square for n, square in squares.items()))
-        if near(wrong / theirs.grad_norm, 1.0) and not near(wrong / ours.grad_norm, 1.0):
-            near_ones.append((abs(wrong - theirs.grad_norm), name, cause))
-    if not near_ones:
-        return None
-    _, name, cause = min(near_ones, key=lambda found: found[0])
-    return Clue(
-        name,
-        theirs.label,
-        f"the gradient norm at step {theirs.step} is {theirs.grad_norm:.6g} instead of "
-        f"{ours.grad_norm:.6g}, as if {cause}; the gradients before clipping are equal",
-        "the norm must count every element of the model once: over all meshes, each holder's share "
-        "divided by the number of holders",
-        "the gradient norm in trainer/step.py (_squares) and Placement.copies_of_sum",
-    )
+def norms_differ(evidence: Evidence) -> Clue | None:
+    """Name a step at which ranks tell different gradient norms: each clips by what it holds."""
+    got, expected_rows = evidence.got, evidence.expected.rows
+    for number, rows in enumerate(zip(*got.rank_rows, strict=False)):
+        norms = [row.grad_norm for row in rows]
+        expected = expected_rows[number].grad_norm if number < len(expected_rows) else 0
+        if expected is None or None in norms or not _apart(rows):
+            continue
+        squares = math.fsum((n or 0.0) ** 2 for n in norms)
+        parts = math.isclose(squares, expected**2, rel_tol=1e-6)
+        sums = "; their squares add up to the true norm's" if parts else ""
+        told = ", ".join(f"{n:.6g}" for n in norms)
+        return Clue(
+            LOCAL,
+            rows[0].label,
+            f"gradient norms at step {rows[0].step} are {told} by rank, {expected:.6g} in one "
+            f"process{sums}{_along(norms, got)}",
+            "every rank clips by the norm of what it holds itself; squares must be summed over "
+            "all ranks first",
+            ADVICE,
+        )
+    return None
 
 
-def _countings(got: Record) -> Iterator[tuple[dict[str, float], str, str]]:
-    """Wrong ways to count: how often each parameter, the name of the mistake, what is counted."""
-    held = got.held
-    often = {name: float(one.copies_in_model(got.layout)) for name, one in held.items()}
-    ties = {name: float(len(one.stages)) for name, one in held.items()}
-    within = {name: often[name] / ties[name] for name in held}
-    twice, part = "norm counts replicas", "norm over one mesh"
-    yield ties, twice, "weights that several stages hold were counted by each"
-    yield within, twice, "what tensor-parallel ranks hold whole was counted by each"
-    yield often, twice, "every holder of a parameter counted it as its own"
-    for stage in sorted({s for one in held.values() for s in one.stages}):
-        own = {n: float(stage in one.stages) for n, one in held.items()}
-        shares = {n: count / ties[n] for n, count in own.items()}
-        for counts in (own, shares):
-            yield counts, part, f"there were the parameters of stage {stage} only"
-    cut = {n: float(one.tp_cut is not None) for n, one in held.items()}
-    yield cut, part, "there were only parameters that tensor-parallel ranks hold in parts"
-    whole = {n: 1 - count for n, count in cut.items()}
-    yield whole, part, "there were only parameters that tensor-parallel ranks hold whole"
-    once = {n: float(one.copies_in_model(got.layout) == 1) for n, one in held.items()}
-    yield once, part, "parameters with several holders were not counted at all"
-
-
-def _norm_alone(expected: Record, got: Record, number: int) -> Clue | None:
-    """The sums agree: only the reported norm, and with it clipping, is another."""
-    ours, theirs = expected.rows[number], got.rows[number]
+def wrong_norm(evidence: Evidence, number: int) -> Clue | None:
+    """Name a norm that is wrong on all ranks in row `number`, whose gradients are right."""
+    ours, theirs = evidence.expected.rows[number], evidence.got.rows[number]
     if ours.grad_norm is None or theirs.grad_norm is None:
         return None
     ratio = theirs.grad_norm / ours.grad_norm if ours.grad_norm else math.inf
@@ -96,12 +67,36 @@ def _norm_alone(expected: Record, got: Record, number: int) -> Clue | None:
         return None
     part = ratio < 1
     return Clue(
-        "norm of a local shard" if part else "gradient norm",
+        LOCAL if part else "gradient norm",
         theirs.label,
-        f"the gradient norm at step {theirs.step} is {theirs.grad_norm:.6g}, {ours.grad_norm:.6g} "
-        f"in one process, while the gradients before clipping are equal",
-        "the norm is taken over a part of the elements: a local shard, one bucket, one group"
+        f"the gradient norm at step {theirs.step} is {theirs.grad_norm:.6g} instead of "
+        f"{ours.grad_norm:.6g} ({ratio:.4g} ×) on all ranks, while the gradients before clipping "
+        f"are equal",
+        "the norm is taken over a part of the elements only, such as what one rank holds"
         if part
-        else "elements are counted more than once in the norm (replicas, ties)",
-        "the gradient norm in trainer/step.py (update)",
+        else "elements are counted more than once in the norm, such as what several ranks hold",
+        ADVICE,
     )
+
+
+def _apart(rows: tuple[Row, ...]) -> bool:
+    """Whether ranks agree on all but the gradient norm."""
+    return any(apart(row, rows[0], 1e-9) for row in rows) and all(
+        (row.skipped, row.loss) == (rows[0].skipped, rows[0].loss) for row in rows
+    )
+
+
+def _along(norms: Sequence[float | None], got: Record) -> str:
+    """Along which axes ranks tell different norms, in words."""
+    degrees = got.layout.degrees
+    if math.prod(degrees.values()) != len(norms):
+        return ""
+    differ = []
+    for axis, word in AXES.items():
+        seen: dict[tuple[int, ...], set[float | None]] = {}
+        for rank, norm in enumerate(norms):
+            at = got.layout.at(rank)
+            seen.setdefault(tuple(at[a] for a in degrees if a != axis), set()).add(norm)
+        if any(len(same_place) > 1 for same_place in seen.values()):
+            differ.append(word)
+    return f" (they differ between {' and between '.join(differ)})" if differ else ""

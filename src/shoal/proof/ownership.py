@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,11 +25,13 @@ AXES = ("tp", "cp", "pp")
 class Apart:
     """A parameter of which holders of the same part have different gradients.
 
-    along   tp │ cp │ pp: between which ranks · total  the sum over them, clipped as they are
+    along   tp │ cp │ pp: the axis along which they disagree · total  the sum over them, clipped as
+            they are · ranks  some that hold the same part and do not agree on it
     """
 
     along: str
     total: torch.Tensor
+    ranks: tuple[int, ...]
 
 
 def divided(program: Program) -> bool:
@@ -51,31 +54,33 @@ def replicas_apart(program: Program) -> dict[str, Apart]:
     told = program.world.gather_json(mine)
     found = {}
     for name in dict.fromkeys(n for one in told for n in one):
-        along = _apart_along(name, told, program)
+        along, ranks = _apart_along(name, told, program)
         if along:
             shape, dtype = next(one[name][2:] for one in told if name in one)
             total = torch.zeros(shape, dtype=getattr(torch, dtype), device=program.world.device)
             _add_own(total, name, program)
             program.world.all_reduce(total)
-            found[name] = Apart(along, total.cpu())
+            found[name] = Apart(along, total.cpu(), ranks)
     return found
 
 
-def _apart_along(name: str, told: list[dict[str, list[str]]], program: Program) -> str:
-    """Between ranks of which axis replicas differ, "" if they agree."""
+def _apart_along(
+    name: str, told: list[dict[str, list[str]]], program: Program
+) -> tuple[str, tuple[int, ...]]:
+    """(axis, ranks that differ along it alone and hold other gradients); ("", ()) if all agree."""
     layout = program.plan.layout
-    seen: dict[str, dict[tuple[int, ...], dict[str, str]]] = {axis: {} for axis in AXES}
-    for rank, one in enumerate(told):
-        if name not in one:
-            continue
-        part, digest = one[name][:2]
-        at = layout.at(rank)
-        for axis, same in seen.items():  # ranks that differ along this axis only
-            others = tuple(at[other] for other in layout.degrees if other != axis)
-            line = same.setdefault(others, {})
-            if line.setdefault(part, digest) != digest:
-                return axis
-    return ""
+    for axis in AXES:
+        holders: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+        for rank, one in enumerate(told):
+            if name in one:
+                part, digest = one[name][:2]
+                at = layout.at(rank)
+                others = (part, *(at[other] for other in layout.degrees if other != axis))
+                holders.setdefault(others, {}).setdefault(digest, []).append(rank)
+        for digests in holders.values():
+            if len(digests) > 1:
+                return axis, tuple(sorted(rank for ranks in digests.values() for rank in ranks))
+    return "", ()
 
 
 def _add_own(total: torch.Tensor, name: str, program: Program) -> None:

@@ -162,8 +162,8 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if not parameter.is_floating_point() or not parameter.numel():
-                continue
+            if not parameter.is_floating_point() or not parameter.numel() or parameter.is_meta:
+                continue  # without numbers: another rank's are put in (shared_build.py)
             key = hashlib.blake2b(f"{label}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
             stored = once(parameter.detach())

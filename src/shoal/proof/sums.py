@@ -30,7 +30,8 @@ DIGITS = 1e-11
 class Sums:
     """One step's gradients of loss sums, clipping taken off.
 
-    right, wrong   what one process and the layout have · names  parameters that differ
+    right, wrong   what one process and the layout have · names  parameters that differ, in the
+                   module's order
     short          the step is the first that differs and holds less than the ones before it
     loss_right     the loss of the step is that of one process
     apart          parameters whose holders disagree: the sum over holders, clipping taken off
@@ -46,7 +47,7 @@ class Sums:
 
 
 def coefficient(norm: float | None, clip: float) -> float:
-    """What clipping multiplied the mean gradient by, as trainer/step.py does."""
+    """What clipping multiplied the mean gradient by, as a step does."""
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 and norm is not None else 1.0
 
 
@@ -63,7 +64,8 @@ def sums_of(expected: Record, got: Record, number: int) -> Sums:
     whole = whole_norm(right)
     exact = all(g.dtype == torch.float64 for g in expected.gradients[number].values())
     noise = whole * (DIGITS if exact else SUM_EPSILON)
-    far = [n for n in right if not norm_of(right[n] - wrong[n]) <= noise]
+    differ = [n for n in right if not norm_of(right[n] - wrong[n]) <= noise]
+    far = [n for n in expected.trainable if n in differ]
     label = expected.rows[number].label
     earlier = [r.targets for r in expected.rows[:number] if r.label == label]
     row, theirs = expected.rows[number], got.rows[number]

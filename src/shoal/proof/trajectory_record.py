@@ -56,7 +56,8 @@ class Record:
                      that nothing used is missing
     start, weights   parameters (start: buffers too) before the first and after the last step
     buffers          after the last step
-    rank_rows        rows as each rank saw them · drift  tensors that differ between ranks
+    rank_rows        rows as each rank saw them · drift  tensors that differ between ranks: groups
+                     of ranks that agree
     trainable        their names, in the module's order · frozen  those that must not move
     tied             second name → first name · buckets  names that travel together, in order
     clip             largest gradient norm · layout  of the side
@@ -72,7 +73,7 @@ class Record:
     weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     rank_rows: list[list[Row]] = field(default_factory=list)
-    drift: list[str] = field(default_factory=list)
+    drift: dict[str, list[list[int]]] = field(default_factory=dict)
     trainable: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
@@ -159,13 +160,13 @@ def _describe(found: Record, label: str, run: Run) -> None:
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
 
 
-def _differing(world: World, digests: dict[str, list[str]]) -> list[str]:
-    """Names of which two ranks hold the same part with other bits; short where all agree."""
+def _differing(world: World, digests: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    """Names of which two ranks hold the same part with other bits: groups of ranks that agree."""
     total = hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
     if len(set(world.gather_json(total))) == 1:
-        return []
-    seen: dict[tuple[str, str], set[str]] = {}
-    for told in world.gather_json(digests):
+        return {}
+    seen: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for rank, told in enumerate(world.gather_json(digests)):
         for name, (part, digest) in told.items():
-            seen.setdefault((name, part), set()).add(digest)
-    return list(dict.fromkeys(name for (name, _), found in seen.items() if len(found) > 1))
+            seen.setdefault((name, part), {}).setdefault(digest, []).append(rank)
+    return {name: list(ranks.values()) for (name, _), ranks in seen.items() if len(ranks) > 1}

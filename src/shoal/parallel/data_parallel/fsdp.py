@@ -60,13 +60,9 @@ def apply(program: Program) -> Program:
     _check(program)
     axes = ["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else ["dp_shard"]
     twin = program.twin or meta_twin(module)  # sharded modules cannot be copied any more
-    for parameter in module.parameters():
-        if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
-            parameter.data = parameter.data.contiguous()
+    _lay_out(program)
     units = [module.get_submodule(name) for name in _units(program)]
     program.notices.extend(_at_once(program, units) + _scalars(program))
-    for parameter in _whole(program):  # torch moves and cuts the others
-        parameter.data = parameter.data.to(world.device)
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     scatters = [scatter]
     detours = []
@@ -81,12 +77,7 @@ def apply(program: Program) -> Program:
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     detours += watch_units(shards, program)
     parameters = trainable(module)
-    undealt = [
-        (bucket.names, program.sums[bucket.names[0]][0])
-        for bucket in plan.buckets
-        if program.rows[bucket.names[0]].data == "whole"
-    ]
-    reducer = ShardedGradients(module, parameters, scatters, plan.defer_sync, undealt)
+    reducer = ShardedGradients(module, parameters, scatters, plan.defer_sync, _undealt(program))
     for shard in shards:
         shard.unshard()
         reducer.watch(module)
@@ -120,6 +111,21 @@ def apply(program: Program) -> Program:
         on_evaluated=(*program.on_evaluated, reshard),
         on_close=(*program.on_close, *(d.remove for d in detours), reducer.close),
     )
+
+
+def _lay_out(program: Program) -> None:
+    """Make parameters what torch can cut: in row order; what it leaves alone goes to the device."""
+    for parameter in program.module.parameters():
+        if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
+            parameter.data = parameter.data.contiguous()
+    for parameter in _whole(program):
+        parameter.data = parameter.data.to(program.world.device)
+
+
+def _undealt(program: Program) -> list[tuple[tuple[str, ...], World]]:
+    """Buckets of what every rank keeps whole, and the ranks over which each is summed."""
+    firsts = [(bucket.names, bucket.names[0]) for bucket in program.plan.buckets]
+    return [(n, program.sums[one][0]) for n, one in firsts if program.rows[one].data == "whole"]
 
 
 def _at_once(program: Program, units: list[nn.Module]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Wrong gradients of experts that ranks have dealt out: summed over whom?
+"""Names a mistake of our own in gradients of experts that ranks have dealt out: summed over whom?
 
 The backward pass of the exchange brings an expert the gradients of all tokens it saw, from every
 rank that exchanges with it; what is left to sum is over ranks that hold the same experts. So:
@@ -6,6 +6,8 @@ rank that exchanges with it; what is left to sum is over ranks that hold the sam
     over all data-parallel ranks too   a rank's experts get those of other ranks added
     divided by, or times, ep           the exchange is taken for an average, or summed twice
     not at all                         only the tokens of one group of exchanging ranks are in it
+
+To a user the product says that experts alone are wrong, and by how much.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ from __future__ import annotations
 import torch
 
 from shoal.proof.clue import Clue
-from shoal.proof.micro_batch_gradients import Atoms, Shares
-from shoal.proof.sums import TOLERANCE, Sums, factor_of, fits, groups, near, norm_of
-from shoal.proof.trajectory_record import Record
+from shoal.proof.evidence import Evidence
+from shoal.proof.sums import TOLERANCE, Sums, factor_of, groups, near, norm_of
 
 NAME = "factor of ep"
+WHERE = "see over which axes they are summed (Placement.sum_over)"
 
 
-def experts(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None) -> Clue | None:
+def experts(sums: Sums, evidence: Evidence) -> Clue | None:
     """Only gradients of experts are wrong."""
+    got = evidence.got
     if got.layout.ep == 1 or not set(sums.names) <= set(got.experts) or not sums.loss_right:
         return None
     more = f"{len(sums.names)} parameters" if len(sums.names) > 1 else "it"
     seen = f"at step {sums.step} the gradient of {more}, experts dealt to {got.layout.ep} ranks, is"
-    where = "whose gradients are summed over which ranks (Placement.data_axes)"
     times = factor_of(sums, sums.names)
     for value in (float(got.layout.ep), 1.0 / got.layout.ep):
         if times is not None and near(times, value):
@@ -36,7 +38,7 @@ def experts(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None)
                 f"{seen} {times:.6g} × that of one process; all others are right",
                 "the exchange's backward pass has brought the gradients of all ranks' tokens "
                 f"already: they are {'summed' if value > 1 else 'averaged'} over ep ranks again",
-                where,
+                WHERE,
             )
     if all(_mixed(sums.right[name], sums.wrong[name], got.layout.ep) for name in sums.names):
         return Clue(
@@ -46,34 +48,30 @@ def experts(sums: Sums, got: Record, atoms: Atoms | None, solved: Shares | None)
             f"are right",
             "gradients of experts are summed over all data-parallel ranks, also those that hold "
             "other experts",
-            where,
+            WHERE,
         )
-    values = fits(solved)
-    by_rank = (
-        groups(values, lambda i: i % got.layout.data_degree, got.layout.data_degree)
-        if values
-        else None
-    )
+    return _not_summed(sums, evidence, seen)
+
+
+def _not_summed(sums: Sums, evidence: Evidence, seen: str) -> Clue | None:
+    degree, values = evidence.got.layout.data_degree, evidence.weights
+    by_rank = groups(values, lambda i: i % degree, degree) if values else None
     own = [str(rank) for rank, value in enumerate(by_rank or ()) if near(value, 1.0)]
     none = [value for value in by_rank or () if near(value, 0.0)]
-    if by_rank and own and none and len(own) + len(none) == len(by_rank):
-        return Clue(
-            "experts not summed",
-            sums.names[0],
-            f"{seen} that of the tokens of data-parallel ranks {', '.join(own)} only",
-            "several ranks hold the same experts, each for the ranks that exchange with it, and "
-            "the sum over them is missing",
-            where,
-        )
-    return None
+    if not by_rank or not own or not none or len(own) + len(none) < len(by_rank):
+        return None
+    return Clue(
+        "experts not summed",
+        sums.names[0],
+        f"{seen} that of the tokens of data-parallel ranks {', '.join(own)} only",
+        "several ranks hold the same experts, each for the ranks that exchange with it, and the "
+        "sum over them is missing",
+        WHERE,
+    )
 
 
 def _mixed(right: torch.Tensor, wrong: torch.Tensor, ep: int) -> bool:
     """Whether every rank's experts have the sum of all ranks' experts."""
-    everyone = right.unflatten(0, (ep, -1)).sum(0, keepdim=True).expand(ep, *_rest(right, ep))
-    apart = norm_of(wrong.unflatten(0, (ep, -1)) - everyone)
-    return apart <= TOLERANCE * norm_of(everyone)
-
-
-def _rest(whole: torch.Tensor, ep: int) -> tuple[int, ...]:
-    return len(whole) // ep, *whole.shape[1:]
+    by_rank = right.unflatten(0, (ep, -1))
+    everyone = by_rank.sum(0, keepdim=True).expand_as(by_rank)
+    return norm_of(wrong.unflatten(0, (ep, -1)) - everyone) <= TOLERANCE * norm_of(everyone)
