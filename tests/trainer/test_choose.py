@@ -146,9 +146,6 @@ def test_an_own_loop_gets_the_answer_of_the_command(digits, tmp_path: Path) -> N
     own = rank_layouts.choose_for(*told, "auto", TwoRanks())
     assert own is not None
     assert (own.layout, own.accumulate, own.why) == (plan.layout, plan.accumulate, plan.why)
-    assert rank_layouts.choose_for(*told, "ddp", TwoRanks()) is None
-    assert rank_layouts.choose_for(*told, {"tp": 2}, TwoRanks()) is None
-    assert rank_layouts.choose_for(*told, "auto", TwoRanks(size=1)) is None
     staged = rank_layouts.choose_for(*told, {"zero": 2}, TwoRanks())
     assert staged is not None
     assert staged.layout.zero == 2

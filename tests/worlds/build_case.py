@@ -93,6 +93,15 @@ class Talks(nn.Module):
         self.layer = nn.Linear(64, 64)
 
 
+class Odd(nn.Module):
+    """Keeps a buffer that is more than numbers in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("links", torch.eye(4).to_sparse())
+
+
 class Breaks(nn.Module):
     """Cannot be built at all."""
 
@@ -111,6 +120,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reads": Reads,
     "keeps": Keeps,
     "talks": Talks,
+    "odd": Odd,
     "breaks": Breaks,
 }
 
@@ -168,7 +178,8 @@ def _written(kind: str, folder: str) -> None:
 def _apart(module: nn.Module, plain: nn.Module) -> list[str]:
     """Tensors that are not those of a plain build, in any respect."""
     ours, theirs = (
-        {**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (module, plain)
+        {**dict(m.named_parameters()), **{n: b.to_dense() for n, b in m.named_buffers()}}
+        for m in (module, plain)
     )
     assert list(ours) == list(theirs)
     return [

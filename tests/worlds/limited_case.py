@@ -28,17 +28,25 @@ def data_bytes() -> int:
     raise OSError("/proc/self/status: no VmData")
 
 
+M_MMAP_THRESHOLD, LEAST_BYTES, MOST_BYTES = -3, 2**16, 2**25
+"""mallopt(3): larger blocks are mapped, and so counted; glibc's own threshold ends at the most."""
+
+
 @contextmanager
 def limited(more_bytes: int) -> Iterator[None]:
     """Inside, the process may take so much more memory and no more."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back, and no reserve
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)  # what was freed is given back, and no reserve
+    # What earlier tests freed is counted already: only small blocks may be taken from it.
+    libc.mallopt(M_MMAP_THRESHOLD, LEAST_BYTES)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+        libc.mallopt(M_MMAP_THRESHOLD, MOST_BYTES)
 
 
 def train(world: World, layout: dict[str, int] | str, more_bytes: int) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from worlds import Members, close_all
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="weights are handed on by /proc, which Linux has"
@@ -16,6 +19,7 @@ ALONE = {
     "reads": "RuntimeError: Tensor.item() cannot be called on meta tensors",
     "keeps": "it keeps tensors that are no parameters and no buffers",
     "talks": "CollectiveAlone: barrier at build_case.py",
+    "odd": "links is a sparse_coo tensor",
 }
 
 
@@ -59,8 +63,9 @@ def test_a_builder_that_needs_values_is_run_by_every_rank_and_named(worlds: Any,
         assert ALONE[name] in line
 
 
-def test_a_small_model_is_built_by_every_rank_without_a_word(worlds: Any) -> None:
-    for told in worlds(2).call("build_case:built", name="gpt", least_bytes=2**30):
+@pytest.mark.parametrize("name", ["gpt", "odd"])
+def test_a_small_model_is_built_by_every_rank_without_a_word(worlds: Any, name: str) -> None:
+    for told in worlds(2).call("build_case:built", name=name, least_bytes=2**30):
         assert told["apart"] == []
         assert told["lines"] == []
         assert told["asked"] == ["cpu"]
@@ -83,11 +88,20 @@ def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) 
     assert shared == plain
 
 
+@pytest.fixture
+def fresh(tmp_path: Any) -> Iterator[Members]:
+    """Four processes whose heaps nobody else has filled and freed, nor will find so."""
+    members = Members(4, tmp_path)
+    yield members
+    close_all([members])
+
+
 @pytest.mark.parametrize("layout", ["fsdp", {"pp": 2, "dp_shard": 2}], ids=str)
-def test_a_start_holds_a_share_and_two_units(worlds: Any, layout: Any) -> None:
-    """Gathered flat and as parameters; importing what a layout needs costs some 60 MiB more."""
-    for told in worlds(4).call("build_case:held", layout=layout):
+def test_a_start_holds_a_share_and_two_units(fresh: Members, layout: Any) -> None:
+    """Gathered flat and as parameters, beside what it has imported for a small model before."""
+    fresh.call("build_case:started", layout=layout, least_bytes=2**40)
+    for told in fresh.call("build_case:held", layout=layout):
         share, mib = told["weights"] / 4, 2**20
         assert told["weights"] > 290 * mib
-        assert told["peak"] < share + 2 * told["unit"] + 80 * mib, told
-        assert told["after"] < share + 80 * mib, told
+        assert told["peak"] < share + 2 * told["unit"] + 75 * mib, told
+        assert told["after"] < share + 75 * mib, told

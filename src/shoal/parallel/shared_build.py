@@ -25,6 +25,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ from shoal.trace.alone import alone
 
 LEAST_BYTES = 64 * 2**20
 """Smaller models are built by every rank: that takes less time than telling where tensors lie."""
+
+FILES = Path("/proc/self/fd")
+"""Where Linux shows a process's files."""
 
 Build = Callable[[], nn.Module]
 Table = dict[str, Any]
@@ -61,7 +65,7 @@ def build_once(
     Gives         (module, lines for the user, the same on all ranks)
     Errors        whatever the builder raises
     """
-    if world.local_size == 1:
+    if world.local_size == 1 or not FILES.exists():
         with mmap_init():
             return build(), []
     files: dict[str, int] = {}
@@ -139,17 +143,20 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
     Errors   CannotShare for tensors that are more than numbers in memory
     """
     named = _named(module)
+    each = {id(tensor): tensor.numel() * tensor.element_size() for tensor in named.values()}
+    if sum(each.values()) < least_bytes:
+        return None
     storages: dict[int, Any] = {}
     tensors: dict[str, list[Any]] = {}
     for name, tensor in named.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            raise CannotShare(f"{name} is a {type(tensor).__name__}")
+            plain = tensor.layout == torch.strided
+            kind = type(tensor).__name__ if plain else str(tensor.layout).removeprefix("torch.")
+            raise CannotShare(f"{name} is a {kind} tensor")
         if tensor.device.type != "cpu":
             raise CannotShare(f"{name} is on {tensor.device}")
         storage = tensor.untyped_storage()
         storages.setdefault(storage.data_ptr() if storage.nbytes() else 0, storage)
-    if sum(storage.nbytes() for storage in storages.values()) < least_bytes:
-        return None
     places, small = [], 0
     for storage in storages.values():
         if storage.filename in files:
