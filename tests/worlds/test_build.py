@@ -98,10 +98,10 @@ def fresh(tmp_path: Any) -> Iterator[Members]:
 
 @pytest.mark.parametrize("layout", ["fsdp", {"pp": 2, "dp_shard": 2}], ids=str)
 def test_a_start_holds_a_share_and_two_units(fresh: Members, layout: Any) -> None:
-    """Gathered flat and as parameters, beside what it has imported for a small model before."""
+    """Gathered flat and as parameters; holes in the C heap vary. With all weights it was thrice this."""
     fresh.call("build_case:started", layout=layout, least_bytes=2**40)
     for told in fresh.call("build_case:held", layout=layout):
         share, mib = told["weights"] / 4, 2**20
         assert told["weights"] > 290 * mib
-        assert told["peak"] < share + 2 * told["unit"] + 75 * mib, told
-        assert told["after"] < share + 75 * mib, told
+        assert told["peak"] < share + 2 * told["unit"] + 110 * mib, told
+        assert told["after"] < share + 90 * mib, told
