@@ -59,6 +59,7 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert (best["verdict"], best["starts"], best["after"]) == ("fits", True, "fits")
     assert best["zero"] == 3
     assert best["start_bytes"] < best["peak_bytes"] < record["machine"]["memory_bytes"]
+    assert best["files_bytes"] == 4 * record["model"]["parameters"]
     # All weights would pass through a GPU: 263 GiB.
     whole = next(row for row in record["layouts"] if row["degrees"]["tp"] > 1)
     assert (whole["verdict"], whole["starts"]) == ("no", False)
@@ -85,6 +86,7 @@ def test_a_plan_that_cannot_start_says_what_would(tmp_path: Path) -> None:
     text = " ".join(done.stdout.split())
     assert text.count("no, while starting; then fits") == 2
     assert "before that, while starting: 1.5 TiB, all weights at once" in text
+    assert "each machine builds the model once, in files: 1.5 TiB in TMPDIR" in text
     assert "every rank first puts all 405.9B weights (1.5 TiB) on its device" in text
     assert "parameters start so, or this one on devices of 1.5 TiB" in text
     assert "layout.strategy=fsdp divides them while they are built" in text

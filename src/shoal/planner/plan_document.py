@@ -10,7 +10,8 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
               accumulate, recompute, offload, runs_here, verdict fits|tight|no, starts, after
-              fits|tight|no (the steps alone), start_bytes, margin_bytes (of the steps),
+              fits|tight|no (the steps alone), start_bytes, files_bytes (of a machine, while it
+              starts), margin_bytes (of the steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
               hidden {part: s}, sent {link: bytes},
               peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
@@ -28,6 +29,7 @@ from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, starting, why_before
 from shoal.planner.search import Candidate, least_memory_bytes
 from shoal.planner.search_space import SearchSpace
+from shoal.planner.start_up import files_bytes
 from shoal.planner.suggest import fixes
 
 VERSION = 1
@@ -142,6 +144,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "starts": candidate.verdict.starts,
         "after": candidate.verdict.after,
         "start_bytes": memory.start_bytes,
+        "files_bytes": files_bytes(case),
         "margin_bytes": candidate.verdict.margin_bytes,
         "step_s": time.step_s,
         "step_low_s": time.low_s,

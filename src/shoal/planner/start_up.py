@@ -75,6 +75,17 @@ def holds_whole(case: Case) -> bool:
     return not on_host
 
 
+def files_bytes(case: Case) -> float:
+    """Returns bytes of the files in which each machine builds the model, in TMPDIR; 0 without.
+
+    Page cache while there is memory for it; the system writes them out where there is not.
+    """
+    layout = case.layout
+    divided = layout.tp * layout.pp > 1 or layout.zero == 3
+    width = max(4, WIDTHS[case.plan.compute])
+    return width * whole_elements(case) if case.framework == "shoal" and divided else 0.0
+
+
 def whole_elements(case: Case) -> float:
     """Returns elements of the whole model, frozen ones included."""
     return float(sum(u.count * (u.parameters + u.frozen_parameters) for u in case.model.units))

@@ -119,6 +119,10 @@ def _verdict(row: Record) -> str:
     return f"{row['verdict']}, {margin} {'free' if row['margin_bytes'] >= 0 else 'over'}"
 
 
+LEAST_FILES_BYTES = 2**30
+"""Smaller ones are no matter of planning."""
+
+
 def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
     """What fills the fullest rank at its peak."""
     capacity = machine["memory_bytes"]
@@ -130,8 +134,12 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
     )
     lines = [(head, "bold"), *_bars(row["memory"], row["peak_bytes"], bytes_text, width)]
     if row["start_bytes"] > min(row["peak_bytes"], capacity):
-        text = f"before that, while starting: {bytes_text(row['start_bytes'])}, all weights at once"
+        whole = ", all weights at once" if row["zero"] < 3 or not row["starts"] else ""
+        text = f"before that, while starting: {bytes_text(row['start_bytes'])}{whole}"
         lines.append((text, "bold"))
+    if row["files_bytes"] >= LEAST_FILES_BYTES:
+        size = bytes_text(row["files_bytes"])
+        lines.append((f"each machine builds the model once, in files: {size} in TMPDIR", "bold"))
     return lines
 
 
