@@ -140,3 +140,47 @@ def test_a_builder_that_the_module_lacks_is_one_line(tmp_path: Path) -> None:
     assert said == ["shoal: model.build = json:laods: json has no laods; nearest: json:loads"]
     assert "Traceback" not in output
     assert not command.events("restarting")
+
+
+ADOPTED = """
+import torch, torch.distributed as dist
+import shoal
+from shoal.models.catalog import build
+from shoal.parallel import shared_build
+
+shared_build.LEAST_BYTES = 0
+dist.init_process_group("gloo")
+made = []
+
+def make():
+    made.append(torch.get_default_device().type)
+    return build("gpt", {"dim": 32, "layers": 2}, vocabulary=32, sequence=16)
+
+run = shoal.parallelize(make, lambda p: torch.optim.SGD(p, 0.1), layout="fsdp", batch=8, micro_batch=2)
+tokens = torch.arange(8 * 16).view(8, 16) % 32
+losses = [run.step(batch).loss for batch in run.loader([(row, (row + 1) % 32) for row in tokens])]
+told = run.world.gather_json([made, losses])
+if run.world.is_first:
+    print(told)
+run.close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_that_the_script_made_builds_once_per_machine_too(tmp_path: Path) -> None:
+    """Ranks wait for the one that builds at the group's own store, whose waits may take long."""
+    (tmp_path / "script.py").write_text(ADOPTED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "script.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [line for line in done.stdout.splitlines() if line.startswith("[[['cpu']")]
+    assert len(told) == 1, done.stdout
+    assert "[['meta']" in told[0]

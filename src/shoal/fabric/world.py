@@ -315,7 +315,8 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             "an existing process group",
         )
         atexit.register(_let_go)
-        return World(place, _device_of_existing(place), dist.group.WORLD)
+        store = _adopted_store()
+        return World(place, _device_of_existing(place), dist.group.WORLD, store=store)
     place = find_place(os.environ if environ is None else environ)
     device = _device_of(place)
     if device.type == "cuda":
@@ -345,6 +346,15 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
         ) from failure
     atexit.register(_leave_at_exit)
     return World(place, device, dist.group.WORLD, owns_group=True, store=named)
+
+
+def _adopted_store() -> dist.Store | None:
+    """The store of a group that the user made, over a connection of its own, with names of ours."""
+    try:
+        store = own_connection(default_store())
+    except (RuntimeError, NotImplementedError):
+        return None
+    return dist.PrefixStore(f"shoal/{next(_worlds_made)}", store)
 
 
 @contextmanager
