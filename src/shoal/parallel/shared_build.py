@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,12 @@ def build_once(
     made: list[nn.Module] = []
 
     def first() -> Table | None:
+        least = LEAST_BYTES if least_bytes is None else least_bytes
         try:
-            with mmap_init(opened=files), alone():
-                made.append(build())
-            least = LEAST_BYTES if least_bytes is None else least_bytes
-            return _table(made[0], files, least)
+            with _many_files():
+                with mmap_init(opened=files), alone():
+                    made.append(build())
+                return _table(made[0], files, least)
         except Exception as failure:  # the builder's own errors come again, on every rank
             made.clear()
             return {"why": _line(failure)}
@@ -84,11 +87,22 @@ def build_once(
     try:
         table = world.told_on_machine(first)
         module, why = _made_of(table, made, build)
+    finally:  # where a builder fails, nobody waits for the rank that it failed on
         world.machine_barrier()
-    finally:
         while files:
             os.close(files.popitem()[1])
     return module, _said(module, world.gather_json(why), world)
+
+
+@contextmanager
+def _many_files() -> Iterator[None]:
+    """Inside, as many files may be opened as the system lets this process have: one per tensor."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def _made_of(table: Table | None, made: list[nn.Module], build: Build) -> tuple[nn.Module, str]:
