@@ -108,6 +108,15 @@ class Odd(nn.Module):
         self.register_buffer("links", torch.eye(4).to_sparse())
 
 
+def _normed() -> nn.Module:
+    """Weights that are computed from parameters, a recurrent net's aside."""
+    return nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)),
+        nn.TransformerEncoderLayer(64, 4, 64, batch_first=True),
+    )
+
+
 class Breaks(nn.Module):
     """Cannot be built at all."""
 
@@ -127,6 +136,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "keeps": Keeps,
     "talks": Talks,
     "odd": Odd,
+    "normed": _normed,
+    "recurrent": lambda: nn.LSTM(64, 64),
     "breaks": Breaks,
 }
 

@@ -29,21 +29,11 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    """By the installed script, whose modules of the user's own Python does not find by itself."""
-    script = str(Path(sys.executable).parent / "shoal")
-    (tmp_path / "mine.py").write_text("import torch\n\nclass Steps(torch.optim.SGD):\n    pass\n")
+def under_torchrun(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Two processes, which must end well."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [
-            *launcher,
-            "--no-python",
-            script,
-            "train",
-            *SMALL,
-            "run.name=run",
-            "optimizer.name=mine:Steps",
-        ],
+        [*launcher, *command],
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
@@ -51,6 +41,15 @@ def test_under_torchrun(tmp_path: Path) -> None:
         timeout=90,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """By the installed script, whose modules of the user's own Python does not find by itself."""
+    script = str(Path(sys.executable).parent / "shoal")
+    (tmp_path / "mine.py").write_text("import torch\n\nclass Steps(torch.optim.SGD):\n    pass\n")
+    words = ("train", *SMALL, "run.name=run", "optimizer.name=mine:Steps")
+    done = under_torchrun(tmp_path, "--no-python", script, *words)
     assert done.stdout.count("completed at step 4") == 1, "rank 0 alone speaks"
     assert len(lines(tmp_path / "runs" / "run" / "metrics.jsonl")) == 4
     events = lines(tmp_path / "runs" / "run" / "events.jsonl")
@@ -171,16 +170,7 @@ dist.destroy_process_group()
 def test_a_group_that_the_script_made_builds_once_per_machine_too(tmp_path: Path) -> None:
     """Ranks wait for the one that builds at the group's own store, whose waits may take long."""
     (tmp_path / "script.py").write_text(ADOPTED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = under_torchrun(tmp_path, "script.py")
     told = [line for line in done.stdout.splitlines() if line.startswith("[[['cpu']")]
     assert len(told) == 1, done.stdout
     assert "[['meta']" in told[0]

@@ -4,7 +4,8 @@ Where a rank keeps only a part of every weight, the whole weight is there for a 
 initialisation draws it whole, so that every layout starts from the same numbers. Inside
 `mmap_init` large tensors are mapped from unlinked temporary files, shared. Their pages belong to
 the page cache: the system writes them out when memory is short and drops them with the tensor; they
-are no private memory of the process, and no limit on that (RLIMIT_DATA) counts them.
+are no private memory of the process, and no limit on that (RLIMIT_DATA) counts them. (It does where
+ranks map each other's files, privately: shared_build.py.)
 
 Protocol  a dispatch mode sees every operation. One that makes a large new CPU tensor from nothing
           (empty, zeros, randn, …) or from another (clone, to) writes into a mapped one; the result
@@ -76,6 +77,7 @@ def settle(tensors: Iterable[Tensor]) -> None:
             copies[place] = storage.clone()
         offset = tensor.storage_offset()
         tensor.data = over(copies[place], tensor, offset)
+        tensor.__dict__.pop(IN_FILE, None)
 
 
 def is_mapped(tensor: Tensor) -> bool:

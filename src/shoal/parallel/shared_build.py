@@ -10,8 +10,9 @@ machine would draw the same numbers eight times, and hold them eight times for a
     every rank     maps the files privately: what it writes is its own, and pages that nobody writes
                    are there once per machine, in the page cache
 
-A builder that asks a tensor for its value, keeps a tensor that is no parameter and no buffer, or
-talks to other ranks cannot be run so: every rank then runs it for itself, and a line says why.
+A builder that asks a tensor for its value, keeps a tensor that is no parameter and no buffer, keeps
+weak references to parameters, or talks to other ranks cannot be run so: every rank then runs it for
+itself, and a line says why.
 
 Protocol  the files have no names: they are opened by the descriptors of the process that made them,
           /proc/PID/fd/N, so a killed start leaves nothing behind. It closes them when all ranks of
@@ -87,10 +88,12 @@ def build_once(
     try:
         table = world.told_on_machine(first)
         module, why = _made_of(table, made, build)
-    finally:  # where a builder fails, nobody waits for the rank that it failed on
+    except Exception:  # nobody waits for hours for the rank that a builder failed on
         world.machine_barrier()
-        while files:
-            os.close(files.popitem()[1])
+        raise
+    world.machine_barrier()
+    while files:
+        os.close(files.popitem()[1])
     return module, _said(module, world.gather_json(why), world)
 
 
@@ -288,4 +291,10 @@ def _swap(tensor: Tensor, value: Tensor) -> None:
     else:
         value.requires_grad_(tensor.requires_grad)
     value.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, value)
+    try:
+        torch.utils.swap_tensors(tensor, value)
+    except RuntimeError as failure:
+        raise CannotShare(
+            "it keeps parameters in ways that torch cannot follow (weak references, as in an LSTM; "
+            "graphs)"
+        ) from failure
