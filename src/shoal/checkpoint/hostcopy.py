@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shoal.checkpoint.pieces import Block
+from shoal.fabric.device import first_accelerator, pin, recorded_event
 
 ALIGN_BYTES = 64
 """Each block begins at a multiple: any dtype may lie there, and cache lines are not shared."""
@@ -30,7 +32,7 @@ class HostCopy:
         self._kinds: list[Kind] = []
         self._slots: list[torch.Tensor] = []
         self._flat_slots: list[torch.Tensor] = []
-        self._queued: torch.cuda.Event | None = None
+        self._queued: Any = None  # an event of the device that was copied from
         self._unpin: weakref.finalize | None = None
 
     def take(self, blocks: Sequence[Block]) -> list[Block]:
@@ -50,9 +52,9 @@ class HostCopy:
         if sources:
             with torch.no_grad():
                 torch._foreach_copy_(self._slots, list(sources), non_blocking=True)
-        if any(source.is_cuda for source in sources):
-            self._queued = torch.cuda.Event()
-            self._queued.record()
+        device = first_accelerator(sources)
+        if device is not None:
+            self._queued = recorded_event(device)
         return True
 
     def arrived(self) -> None:
@@ -75,19 +77,14 @@ class HostCopy:
         if starts[-1] > self._flat.numel():
             self._release()
             self._flat = torch.empty(starts[-1], dtype=torch.uint8)
-            if any(source.is_cuda for source in sources):
-                self._pin()
+            device = first_accelerator(sources)
+            if device is not None:
+                self._unpin = pin(self._flat, device, self)
         for start, source in zip(starts, sources, strict=False):
             flat = self._flat[start : start + source.nbytes].view(source.dtype)
             self._kinds.append((source.dtype, source.shape))
             self._slots.append(flat.view(source.shape))
             self._flat_slots.append(flat)
-
-    def _pin(self) -> None:
-        # torch's own pinned allocator rounds up to a power of two: up to twice the memory.
-        address = self._flat.data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, self._flat.numel(), 0)) == 0:
-            self._unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
 
     def _release(self) -> None:
         if self._unpin is not None:

@@ -19,6 +19,14 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # the interpreter ("terminate called without an active exception"; docs/lab-log.md).
 importlib.import_module("torch.distributed.nn.functional")
 
+
+def fused_optimizer_devices() -> list[str]:
+    """Kinds of devices for which torch's optimizers have one kernel of a whole step."""
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    return list(_get_fused_kernels_supported_devices())
+
+
 KNOCK = 1
 """The tag of what nobody fetches; collectives have tags of their own."""
 

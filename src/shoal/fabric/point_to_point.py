@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shoal.fabric.device import runs_in_queues
 from shoal.fabric.traffic import SEND
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
@@ -59,7 +60,7 @@ class PointToPoint:
     def __init__(self, world: World) -> None:
         self.world = world
         self._directed: tuple[dist.ProcessGroup, ...] = ()
-        if world.group is not None and "nccl" in dist.get_backend(world.group):
+        if world.group is not None and runs_in_queues(world.group, world.device):
             self._directed = tuple(
                 dist.new_group(
                     list(world.ranks), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True

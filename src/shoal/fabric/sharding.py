@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
+from shoal.fabric.device import is_accelerator
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
 from shoal.fabric.uneven_collectives import let_go, reduce_scatter
 
@@ -85,7 +86,7 @@ class ScatterGradients:
         self.traffic.count(REDUCE_SCATTER, input_bytes, group.size())
         own_bytes = output_tensor.numel() * output_tensor.element_size()
         self.traffic.count(ALL_REDUCE, own_bytes, self.replicas)
-        if input_tensor.is_cuda:
+        if is_accelerator(input_tensor.device):
             return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
+from shoal.fabric.device import is_accelerator
 
 
 @dataclass
@@ -65,7 +66,7 @@ def reduce_scatter(
     """
     sizes = _sizes(cuts)
     mine, ranks = sizes[rank], len(sizes)
-    if tensor.is_cuda:
+    if is_accelerator(tensor.device):
         out = tensor.new_empty(mine)
         if len(set(sizes)) == 1:
             work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
@@ -86,7 +87,7 @@ def all_gather_parts(
     if len(set(sizes)) == 1:
         # its own memory: gloo would read what it is writing
         return all_gather_single(tensor, own.clone(), group=group, async_op=True)
-    if tensor.is_cuda:
+    if is_accelerator(tensor.device):
         return dist.all_gather(list(tensor.split(sizes)), own.clone(), group=group, async_op=True)
     ranks = len(sizes)
     return dist.all_to_all_single(

@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.base.errors import ClusterError, PlanError
+from shoal.base.errors import ClusterError
 from shoal.base.systems import loopback
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
+from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
 from shoal.fabric.process_info import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SEND, Traffic
 from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
@@ -63,7 +64,7 @@ class World:
 
     rank, size          this process and how many there are
     local_rank          its number on this machine; picks the GPU
-    device              where its tensors live
+    device              where its tensors live · messages  where those of its short messages do
     ranks               its members' numbers among all processes
     backend             what its parts are made with; None: as torch chooses for the device
     parts, meshes       made of it so far (see `axes`)
@@ -85,6 +86,8 @@ class World:
         self.local_size = place.local_size
         self.started_by = place.started_by
         self.device = device
+        # A message in host memory makes nobody wait for the device.
+        self.messages = HOST if group is None or carries_host_tensors(group) else device
         self.group = group
         self.owns_group = owns_group
         self.store = store
@@ -134,7 +137,7 @@ class World:
         """All-reduce a number by its maximum over ranks."""
         if self.group is None:
             return number
-        told = torch.tensor([number], device=self.device)
+        told = torch.tensor([number], device=self.messages)
         self.traffic.count(ALL_REDUCE, told.numel() * told.element_size(), self.size)
         with self.traffic.waiting():
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
@@ -176,9 +179,9 @@ class World:
         if self.group is None:
             return [json.loads(json.dumps(message))]
         raw = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        raw = raw.to(self.device)
+        raw = raw.to(self.messages)
         lengths = (
-            self.all_gather(torch.tensor([raw.numel()], device=self.device)).flatten().tolist()
+            self.all_gather(torch.tensor([raw.numel()], device=self.messages)).flatten().tolist()
         )
         padded = raw.new_zeros(max(lengths))
         padded[: raw.numel()] = raw
@@ -195,7 +198,7 @@ class World:
         """Whether the flag is true on every rank; the same answer everywhere."""
         if self.group is None:
             return flag
-        falses = torch.tensor([0 if flag else 1], device=self.device)
+        falses = torch.tensor([0 if flag else 1], device=self.messages)
         self.all_reduce(falses)
         return int(falses.item()) == 0
 
@@ -267,39 +270,6 @@ class World:
         self.group = self.store = None
 
 
-def pick_device(local_rank: int, local_size: int, gpus: int, bound: bool) -> torch.device:
-    """This process's GPU, or the CPU where the machine has none; never a mix on one machine.
-
-    gpus     how many this process sees · bound  the launcher gave each process one of its own
-    Errors   PlanError for more processes than GPUs
-
-    >>> pick_device(1, 2, gpus=4, bound=False), pick_device(0, 1, gpus=0, bound=False)
-    (device(type='cuda', index=1), device(type='cpu'))
-    """
-    if gpus == 0:
-        return torch.device("cpu")
-    if local_size <= gpus:
-        return torch.device("cuda", local_rank)
-    if gpus == 1 and bound:
-        return torch.device("cuda", 0)
-    raise PlanError(
-        f"launch.processes = {local_size}: this machine shows {gpus} GPU{'s' if gpus > 1 else ''}; "
-        f"nearest legal: launch.processes={gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU"
-    )
-
-
-def _device_of(place: Place) -> torch.device:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return pick_device(place.local_rank, place.local_size, gpus, place.started_by == "Slurm")
-
-
-def _device_of_existing(place: Place) -> torch.device:
-    """Where the adopted group can send from: NCCL means this rank's GPU, anything else the CPU."""
-    if "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def start_world(environ: Mapping[str, str] | None = None) -> World:
     """Join the processes that this one was started with; see the module for how they are found.
 
@@ -316,11 +286,9 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
         )
         atexit.register(_let_go)
         store = _adopted_store()
-        return World(place, _device_of_existing(place), dist.group.WORLD, store=store)
+        return World(place, device_of_group(), dist.group.WORLD, store=store)
     place = find_place(os.environ if environ is None else environ)
-    device = _device_of(place)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = own_device(place.local_rank, place.local_size, place.started_by == "Slurm")
     if place.size == 1:
         return World(place, device, None)
     if place.host in ("127.0.0.1", "localhost"):
@@ -333,7 +301,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
         named = dist.PrefixStore(f"attempt-{place.attempt}/{next(_worlds_made)}", store)
         _await_all(named, place)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backends(device),
             store=named,
             rank=place.rank,
             world_size=place.size,

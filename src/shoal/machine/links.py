@@ -18,6 +18,7 @@ import torch
 
 from shoal.fabric import World
 from shoal.fabric.axes import along
+from shoal.fabric.device import synchronize
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 REPEATS = 5
@@ -70,8 +71,7 @@ def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
     for _ in range(REPEATS):
         began_s = time.perf_counter()
         call()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(world.device)
         taken.append(time.perf_counter() - began_s)
     return float(max(world.gather_json(min(taken))))
 

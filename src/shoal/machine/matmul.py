@@ -26,6 +26,7 @@ import torch
 
 from shoal.base.lines import is_number, read_object
 from shoal.fabric import World
+from shoal.fabric.device import device_name, is_accelerator, synchronize
 
 ROUNDS = 6
 LARGEST, LONG_S = 8192, 0.05
@@ -116,10 +117,10 @@ def _measure(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
     size, best_s, busy_s = 1024, 0.0, 0.0
     while True:
         best_s, busy_s = _product_s(size, dtype, device)
-        if device.type != "cuda" or size == LARGEST or best_s > LONG_S:
+        if not is_accelerator(device) or size == LARGEST or best_s > LONG_S:
             break
         size *= 2
-    quiet = device.type == "cuda" or busy_s >= QUIET * best_s
+    quiet = is_accelerator(device) or busy_s >= QUIET * best_s
     return 2 * size**3 / best_s, quiet
 
 
@@ -132,8 +133,7 @@ def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> tuple[flo
     for _ in range(ROUNDS):
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         torch.mm(left, right, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         took_s = time.perf_counter() - began_s
         if took_s < best_s:
             best_s, busy_s = took_s, time.thread_time() - began_cpu_s
@@ -142,8 +142,8 @@ def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> tuple[flo
 
 def _key(world: World, precision: str) -> str:
     chip = platform.processor() or platform.machine()
-    if world.device.type == "cuda":
-        chip = torch.cuda.get_device_name(world.device)
+    if is_accelerator(world.device):
+        chip = device_name(world.device)
     return (
         f"{platform.node()}/{chip}/{os.cpu_count()} cores/torch {torch.__version__}/"
         f"{_multiplies(world, precision)}/{torch.get_num_threads()} threads × {world.size}"

@@ -34,6 +34,14 @@ from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
 from shoal.base.phases import phase
 from shoal.fabric import World
+from shoal.fabric.device import (
+    abilities,
+    device_name,
+    is_accelerator,
+    outside_bytes,
+    synchronize,
+    total_bytes,
+)
 from shoal.machine.links import best_links, measure_links
 from shoal.planner.measured import VERSION, cluster_of, machine_path
 
@@ -78,18 +86,18 @@ def measure_machine(
     sizes    what to try; None: a list that takes less than a minute
     again    measure, and overwrite, although it is known
     """
-    kind = "gpu" if world.device.type == "cuda" else "cpu"
+    kind = "gpu" if is_accelerator(world.device) else "cpu"
     path = machine_path(cache, world.size, kind, torch.get_num_threads())
     known = None if again else world.broadcast_json(_read(path) if world.is_first else None)
     if known:
         return dict(known)
     if sizes is None:
-        sizes = GPU if world.device.type == "cuda" else FULL
+        sizes = GPU if is_accelerator(world.device) else FULL
     held_bytes = _held_bytes(world.device)
     local = world.local_size if world.size % world.local_size == 0 else world.size
     document: dict[str, Any] = {
         "version": VERSION,
-        "kind": "gpu" if world.device.type == "cuda" else "cpu",
+        "kind": "gpu" if is_accelerator(world.device) else "cpu",
         "device": _device_name(world),
         "processes": world.size,
         "local": local,
@@ -146,7 +154,7 @@ def _fastest(ladders: Sequence[list[list[float]]]) -> list[list[float]]:
 
 def _formats(world: World) -> list[tuple[str, torch.dtype]]:
     """On a CPU fp16 is imitated, and trains in fp32."""
-    return list((GPU_FORMATS if world.device.type == "cuda" else FORMATS).items())
+    return list((GPU_FORMATS if is_accelerator(world.device) else FORMATS).items())
 
 
 def _mean(world: World, number: float) -> float:
@@ -174,8 +182,7 @@ def _rate(world: World, work: Callable[[], object], amount: float, sizes: Sizes)
 
 
 def _settle(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(world.device)
 
 
 def _products(world: World, dtype: torch.dtype, sizes: Sizes) -> list[list[float]]:
@@ -227,7 +234,7 @@ def _operation(world: World, sizes: Sizes) -> tuple[float, float]:
 
 def _host_copy(world: World, sizes: Sizes) -> float:
     size = max(sizes.tensor_bytes)
-    host = torch.zeros(size // 4, pin_memory=world.device.type == "cuda")
+    host = torch.zeros(size // 4, pin_memory=abilities(world.device).pinned)
     there = torch.zeros(size // 4, device=world.device)
     return _rate(world, lambda: there.copy_(host), size, sizes)
 
@@ -243,8 +250,8 @@ def _disk(world: World, cache: Path, sizes: Sizes) -> float:
 
 
 def _device_name(world: World) -> str:
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_name(world.device)
+    if is_accelerator(world.device):
+        return device_name(world.device)
     cores = usable_cores()
     return f"{_chip()}, {cores} cores / {world.local_size}"
 
@@ -258,17 +265,15 @@ def _chip(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        return total_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) -> int:
     """Resident now; on a GPU what is taken there outside of tensors."""
-    if device.type == "cuda":
-        torch.zeros(1, device=device)
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free - torch.cuda.memory_reserved(device)
+    if is_accelerator(device):
+        return outside_bytes(device)
     try:
         lines = [line for line in status.read_text().splitlines() if line.startswith("VmRSS:")]
         return int(lines[0].split()[1]) * 1024

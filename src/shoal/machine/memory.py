@@ -1,4 +1,4 @@
-"""How much memory this process has used at most, and how busy its GPU is."""
+"""How much memory this process has used at most, on the device it computes on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from shoal.fabric.device import forget_peak_bytes, is_accelerator, peak_bytes
+
 PROCESS = Path("/proc/self")
 
 
@@ -18,8 +20,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     It is that since the start of the process, or since `forget_peak`.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return peak_bytes(device)
     with contextlib.suppress(OSError):
         for line in (PROCESS / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -30,8 +32,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def forget_peak(device: torch.device) -> None:
     """Reset what `peak_memory_bytes` tells to what is held now; on a CPU under Linux only."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if is_accelerator(device):
+        forget_peak_bytes(device)
         return
     with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5")
@@ -46,16 +48,3 @@ def trim_heap() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def gpu_utilisation(device: torch.device) -> float | None:
-    """Returns the share of the last sample period the GPU ran a kernel, 0–1; None without a GPU.
-
-    Limits: needs NVIDIA's management library for Python; without it the answer is None too.
-    """
-    if device.type != "cuda":
-        return None
-    try:
-        return torch.cuda.utilization(device) / 100
-    except (RuntimeError, ImportError, ModuleNotFoundError):
-        return None

@@ -23,6 +23,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shoal.fabric.device import (
+    forget_peak_bytes,
+    held_bytes,
+    is_accelerator,
+    peak_bytes,
+    synchronize,
+)
 from shoal.machine._torch import all_threads_counted, pytree
 
 MARK = "shoal: work that is looked at"
@@ -109,20 +116,20 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
             before anybody counted is not known when it is freed. The middle peak counts: a thread
             of gloo that is kept waiting by other work holds what it sent a little longer
     CPU     what torch's allocator holds by its own count, over all threads, whichever frees
-    CUDA    the allocator's own peak, of one run, whatever `times` is
+    device  the allocator's own peak, of one run, whatever `times` is
     Limits  CPU: memory that torch does not allocate (gloo's, other libraries') is not seen. The
             count is read whenever the calling thread allocates or frees, so a peak that threads
             make of their own, while this one only waits, is missed (`dp`). Where torch's build
             hides its counter, frees of other threads are missed: an upper bound.
             Never time work that is looked at
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before_bytes = torch.cuda.memory_allocated(device)
+    if is_accelerator(device):
+        synchronize(device)
+        forget_peak_bytes(device)
+        before_bytes = held_bytes(device)
         work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before_bytes
+        synchronize(device)
+        return peak_bytes(device) - before_bytes
     with (
         all_threads_counted(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,

@@ -43,7 +43,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -
     as_one = asked_whole() and not dropout
     if q.device.type == "cpu" and q.shape[2] < FLASH_FROM and not as_one:
         return _by_blocks(q, k, v, dropout)
-    if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
+    if q.device.type not in ("cpu", "meta") and q.dtype not in (torch.float16, torch.bfloat16):
         # only flash kernels read grouped heads; without copies fp32 would fall to seq² memory
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

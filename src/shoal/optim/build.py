@@ -19,6 +19,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest
 from shoal.base.policies import OptimizerPolicy
+from shoal.fabric.device import abilities
 
 Parameters = Mapping[str, nn.Parameter]
 OWN = {"lamb": "LAMB", "lion": "Lion", "muon": "MuonWithAdamW"}
@@ -113,7 +114,7 @@ def name_of(class_name: str) -> str:
 
 
 def _fused_works(parameters: Iterable[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+    return all(abilities(p.device).fused and p.is_floating_point() for p in parameters)
 
 
 def rebind(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.fabric.device import is_accelerator
 from shoal.optim.twin import UnfitError, make_twin, without_hooks
 
 STEPS = 12
@@ -80,7 +81,7 @@ def probe(optimizer: torch.optim.Optimizer) -> Slicing:
     kind = type(optimizer).__name__
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     why = ""
-    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), without_hooks():
+    with torch.random.fork_rng([d for d in devices if is_accelerator(d)]), without_hooks():
         for dtype, tolerance in FORMATS:
             try:
                 stand_ins = [_stand_ins(optimizer, n, dtype) for n in _to_try(optimizer)]

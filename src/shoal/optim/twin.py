@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.fabric.device import is_accelerator
 from shoal.optim._torch import every_post_hook, every_pre_hook
 
 LR = 0.1
@@ -71,7 +72,7 @@ def _twin_group(
         twin["lr"] = torch.full_like(lr.detach(), LR) if isinstance(lr, torch.Tensor) else LR
     if "differentiable" in group:
         twin["differentiable"] = False
-    if "capturable" in group and all(not p.is_cuda for p in stand_ins):
+    if "capturable" in group and not any(is_accelerator(p.device) for p in stand_ins):
         twin["capturable"] = False
     return twin
 

@@ -12,6 +12,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from shoal.fabric.device import device_generators
+
 __all__ = [
     "BatchNorm",
     "Convolution",
@@ -41,10 +43,8 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Give the generators from which a pass on `device` draws: the CPU's, and a GPU's own."""
-    if device.type == "cuda":
-        return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
-    return [torch.default_generator]
+    """Give the generators from which a pass on `device` draws: the CPU's, and a device's own."""
+    return [torch.default_generator, *device_generators(device)]
 
 
 def code_cache() -> Path:

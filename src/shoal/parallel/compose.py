@@ -25,6 +25,7 @@ from torch import nn
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
 from shoal.fabric import World
+from shoal.fabric.device import what_is_missing
 from shoal.parallel import (
     batch_norm,
     compare_weights,
@@ -240,6 +241,7 @@ def _to_device(program: Program) -> Program:
     device = program.world.device
     if device.type == "cpu":
         return program
+    program.notices.extend(line for line in [what_is_missing(device)] if line)
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from shoal.fabric.device import abilities, is_accelerator
 from shoal.parallel._torch import Convolution, pytree
 from shoal.parallel.program import Program
 
@@ -39,7 +40,7 @@ def resolve(compute: str, device: torch.device) -> str:
     """
     if compute != "auto":
         return compute
-    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+    if is_accelerator(device) and abilities(device).bf16:
         return "bf16"
     return "fp32"
 

@@ -18,12 +18,13 @@ from torch import nn
 from shoal.base.errors import ShoalError
 from shoal.base.phases import phase
 from shoal.data.fetch import first_samples
+from shoal.fabric.device import is_accelerator
 from shoal.proof.proof_case import ProofCase
 from shoal.trace.flops import backward_flops
 from shoal.trainer.contract import batch_length, call_model, split_batch, sum_and_count
 
-SIDE = {"cpu": 384, "cuda": 2048}
-"""Of the square product that is timed: some ten milliseconds of work."""
+SIDE, DEVICE_SIDE = 384, 2048
+"""Of the square product that is timed, on a CPU and on a device: some ten milliseconds of work."""
 
 ROUNDS = 3
 
@@ -57,7 +58,7 @@ def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -
 
 def _rate(device: torch.device) -> float:
     """FLOP/s of the best of a few float64 products."""
-    side = SIDE.get(device.type, 512)
+    side = DEVICE_SIDE if is_accelerator(device) else SIDE
     left, right = (torch.rand(side, side, dtype=torch.float64, device=device) for _ in range(2))
     best_s = float("inf")
     for _ in range(ROUNDS):

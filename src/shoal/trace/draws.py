@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from shoal.fabric.device import device_generators
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -81,7 +83,5 @@ class Drawing(TorchFunctionMode):
 
 def generators() -> list[bytes]:
     """Where torch's generators stand; read without an operation, which a transform would see."""
-    used = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        used += torch.cuda.default_generators
+    used = [torch.default_generator, *device_generators()]
     return [one.get_state().numpy().tobytes() for one in used]

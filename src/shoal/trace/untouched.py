@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shoal.fabric.device import device_generators
+
 
 @contextmanager
 def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
@@ -24,13 +26,13 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
     kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
     drawn = torch.get_rng_state()
-    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    on_devices = [(one, one.get_state()) for one in device_generators()]
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
-    if on_cuda:
-        torch.cuda.manual_seed_all(0)
+    for one, _ in on_devices:
+        one.manual_seed(0)
     try:
         with attributes_kept(module) if attributes else nullcontext():
             yield
@@ -38,8 +40,8 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(drawn)
-        if on_cuda:
-            torch.cuda.set_rng_state_all(on_cuda)
+        for one, state in on_devices:
+            one.set_state(state)
         for part, held in kept:
             part._buffers.clear()
             part._buffers.update(held)

@@ -28,6 +28,7 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.fabric.device import give_back_unused
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.parallel.full_state import gather_weights
 from shoal.trainer.job import open_run, steps_of
@@ -90,8 +91,7 @@ def measure_row(
     _take_apart(run)
     del run
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    give_back_unused()
     return figures
 
 

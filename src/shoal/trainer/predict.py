@@ -26,6 +26,7 @@ from shoal.config.sections import Config
 from shoal.data.fetch import is_indexed, join, kept_draws
 from shoal.data.sources import Source
 from shoal.fabric import World
+from shoal.fabric.device import is_accelerator
 from shoal.planner.case_settings import beside
 from shoal.planner.comm_volume import busiest
 from shoal.planner.frameworks import own_kernels
@@ -123,7 +124,7 @@ class Learner:
 
     def __init__(self, predicted: dict[str, Any], compute: str, world: World) -> None:
         self.predicted, self.compute = predicted, compute
-        kind = "gpu" if world.device.type == "cuda" else "cpu"
+        kind = "gpu" if is_accelerator(world.device) else "cpu"
         self.machine = machine_path(cache_folder(), world.size, kind, torch.get_num_threads())
         # What a machine that was never measured is said to do, no run may correct.
         self.measured = self.machine.exists()

@@ -19,7 +19,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.events import EventLog, append_line
 from shoal.base.lines import parse_step
 from shoal.fabric import World
-from shoal.machine.memory import gpu_utilisation
+from shoal.fabric.device import utilisation
 
 UNREADABLE = math.inf
 """In the place of the step of a damaged line: later than any."""
@@ -90,7 +90,7 @@ class Recorder:
             "comm_bytes": sum(sent.values()),
             "comm_bytes_by_kind": sent,
             "comm_exposed_s": exposed_s,
-            "gpu_utilisation": gpu_utilisation(self.world.device),
+            "gpu_utilisation": utilisation(self.world.device),
         }
         if self.folder is not None and self.world.is_first:
             try:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import BugError, ConfigError, PlanError
+from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
@@ -188,7 +189,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    if tensors[0].is_cuda:
+    if is_accelerator(tensors[0].device):
         norms = torch._foreach_norm(list(tensors))
         return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
     total = torch.zeros((), dtype=torch.float64)

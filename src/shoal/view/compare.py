@@ -79,7 +79,7 @@ def _subject(record: Record) -> str:
         f"median of {record['steps']} steps",
     ]
     where = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''}"
-    if machine.get("device") == "cuda":
+    if machine.get("device", "cpu") != "cpu":
         where = f"{machine['gpus']} GPU{'s' if machine['gpus'] > 1 else ''}"
     torch = f", torch {machine['torch']}" if "torch" in machine else ""
     return f"{'; '.join(word for word in words if word)}; {where}{torch}"

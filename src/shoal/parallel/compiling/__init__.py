@@ -28,6 +28,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.schedules import SPLIT_BACKWARD
+from shoal.fabric.device import is_accelerator
 from shoal.parallel._torch import code_cache, function_modes, keep_saved_tensors, pytree
 from shoal.parallel.compiling.half_written import remove_half_written
 from shoal.parallel.compiling.parity import refuse_wrong_code
@@ -96,7 +97,7 @@ def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
 
 def check_compiler(device: torch.device) -> None:
     """Errors: PlanError where torch.compile has nothing to compile with."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    if is_accelerator(device) and importlib.util.find_spec("triton") is None:
         raise PlanError(
             "train.compile = blocks: on a GPU torch.compile needs Triton, which is not installed "
             "here; nearest: pip install triton, or train.compile=none"

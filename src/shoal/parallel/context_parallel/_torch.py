@@ -6,7 +6,7 @@ aten = torch.ops.aten
 
 flash_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-flash_cuda = aten._scaled_dot_product_flash_attention.default
-flash_cuda_backward = aten._scaled_dot_product_flash_attention_backward.default
+flash_device = aten._scaled_dot_product_flash_attention.default
+flash_device_backward = aten._scaled_dot_product_flash_attention_backward.default
 
-__all__ = ["flash_cpu", "flash_cpu_backward", "flash_cuda", "flash_cuda_backward"]
+__all__ = ["flash_cpu", "flash_cpu_backward", "flash_device", "flash_device_backward"]

@@ -20,11 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.fabric.device import is_accelerator, takes_flash
 from shoal.parallel.context_parallel._torch import (
     flash_cpu,
     flash_cpu_backward,
-    flash_cuda,
-    flash_cuda_backward,
+    flash_device,
+    flash_device_backward,
 )
 
 ROWS = 256
@@ -47,8 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> At
     kind = _kind(q, v)
     if kind == "cpu":
         return Attended(*flash_cpu(q, k, v, 0.0, causal, scale=scale))
-    if kind == "cuda":
-        out, lse, *_ = flash_cuda(q, k, v, 0.0, causal, False, scale=scale)
+    if kind == "device":
+        out, lse, *_ = flash_device(q, k, v, 0.0, causal, False, scale=scale)
         return Attended(out, lse)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=_wide(q))
@@ -79,11 +80,11 @@ def attend_backward(
         known = (gradient, q, k, v, out, lse)
         dq, dk, dv = flash_cpu_backward(*known, 0.0, causal, scale=scale)
         return dq, dk, dv
-    if kind == "cuda":
+    if kind == "device":
         draws = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is none
         sizes = (None, None, q.shape[2], k.shape[2])
         known = (gradient, q, k, v, out, lse)
-        dq, dk, dv = flash_cuda_backward(*known, *sizes, 0.0, causal, draws, draws, scale=scale)
+        dq, dk, dv = flash_device_backward(*known, *sizes, 0.0, causal, draws, draws, scale=scale)
         return dq, dk, dv
     wide = _wide(q)
     dq = torch.empty_like(q, dtype=wide)
@@ -110,9 +111,8 @@ def merge(total: Attended, more: Attended) -> None:
 def _kind(q: Tensor, v: Tensor) -> str:
     if q.shape[-1] != v.shape[-1]:
         return "written"
-    if q.device.type == "cuda":
-        half = q.dtype in (torch.float16, torch.bfloat16)
-        return "cuda" if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else "written"
+    if is_accelerator(q.device):
+        return "device" if takes_flash(q) else "written"
     return q.device.type if q.device.type == "cpu" else "written"
 
 

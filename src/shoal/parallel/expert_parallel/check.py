@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shoal.parallel._torch import generators
 from shoal.parallel.expert_parallel.stand_in import telling
 from shoal.trace.copies import copied_module
 from shoal.trace.find_experts import ExpertLayer
@@ -62,9 +63,9 @@ def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLa
     values = _values(layer, dtype)
     upstream = values[0].flip(0)
     with torch.random.fork_rng():
-        before = _generators(values[0].device)
+        before = _drawn(values[0].device)
         whole = _outcome(layer, twin, values, upstream)
-        if not torch.equal(before, _generators(values[0].device)):
+        if not torch.equal(before, _drawn(values[0].device)):
             raise NotExperts(
                 "it draws random numbers (dropout), which would depend on where its tokens are"
             )
@@ -96,9 +97,9 @@ def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     return made.to(device, dtype), picked, (odds + 0.1).to(device, dtype)
 
 
-def _generators(device: torch.device) -> Tensor:
+def _drawn(device: torch.device) -> Tensor:
     """The state that draws on this device change."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return generators(device)[-1].get_state()
 
 
 def _draws(seed: int) -> torch.Generator:

@@ -1,0 +1,93 @@
+"""Devices are known in one room: no other file spells a vendor's name, and what is missing is said."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import shoal
+from shoal.base.errors import PlanError
+from shoal.fabric import device as devices
+from shoal.fabric.device import abilities, backends, device_generators, pick_device
+
+SOURCE = Path(shoal.__file__).parent
+NAMES = ("cuda", "nccl", "xpu", "hip")
+MAY = {
+    "base/facts.py": "a variable of the environment that a finished run writes down; knows no torch",
+    "planner/catalogue.py": "sources of a catalogue's figures; knows no torch",
+    "teach/screens/links.py": "what learners read",
+    "launch/failures.py": "words in the texts of exceptions; the room knows no torch",
+    "parallel/spmd/sequence.py": "names of every attribute of a tensor that moves no data",
+}
+"""Files outside of fabric that spell a vendor's name in code, and why."""
+
+
+def spelt(tree: ast.Module) -> Iterator[str]:
+    """Names, attributes and texts of a file that contain a vendor's name; prose may."""
+    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        words = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        if id(node) not in prose:
+            yield from (word for word in words if set(NAMES) & set(parts(word)))
+
+
+def parts(word: str) -> list[str]:
+    """cudaHostRegister, is_cuda, "cuda:0" contain the same name; "ship" does not contain hip."""
+    lower = word.lower()
+    return [n for n in NAMES if n in lower and (n != "hip" or lower == n)]
+
+
+def test_no_other_room_spells_a_vendors_name() -> None:
+    found = {
+        str(path.relative_to(SOURCE)): sorted(set(words))
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.parent.name != "fabric" and (words := list(spelt(ast.parse(path.read_text()))))
+    }
+    assert set(found) == set(MAY), found
+
+
+def test_groups_carry_host_tensors_and_a_devices() -> None:
+    assert backends(torch.device("cpu")) == "gloo"
+    assert backends(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert backends(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
+
+
+def test_more_processes_than_devices_are_refused() -> None:
+    told = (
+        r"^launch.processes = 3: this machine shows 2 GPUs; nearest legal: launch.processes=2, or "
+        r"CUDA_VISIBLE_DEVICES= to train on the CPU$"
+    )
+    with pytest.raises(PlanError, match=told):
+        pick_device(0, 3, devices=2, bound=False)
+    with pytest.raises(PlanError, match=r"launch.processes=1$"):
+        pick_device(0, 3, devices=1, bound=False, kind="npu")
+    assert pick_device(2, 3, devices=1, bound=True, kind="xpu") == torch.device("xpu", 0)
+
+
+def test_what_a_device_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(
+        is_bf16_supported=lambda: False, get_device_name=lambda device: "Older 16GB"
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: older)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
+    abilities.cache_clear()
+    try:
+        assert devices.what_is_missing(torch.device("cuda", 0)) == (
+            "Older 16GB: no bf16: precision.compute = auto means fp32; no flash attention: "
+            "memory-efficient kernels or matrix products"
+        )
+    finally:
+        abilities.cache_clear()
+    assert devices.what_is_missing(torch.device("cpu")) == ""
+
+
+def test_shapes_alone_are_no_device() -> None:
+    assert not devices.is_accelerator(torch.device("meta"))
+    assert not abilities(torch.device("meta")).fused
+    assert device_generators(torch.device("meta")) == []
