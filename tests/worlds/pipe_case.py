@@ -383,7 +383,7 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
     cut = cut_stages(Record(module, sample), lists.pieces)
     own = {s: s % lists.pieces for s, rank in enumerate(placed) if rank == world.rank}
     drop_foreign(module, set().union(*(cut.keep[piece] for piece in own.values())))
-    held = Stages(module, cut, own.values())
+    held = Stages(module, cut, own.values(), world.device)
     stages = {stage: held.stages[piece] for stage, piece in own.items()}
     runtime = PipeRuntime(stages, placed, world, make, copies=lists.copies)
     losses: list[torch.Tensor] = []

@@ -36,6 +36,7 @@ from shoal.parallel import (
 from shoal.parallel._torch import pytree
 from shoal.parallel.place import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
+from shoal.trace.lend import lent
 
 if TYPE_CHECKING:
     from shoal.trace.record import Record
@@ -55,7 +56,7 @@ class Look(Protocol):
 def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     """Make a program of the whole module and give every rank rank 0's weights; nothing is cut yet.
 
-    module    whole, on the world's device and in the plan's parameter format
+    module    whole, in the plan's parameter format; on the host where ranks will hold parts of it
     Errors    PlanError when ranks hold different models, and for a policy that cannot hold here:
               said first, since a record takes seconds
     """
@@ -93,7 +94,7 @@ def record(program: Program, look: Look | None) -> Record | None:
         return shown if shown.often else None
     real = Record(program.module, run, plan)
     real.passes.update(shown.passes)
-    with suppress(Exception):
+    with suppress(Exception), lent(program.module, program.world.device):
         return real if real.often else None
     return None
 
@@ -107,6 +108,13 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     samples   that the record's pass ran
     Errors    PlanError where the model cannot be divided so
     """
+    with lent(program.module, program.world.device):
+        return _placed(program, record, samples)
+
+
+def _placed(
+    program: Program, record: Record | None, samples: int
+) -> tuple[Program, Derived]:
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
@@ -135,13 +143,25 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
 def materialise(program: Program, derived: Derived) -> Program:
     """Cut the module in place to what this rank holds under tp, pp and ep; the rest is freed.
 
-    Its layers compute so from then on, under cp too, which cuts nothing. A layout that derives none
-    of them leaves it as it is. Every rank calls it.
+    What is left goes from the host to the device: it never holds more. Under zero 3 that waits for
+    `fully_shard`, which moves unit by unit and cuts each. Layers compute their parts from then on,
+    under cp too, which cuts nothing. Every rank calls it.
 
     derived   as `place` gave it; rows are the program's
     """
-    if not program.plan.layout.is_derived:
-        return program
+    if program.plan.layout.is_derived:
+        program = _cut(program, derived)
+    if program.plan.layout.zero < 3:
+        _to(program.module, program.world.device)
+    return program
+
+
+def _to(module: nn.Module, device: torch.device) -> None:
+    """Move what a module holds to a device, tensor by tensor; not what has no data."""
+    module._apply(lambda t: t if t.is_meta else t.to(device))
+
+
+def _cut(program: Program, derived: Derived) -> Program:
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
 
     program = tensor_parallel.apply(program, derived.split)

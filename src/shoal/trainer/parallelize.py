@@ -194,9 +194,6 @@ def start_run(
 
             chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)
         plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
-    # Not before the layout is known: zero 3 moves it there unit by unit, and cuts each.
-    if plan.layout.zero < 3 or plan.layout.is_derived:
-        module = module.to(world.device)
     hooks = hooked(parameters)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()

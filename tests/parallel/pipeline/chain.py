@@ -15,6 +15,7 @@ from shoal.parallel.pipeline.stage import Stage, Stages
 from shoal.trace.shapes import tensors_of
 
 Call = Callable[[nn.Module], Any]
+CPU = torch.device("cpu")
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -39,14 +40,14 @@ class Chain:
         self.held: list[Stages] = []
         if not apart:
             self.modules = [copy.deepcopy(module)]
-            self.held = [Stages(self.modules[0], cut, range(cut.stages))]
+            self.held = [Stages(self.modules[0], cut, range(cut.stages), CPU)]
             self.stages = [self.held[0].stages[number] for number in range(cut.stages)]
             return
         for number in range(cut.stages):
             one = copy.deepcopy(module)
             drop_foreign(one, cut.keep[number])
             self.modules.append(one)
-            self.held.append(Stages(one, cut, [number]))
+            self.held.append(Stages(one, cut, [number], CPU))
             self.stages.append(self.held[-1].stages[number])
 
     def step(self, calls: Sequence[Call]) -> float:

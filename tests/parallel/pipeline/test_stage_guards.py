@@ -230,7 +230,7 @@ def test_a_user_who_catches_everything() -> None:
 def test_hooks_of_the_blocks_and_of_the_model_run() -> None:
     model = made(lambda: Model(chained))
     cut = cut_of(model)
-    held = Stages(model, cut, [0])
+    held = Stages(model, cut, [0], torch.device("cpu"))
     told: dict[str, Any] = {}
     model.register_forward_hook(lambda module, inputs, outputs: told.update(model=outputs))
     model.blocks[1].register_forward_hook(lambda module, inputs, outputs: told.update(last=outputs))
@@ -263,7 +263,7 @@ def test_checkpointing_over_a_boundary() -> None:
 
 def test_the_model_called_directly() -> None:
     model = made(lambda: Model(chained))
-    held = Stages(model, cut_of(model), [0])
+    held = Stages(model, cut_of(model), [0], torch.device("cpu"))
     drop_foreign(model, held.cut.keep[0])
     held.stages[0].run(called, ())
     with pytest.raises(PlanError, match=r"blocks\.2 is called outside of a stage's forward pass"):

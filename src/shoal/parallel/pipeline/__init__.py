@@ -83,7 +83,7 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
     make = _schedules(program.plan)
     schedule = make(program.plan.accumulate)
     own = {s: s % schedule.pieces for s, at in enumerate(schedule.stage_rank) if at == rank}
-    stages = Stages(module, cut, own.values())
+    stages = Stages(module, cut, own.values(), program.world.device)
     drop_foreign(module, {name for piece in own.values() for name in cut.keep[piece]})
     runtime = PipeRuntime(
         {stage: stages.stages[piece] for stage, piece in own.items()},

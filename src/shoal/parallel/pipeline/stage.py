@@ -43,12 +43,15 @@ class Stages:
     stages   by number
     """
 
-    def __init__(self, module: nn.Module, cut: StageCut, numbers: Iterable[int]) -> None:
-        """Nothing is put into the module before a stage runs: other techniques come inside."""
-        self.module, self.cut = module, cut
+    def __init__(
+        self, module: nn.Module, cut: StageCut, numbers: Iterable[int], device: torch.device
+    ) -> None:
+        """Nothing is put into the module before a stage runs: other techniques come inside.
+
+        device   on which they run
+        """
+        self.module, self.cut, self.device = module, cut, device
         self.shapes = Shapes(cut)
-        here = (p.device for p in module.parameters() if not p.is_meta)
-        self.device = next(here, torch.device("cpu"))
         self.passage: Passage | None = None
         self.between = _between(module, cut)
         self.replaced: list[StandIn] = []

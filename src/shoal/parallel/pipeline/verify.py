@@ -39,7 +39,8 @@ def verify(record: Record, cut: StageCut, flow: Flow) -> None:
     if any(p.is_meta for p in module.parameters()):
         return
     run = partial(record.run, "check")
-    held = Stages(module, cut, range(cut.stages))
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    held = Stages(module, cut, range(cut.stages), device)
     try:
         for number in range(cut.stages):
             for fill in FILLS:

@@ -2,6 +2,9 @@
 
 The split run gets its parts of the parameters and inputs, and what it gives (outputs, gradients of
 inputs and of all parameters) is put together again, so that both can be compared number by number.
+
+Memory    float64 is twice a model's bytes, and a device may have no room for more: it holds the
+          parameters of the run under way. What is compared, gradients too, lies on the host
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from shoal.parallel.spmd.sequence import handed_on, whole_of
 from shoal.parallel.spmd.split_block import again
 from shoal.trace.copies import copied_module
 
+HOST = torch.device("cpu")
+
 NOISE = 0.1
 """Standard deviation of the perturbation, of that of the values; at least as for values of 0.1."""
 
 
 @dataclass
 class Results:
-    """What a run gave, whole; inputs that take a gradient are named `input 0`, `input 1`, …
+    """What a run gave, whole, on the host; inputs that take a gradient are named `input 0`, …
 
     own   gradients as this rank has them, before sums over ranks that come once a step
     """
@@ -40,8 +45,9 @@ class Results:
 class Trial:
     """A block with perturbed numbers, its inputs, and the gradients that pull at its outputs.
 
-    block   holds its parameters whole; they stay as they are
-    dtype   what it computes in: float64, or float32 for a block that knows no float64
+    block    holds its parameters whole; they stay as they are
+    dtype    what it computes in: float64, or float32 for a block that knows no float64
+    numbers  the perturbed parameters, on the host
     """
 
     def __init__(
@@ -52,12 +58,14 @@ class Trial:
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.axis, self.split, self.dtype = axis, group.split, dtype
+        here = (p.device for p in group.bare.parameters() if not p.is_meta)
+        self.device = next(here, HOST)
         self.generator = torch.Generator().manual_seed(1)
         self.args, self.kwargs = pytree.tree_map_only(
             Tensor, self._input, (group.call.args, group.call.kwargs)
         )
         self.block = _in_format(group.bare, dtype)
-        self.numbers = {n: self._perturbed(p, True) for n, p in block.named_parameters()}
+        self.numbers = {n: self._perturbed(p) for n, p in block.named_parameters()}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
         self.program = again(group.split, self.block, self.args, self.kwargs)
@@ -76,7 +84,7 @@ class Trial:
     def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
         """As one process computes it; `numbers` in place of the perturbed parameters."""
         given = numbers or self.numbers
-        held = {n: t.detach().requires_grad_() for n, t in given.items()}
+        held = {n: self._leaf(t) for n, t in given.items()}
         args, kwargs, inputs = self._fresh_inputs()
         buffers = {n: b.clone() for n, b in self.block.named_buffers()}
         torch.manual_seed(2)
@@ -84,7 +92,7 @@ class Trial:
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         self._pull(outputs, [WHOLE] * len(outputs))
         gradients = {n: _gradient(t) for n, t in {**held, **inputs}.items()}
-        return Results([o.detach() for o in outputs], gradients, gradients)
+        return Results([o.detach().to(HOST) for o in outputs], gradients, gradients)
 
     def together(
         self,
@@ -95,7 +103,7 @@ class Trial:
         axis, program = self.axis, self.program
         cuts: dict[str, Label] = {**self.labels, **(labels or {})}
         leaves: dict[str, tuple[Tensor, Label]] = {
-            n: (self._own(t, cuts.get(n, WHOLE)).requires_grad_(), cuts.get(n, WHOLE))
+            n: (self._leaf(self._own(t, cuts.get(n, WHOLE))), cuts.get(n, WHOLE))
             for n, t in (numbers or self.numbers).items()
         }
         buffers = dict(self.block.named_buffers())
@@ -111,39 +119,53 @@ class Trial:
         outputs = list(program.run(axis, *given))
         self._pull(outputs, program.outputs)
         own = {n: _gradient(t) for n, (t, _) in leaves.items()}
+        labelled = {n: label for n, (_, label) in leaves.items()}
+        del leaves, given  # only gradients are wanted from here on
         gradients = {
-            n: self._summed(own[n]) if n in self.split.partial else self._joined(own[n], label)
-            for n, (_, label) in leaves.items()
+            n: self.summed(own[n]) if n in self.split.partial else self._joined(own[n], label)
+            for n, label in labelled.items()
         }
         wholes = [
-            whole_of(handed_on(o.detach(), label, axis))
+            whole_of(handed_on(o.detach(), label, axis)).to(HOST)
             for o, label in zip(outputs, program.outputs, strict=True)
         ]
         return Results(wholes, gradients, own)
 
     def everywhere(self, number: float) -> float:
         """The largest of the ranks' numbers; not a number counts as infinite."""
-        device = next(iter(self.numbers.values())).device
-        told = torch.tensor([number], dtype=torch.float64, device=device).nan_to_num(nan=1e300)
-        return float(self.axis.all_gather(told).max())
+        told = torch.tensor([number], dtype=torch.float64, device=self.device)
+        return float(self.axis.all_gather(told.nan_to_num(nan=1e300)).max())
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, on the host."""
+        total = part.to(self.device).clone(memory_format=torch.contiguous_format)
+        self.axis.all_reduce(total)
+        return total.to(HOST)
 
     def _input(self, leaf: Tensor) -> Tensor:
         """Hidden states with noise; masks and tables as they are."""
         if not leaf.is_floating_point():
             return leaf
         if leaf.requires_grad:
-            return self._perturbed(leaf, False).requires_grad_()
+            return self._perturbed(leaf).to(leaf.device).requires_grad_()
         return leaf.to(self.dtype)
 
-    def _perturbed(self, value: Tensor, parameter: bool) -> Tensor:
+    def _leaf(self, value: Tensor) -> Tensor:
+        """A parameter for one run, on its device; its gradient goes to the host at once."""
+        leaf = value.detach().to(self.device).requires_grad_()
+        if self.device != HOST:
+            leaf.register_post_accumulate_grad_hook(_to_host)
+        return leaf
+
+    def _perturbed(self, value: Tensor) -> Tensor:
         noise = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
         if value.is_meta:  # not made yet: any numbers of a usual size do
             return (noise / max(1, value.shape[-1]) ** 0.5 if value.dim() else noise).to(self.dtype)
-        wide = value.detach().to("cpu", torch.float64)
+        wide = value.detach().to(HOST, torch.float64, copy=True)
         if not bool(wide.isfinite().all()):
-            return wide.to(value.device, self.dtype)
+            return wide.to(self.dtype)
         size = float(wide.std()) if wide.numel() > 1 else 0.0
-        return (wide + noise * (NOISE * max(size, 0.1))).to(value.device, self.dtype)
+        return wide.add_(noise.mul_(NOISE * max(size, 0.1))).to(self.dtype)
 
     def _fresh_inputs(self) -> tuple[Any, Any, dict[str, Tensor]]:
         """(args, kwargs, those that take a gradient by name), part of no graph yet."""
@@ -176,13 +198,9 @@ class Trial:
 
     def _joined(self, part: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split | Tiled):
-            return join(self.axis.all_gather(part.contiguous()).unbind(0), label)
-        return self._summed(part) if isinstance(label, Partial) else part
-
-    def _summed(self, part: Tensor) -> Tensor:
-        total = part.clone(memory_format=torch.contiguous_format)
-        self.axis.all_reduce(total)
-        return total
+            parts = self.axis.all_gather(part.to(self.device).contiguous())
+            return join(parts.to(HOST).unbind(0), label)
+        return self.summed(part) if isinstance(label, Partial) else part
 
 
 def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -197,5 +215,13 @@ def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
+def _to_host(leaf: Tensor) -> None:
+    """Keep a leaf's gradient, which is complete, where `_gradient` looks for it."""
+    if leaf.grad is not None:
+        leaf.host_gradient = leaf.grad.to(HOST)  # type: ignore[attr-defined]
+        leaf.grad = None
+
+
 def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    found = getattr(leaf, "host_gradient", leaf.grad)
+    return torch.zeros_like(leaf, device=HOST) if found is None else found.to(HOST)
