@@ -135,7 +135,9 @@ class _Writer:
 
     def __init__(self, divisions: Sequence[Division], attention: Shared | None) -> None:
         self.graph, self.attention = fx.Graph(), attention
-        self.sides = [_Side(one, self.graph.placeholder("axis")) for one in divisions]
+        self.sides = [
+            _Side(one, self.graph.placeholder(f"axis_{k}")) for k, one in enumerate(divisions)
+        ]
         self.problem = self.sides[0].problem
         self.local: dict[fx.Node, fx.Node] = {}
         self.made: dict[Any, fx.Node] = {}
