@@ -36,7 +36,7 @@ def check_degrees(
     Errors   PlanError with the nearest legal choice: an unknown axis, a degree below 1, islands
              above 1 (runs of their own), another product, a zero or a schedule that the degrees
              cannot carry, zero 3 with a schedule that halves the backward, ep that does not divide
-             the data-parallel ranks in whole shards, cp beside tp, pp or ep
+             the data-parallel ranks in whole shards
 
     >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
     ('ddp', 'fsdp')
@@ -75,7 +75,6 @@ def check_together(layout: Layout) -> None:
     Errors   PlanError with the reason and the nearest legal layout
     """
     _check_experts(layout)
-    _check_context(layout)
     if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD:
         # Measured on torch 2.13: gradients of 0.55 to 1.3 times the true norm, without an error.
         lighter = ", or layout.zero=2" if layout.dp_replicate == 1 else ""
@@ -98,17 +97,6 @@ def _check_experts(layout: Layout) -> None:
         f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, whole shards or whole "
         f"groups of them; nearest: {more}layout.ep={nearest}"
     )
-
-
-def _check_context(layout: Layout) -> None:
-    """Errors: PlanError for what `cp` is not built to go with."""
-    others = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
-    for axis, degree in others.items():
-        if layout.cp > 1 and degree > 1:
-            raise PlanError(
-                f"layout.cp = {layout.cp}: does not go with layout.{axis} = {degree} in this "
-                f"version; nearest: layout.cp={layout.cp} layout.dp_shard={degree}"
-            )
 
 
 def _product_text(degrees: Mapping[str, int], processes: int) -> str:

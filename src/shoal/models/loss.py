@@ -87,7 +87,9 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         if (sharing := getattr(outputs.hidden, "sharing", None)) is not None:
             own: Any = outputs.hidden
             part = replace(outputs, hidden=own.local)
-            return _shared(part, targets, outputs.weight.shape[0], sharing)
+            shared = outputs.vocabulary
+            classes = outputs.weight.shape[0] if shared is None else shared.size
+            return _shared(part, targets, classes, sharing)
         hidden, weight, vocabulary = outputs.hidden, outputs.weight, outputs.vocabulary
         return linear_cross_entropy(hidden, weight, targets.long(), vocabulary=vocabulary)
     logits = find_logits(outputs)

@@ -112,9 +112,7 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
         return _placed(program, record, samples)
 
 
-def _placed(
-    program: Program, record: Record | None, samples: int
-) -> tuple[Program, Derived]:
+def _placed(program: Program, record: Record | None, samples: int) -> tuple[Program, Derived]:
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
@@ -127,7 +125,7 @@ def _placed(
         # Where stages end is seen on whole layers; what a stage holds of a layer is its part.
         cut = pipeline.plan(program, record)
         split = tensor_parallel.plan(program, record)
-        units = context_parallel.plan(program, record)
+        units = context_parallel.plan(program, record, split)
         derived = Derived(split, cut, experts, units)
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
             program = replace(program, travel=travel_of(split, cut, samples))
@@ -163,10 +161,12 @@ def _to(module: nn.Module, device: torch.device) -> None:
 
 def _cut(program: Program, derived: Derived) -> Program:
     from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
+    from shoal.parallel.spmd.crossing import Crossing
 
     program = tensor_parallel.apply(program, derived.split)
     program = context_parallel.apply(program, derived.units)
-    program = pipeline.apply(program, derived.cut, tensor_parallel.Crossing(program.tensor))
+    kinds = [*tensor_parallel.kinds(program), *context_parallel.kinds(derived.units)]
+    program = pipeline.apply(program, derived.cut, Crossing(kinds))
     # After the last forward pass of a single rank: from here on tokens travel.
     return expert_parallel.apply(program, derived.experts)
 

@@ -131,7 +131,11 @@ def test_dropout_keeps_its_part_of_the_mask_of_one_process(
     parts = on_ranks(
         degree,
         lambda axis: autograd_collectives.dropout(
-            cut(value, label, axis.rank, axis.size), axis, label, 0.4, order
+            cut(value, label, axis.rank, axis.size),
+            axis,
+            labels=(label,),
+            probability=0.4,
+            order=order,
         ),
     )
     assert torch.equal(join(parts, label), expected)
@@ -150,7 +154,7 @@ def test_a_buffer_is_complete_after_every_rank_wrote_its_part() -> None:
 
 
 def test_whole_shapes() -> None:
-    assert autograd_collectives.whole_shape(torch.zeros(3, 4), Split(1), 2) == [3, 8]
-    assert autograd_collectives.whole_shape(torch.zeros(3, 4), WHOLE, 2) == [3, 4]
+    assert autograd_collectives.whole_shape((3, 4), Split(1), 2) == [3, 8]
+    assert autograd_collectives.whole_shape((3, 4), WHOLE, 2) == [3, 4]
     tiled = Tiled(((2, Split(0)), (2, WHOLE)))
-    assert autograd_collectives.whole_shape(torch.zeros(3, 4), tiled, 4) == [6, 4]
+    assert autograd_collectives.whole_shape((3, 4), tiled, 4) == [6, 4]

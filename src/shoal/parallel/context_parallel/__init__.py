@@ -26,12 +26,19 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.fabric.ring import Ring
 from shoal.parallel.context_parallel.ring import ring_attention
+from shoal.parallel.context_parallel.shard import ContextShard
 from shoal.parallel.context_parallel.split_units import Units, find_units
-from shoal.parallel.context_parallel.stand_in import ContextForward, ContextLookup, ContextPrograms
+from shoal.parallel.context_parallel.stand_in import (
+    ContextForward,
+    ContextHead,
+    ContextLookup,
+    ContextPrograms,
+)
 from shoal.parallel.context_parallel.ulysses import ulysses_attention
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import check_class
-from shoal.parallel.spmd.model_split import BlockClass
+from shoal.parallel.spmd.crossing import Kind
+from shoal.parallel.spmd.model_split import BlockClass, ModelSplit
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.trace.record import Record
 from shoal.trace.stand_in import StandIn
@@ -45,17 +52,19 @@ ATTENTION: dict[str, Shared | None] = {
 """How ranks compute attention, by what `layout.context` says."""
 
 
-def plan(program: Program, record: Record) -> Units | None:
+def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> Units | None:
     """What works on a part of the sequence, found out and checked at every start (decision 12).
 
+    tensor   how tp divides the layers, found before
     Gives    None without context parallelism
     Errors   PlanError where no layer can, or one cannot and the plan is strict
     """
     world, policy = program.context, program.plan
     if world.size == 1:
         return None
-    ring, units = Ring(world), find_units(record, world.size, ATTENTION[policy.context])
-    classes, failed = _checked(program.module, units, ring)
+    ring = Ring(world)
+    units = find_units(record, world.size, ATTENTION[policy.context], tensor)
+    classes, failed = _checked(program, units, ring)
     whole = {**units.whole, **failed}
     if not classes:
         raise PlanError(_nothing(program, units, whole))
@@ -79,7 +88,10 @@ def apply(program: Program, units: Units | None) -> Program:
         programs.note(one.call.args, one.call.kwargs)
         for name in one.names:
             part = program.module.get_submodule(name)
-            stand_ins.append(ContextForward(name, part, programs, ring))
+            inside = program.tensor if one.split.inner is not None else None
+            stand_ins.append(ContextForward(name, part, programs, ring, inside))
+    for name in units.heads:
+        stand_ins.append(ContextHead(name, program.module.get_submodule(name), ring))
     for name in units.lookups:
         embedding = program.module.get_submodule(name)
         if isinstance(embedding, nn.Embedding):
@@ -89,13 +101,17 @@ def apply(program: Program, units: Units | None) -> Program:
     return replace(program, on_close=(*program.on_close, *undo))
 
 
-def _checked(
-    module: nn.Module, units: Units, ring: Ring
-) -> tuple[list[BlockClass], dict[str, str]]:
+def kinds(units: Units | None) -> list[Kind]:
+    """What may cross between stages in parts on the ranks that share a sequence."""
+    return [] if units is None or units.ring is None else [(units.ring, ContextShard)]
+
+
+def _checked(program: Program, units: Units, ring: Ring) -> tuple[list[BlockClass], dict[str, str]]:
     """The classes that compute what the layer alone computes, and why not for the others."""
     kept, failed = [], {}
     for one in units.classes:
-        finding = check_class(module, one, ring)
+        axes = (ring,) if one.split.inner is None else (ring, program.tensor)
+        finding = check_class(program.module, one, *axes)
         if finding is None:
             kept.append(one)
         else:

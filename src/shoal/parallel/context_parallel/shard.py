@@ -161,7 +161,9 @@ def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     if deal.cuts[-1] % deal.axis.size:
         return None
     order = tuple(range(value.dim()))
-    dropped = autograd_collectives.dropout(value.local, deal.axis, Split(deal.dim), p, order)
+    dropped = autograd_collectives.dropout(
+        value.local, deal.axis, labels=(Split(deal.dim),), probability=p, order=order
+    )
     return show(dropped, deal, ContextShard)
 
 

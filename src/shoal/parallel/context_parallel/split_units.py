@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.fabric.ring import Ring
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labels import Split
-from shoal.parallel.spmd.model_split import BlockClass
+from shoal.parallel.spmd.model_split import BlockClass, ModelSplit
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.parallel.spmd.split_block import BlockSplit, split_block
 from shoal.trace.calls import Call, bare
@@ -33,7 +33,7 @@ SEQUENCE_DIM = 1
 class Units:
     """What works on parts of the sequence.
 
-    classes      equal layers, split alike · lookups   embeddings
+    classes      equal layers, split alike · lookups   embeddings · heads   that tp has dealt
     whole        name of a block → that it runs whole, all of it or most, and why
     length       tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim]
     ring         the ranks, once the classes are checked on them
@@ -41,25 +41,35 @@ class Units:
 
     classes: tuple[BlockClass, ...]
     lookups: tuple[str, ...]
+    heads: tuple[str, ...]
     whole: dict[str, str]
     length: int
     ring: Ring | None = None
 
 
-def find_units(record: Record, degree: int, attention: Shared | None) -> Units:
+def find_units(
+    record: Record, degree: int, attention: Shared | None, tensor: ModelSplit | None = None
+) -> Units:
     """What of a model can work on parts of the sequence, over `degree` ranks.
 
     attention   how ranks compute attention together; None: they gather keys and values
+    tensor      how tp divides the layers: each of its layers is one here, or works on all tokens
     """
-    return _Finder(record, degree, attention).find()
+    return _Finder(record, degree, attention, tensor).find()
 
 
 class _Finder:
     """One search under way."""
 
-    def __init__(self, record: Record, degree: int, attention: Shared | None) -> None:
+    def __init__(
+        self, record: Record, degree: int, attention: Shared | None, tensor: ModelSplit | None
+    ) -> None:
         self.module, self.record = record.module, record
         self.degree, self.attention = degree, attention
+        self.inner = {
+            name: one.split for one in (tensor.classes if tensor else ()) for name in one.names
+        }
+        self.tables = () if tensor is None else (*tensor.tables.embeddings, *tensor.tables.heads)
         self.likeness = Likeness(self.module)
         self.calls: dict[str, Call] = {}
         self.classes: list[BlockClass] = []
@@ -73,6 +83,8 @@ class _Finder:
             if _is_plain_embedding(part) and not _within(name, blocks)
         )
         beside = [name for name in self.record.beside() if name not in lookups]
+        heads = tuple(name for name in beside if name in self.tables)
+        beside = [name for name in beside if name not in heads]
         self.calls = self.record.calls([*blocks, *beside])
         for names in self.groups(list(blocks)):
             before = len(self.classes)
@@ -87,6 +99,7 @@ class _Finder:
         return Units(
             tuple(self.classes),
             tuple(name for name in lookups if not _within(name, taken)),
+            heads,
             self.whole,
             max((_length(self.calls[n]) for n in blocks or beside if n in self.calls), default=0),
         )
@@ -97,8 +110,15 @@ class _Finder:
         return () if trunk.leaf else trunk.blocks
 
     def groups(self, names: list[str]) -> list[list[str]]:
-        """Equal layers, of those that were called."""
-        return self.likeness.groups([n for n in names if n in self.calls], self.calls)
+        """Equal layers, of those that were called, and that tp divides alike."""
+        alike = self.likeness.groups([n for n in names if n in self.calls], self.calls)
+        found = []
+        for group in alike:
+            by_split: dict[int, list[str]] = {}
+            for name in group:
+                by_split.setdefault(id(self.inner.get(name)), []).append(name)
+            found += list(by_split.values())
+        return found
 
     def solve(self, names: list[str]) -> str:
         """Split equal layers, as one or by their children; gives why it is not as one."""
@@ -125,9 +145,14 @@ class _Finder:
             return "it takes no hidden states [batch, tokens, dim]"
         if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
             return why
+        if names[0] not in self.inner:
+            if any(_within(part, {names[0]}) for part in (*self.inner, *self.tables)):
+                return "tp divides its parts, each by itself"
+            if _within(names[0], set(self.inner)):
+                return "tp divides what it is a part of"
         twin = bare(self.module.get_submodule(names[0]))
         try:
-            split = self.split(twin, call)
+            split = self.split(twin, call, self.inner.get(names[0]))
         except Exception as failure:  # whatever it is, a layer can always run whole, by name
             return (str(failure).splitlines() or [type(failure).__name__])[0]
         if not any(isinstance(label, Split) for label in split.outputs):
@@ -135,7 +160,7 @@ class _Finder:
         self.classes.append(BlockClass(tuple(names), split, twin, call))
         return ""
 
-    def split(self, twin: nn.Module, call: Call) -> BlockSplit:
+    def split(self, twin: nn.Module, call: Call, inner: BlockSplit | None) -> BlockSplit:
         return split_block(
             twin,
             call.args,
@@ -144,6 +169,7 @@ class _Finder:
             sequence_dim=SEQUENCE_DIM,
             split_parameters=False,
             attention=self.attention,
+            inner=inner,
         )
 
 

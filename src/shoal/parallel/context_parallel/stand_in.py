@@ -2,7 +2,11 @@
 
     layer       its split graph: parameters whole, tokens in parts, attention by all ranks together
     embedding   looks up this rank's part of the ids
+    head        of which tp has dealt the vocabulary: runs as it does there, on this rank's tokens
 Where tokens do not divide for a call, the layer runs whole, on every rank alike.
+
+Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the layer's
+weights and, between layers, these tokens once more. The graph then has the collectives of both.
 
 What a graph takes or gives whole has a whole gradient there (`tensor/exchange.py`) and summands of
 one outside (`context/shard.py`): `once` stands on the way in, `exchange.enter` on the way out.
@@ -12,9 +16,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
@@ -22,8 +25,8 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.context_parallel.shard import once, shown
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.labels import Label, Split
-from shoal.parallel.spmd.sequence import Deal, is_shard, local_of, whole_of
+from shoal.parallel.spmd.labels import WHOLE, Label, Split
+from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of
 from shoal.parallel.spmd.split_block import BlockSplit
 from shoal.parallel.spmd.stand_in import Programs, SplitForward
 from shoal.trace.stand_in import StandIn
@@ -61,9 +64,23 @@ class ContextPrograms(Programs):
 
 
 class ContextForward(SplitForward):
-    """A layer's forward as its split graph."""
+    """A layer's forward as its split graph.
+
+    tensor   the ranks among which tp divides what each rank of `axis` has; None: nobody divides it
+    """
 
     programs: ContextPrograms
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        programs: ContextPrograms,
+        axis: Axis,
+        tensor: Axis | None = None,
+    ) -> None:
+        self.tensor = tensor
+        super().__init__(name, block, programs, axis)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the layer's own forward gives, its tokens in parts."""
@@ -74,8 +91,10 @@ class ContextForward(SplitForward):
             args, kwargs = pytree.tree_unflatten([whole_of(leaf) for leaf in leaves], structure)
             return self.forward(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inside = split.inner.inputs if split.inner is not None else (WHOLE,) * len(tensors)
         flat = [
-            self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
+            self._enters_tensor(self._enters(value, label), its)
+            for value, label, its in zip(tensors, split.inputs, inside, strict=True)
         ]
         held = [self.insides.tensor(name) for name in split.shapes]
         held = [
@@ -83,9 +102,25 @@ class ContextForward(SplitForward):
             for name, p in zip(split.shapes, held, strict=True)
         ]
         held += [self.insides.tensor(name) for name in split.buffers]
-        outputs = self.programs.code(split)(self.axis, *held, *flat)
+        if split.inner is None:
+            outputs = self.programs.code(split)(self.axis, *held, *flat)
+        else:
+            outputs = [
+                handed_on(value, label, self.tensor)
+                for value, label in zip(
+                    self.programs.code(split)(self.axis, self.tensor, *held, *flat),
+                    split.inner.outputs,
+                    strict=True,
+                )
+            ]
         labelled = zip(outputs, split.outputs, strict=True)
         return split.rebuild([self._leaves(value, label) for value, label in labelled])
+
+    def _enters_tensor(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split) and self.tensor is not None:
+            return local_of(value, Deal.even(self.tensor, label.dim, value.shape[label.dim]))
+        whole: Tensor = whole_of(value)
+        return whole
 
     def _enters(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):
@@ -98,14 +133,43 @@ class ContextForward(SplitForward):
             return shown(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
         return autograd_collectives.enter(value, self.axis) if value.is_floating_point() else value
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the model talks to the same ranks and shares the graphs."""
+        memo[id(self.tensor)] = self.tensor
+        return super().__deepcopy__(memo)
 
-class ContextLookup(StandIn):
-    """An nn.Embedding that looks up this rank's part of the ids, cut along their last dim."""
 
-    def __init__(self, name: str, block: nn.Embedding, axis: Axis) -> None:
-        self.axis, self.padding = axis, block.padding_idx
-        self.own = block
+class _OnOwnTokens(StandIn):
+    """Calls the layer's own forward, or another stand-in's, with this rank's tokens."""
+
+    def __init__(self, name: str, block: nn.Module, axis: Axis) -> None:
+        self.axis = axis
         super().__init__(name, block)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the model talks to the same ranks."""
+        memo[id(self.axis)] = self.axis
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+class ContextHead(_OnOwnTokens):
+    """A head as it is, on this rank's tokens: [batch, tokens, dim] to [batch, tokens, classes]."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """As nn.Linear."""
+        dim = hidden.dim() - 2
+        if dim < 1 or hidden.shape[dim] % self.axis.size:
+            whole: Tensor = self.forward(whole_of(hidden))
+            return whole
+        deal = Deal.even(self.axis, dim, hidden.shape[dim], summands=True)
+        return shown(self.forward(local_of(hidden, deal)), self.axis, dim, hidden.shape[dim])
+
+
+class ContextLookup(_OnOwnTokens):
+    """An nn.Embedding that looks up this rank's part of the ids, cut along their last dim."""
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[..., tokens] to [..., tokens, dim]."""
@@ -114,13 +178,5 @@ class ContextLookup(StandIn):
             whole: Tensor = self.forward(ids)
             return whole
         deal = Deal.even(self.axis, ids.dim() - 1, length, summands=True)
-        rows = F.embedding(local_of(ids, deal), self.own.weight, self.padding)
+        rows = self.forward(local_of(ids, deal))  # all of it, or what tp makes of it
         return shown(rows, self.axis, deal.dim, length)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ContextLookup:
-        """A copy of the model talks to the same ranks."""
-        memo[id(self.axis)] = self.axis
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin

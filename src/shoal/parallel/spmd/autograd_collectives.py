@@ -107,18 +107,26 @@ def once(value: Tensor, axis: Axis) -> Tensor:
 
 
 def dropout(
-    value: Tensor, axis: Axis, label: Label, probability: float, order: tuple[int, ...]
+    value: Tensor,
+    *axes: Axis,
+    labels: Sequence[Label],
+    probability: float,
+    order: tuple[int, ...],
 ) -> Tensor:
     """Own part of dropout on the whole value, with the very mask that one process draws.
 
-    value   this rank's part, labelled `label`
+    value   this rank's part, labelled `labels` over the axes, the outermost first
     order   dims of the whole value as one process has it in memory, the slowest first: on CPU
             torch draws masks in the order of memory
     """
-    shape = whole_shape(value, label, axis.size)
+    shape = list(value.shape)
+    for axis, label in zip(axes, labels, strict=True):
+        shape = whole_shape(shape, label, axis.size)
     with torch.no_grad():
         ones = value.new_ones([shape[d] for d in order]).permute(_inverse(order))
-        mask = cut(F.dropout(ones, probability, True), label, axis.rank, axis.size)
+        mask = F.dropout(ones, probability, True)
+        for axis, label in zip(axes, labels, strict=True):
+            mask = cut(mask, label, axis.rank, axis.size)
     return value * mask
 
 
@@ -128,9 +136,9 @@ def complete(own: Tensor, axis: Axis, buffer: Tensor, split: Split) -> None:
     buffer.data.copy_(_gathered(own, axis, split))
 
 
-def whole_shape(value: Tensor, label: Label, degree: int) -> list[int]:
-    """The shape of the tensor of which `value` is a part."""
-    shape = list(value.shape)
+def whole_shape(part: Sequence[int], label: Label, degree: int) -> list[int]:
+    """The shape of the tensor of which a part has shape `part`."""
+    shape = list(part)
     axes = label.axes if isinstance(label, Tiled) else ((degree, label),)
     for parts, one in axes:
         if isinstance(one, Split):

@@ -85,26 +85,30 @@ def checked(
     return without(module, split, failed) if failed else split
 
 
-def check_class(module: nn.Module, group: BlockClass, axis: Axis) -> Finding | None:
+def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | None:
     """The check of a class's first block; None where all is equal. Every rank must call.
+
+    axes   those of the group's split, and of the split inside of it
 
     A block that casts to float32 on its way is checked without its casts: they may blow up the
     rounding of a right split, and hide a small mistake.
     """
     try:
         with CastsLifted():
-            return _check(module, group, axis, torch.float64)
+            return _check(module, group, axes, torch.float64)
     except Exception:  # a block that insists on its own casts
         try:
-            return _check(module, group, axis, torch.float64)
+            return _check(module, group, axes, torch.float64)
         except Exception:  # operations or constants that float64 does not have
-            return _check(module, group, axis, torch.float32)
+            return _check(module, group, axes, torch.float32)
 
 
-def _check(module: nn.Module, group: BlockClass, axis: Axis, dtype: torch.dtype) -> Finding | None:
+def _check(
+    module: nn.Module, group: BlockClass, axes: Sequence[Axis], dtype: torch.dtype
+) -> Finding | None:
     name = group.names[0]
     with without_trace(module):
-        trial = Trial(module.get_submodule(name), group, axis, dtype)
+        trial = Trial(module.get_submodule(name), group, axes, dtype)
         expected, got = trial.alone(), trial.together()
         tolerance = CAST if trial.casts else EXACT
         outputs = trial.everywhere(_distance(got.outputs, expected.outputs))
@@ -125,7 +129,7 @@ def _check(module: nn.Module, group: BlockClass, axis: Axis, dtype: torch.dtype)
 
 
 def _in_outputs(trial: Trial, tolerance: float) -> str:
-    """The likely cause of wrong outputs."""
+    """The likely cause of wrong outputs; of two axes the inner one was right by itself."""
     expected = trial.alone().outputs
 
     def mended(got: Results, wanted: list[Tensor]) -> bool:

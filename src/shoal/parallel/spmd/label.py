@@ -170,6 +170,8 @@ class Labelling:
             return Rule(tuple(WHOLE for _ in value) if many else WHOLE)
         rules, call = self.problem.rules, self.problem.call(node)
         rule = rules.find(call, tuple(wants), self.problem.degree, once)
+        if rule is not None and rule.joint and not self.problem.shares:
+            return None
         if rule is not None and is_in_place(node) and not self._may_write(node, wants, rule):
             return None
         return rule

@@ -25,12 +25,19 @@ class Problem:
     """A traced layer, made ready for labelling over `degree` ranks.
 
     sequence_dim   of the first floating input, under sequence parallelism
+    shares         its ranks are those that compute shared attention together, if anybody does
     """
 
     def __init__(
-        self, traced: Traced, rules: Rules, degree: int, sequence_dim: int | None = None
+        self,
+        traced: Traced,
+        rules: Rules,
+        degree: int,
+        sequence_dim: int | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
-        self.traced, self.rules, self.degree = traced, rules, degree
+        self.traced, self.rules, self.degree, self.shares = traced, rules, degree, shares
         self.sequence_dim = sequence_dim
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         count, after = len(traced.parameters), len(traced.parameters) + len(traced.buffers)

@@ -7,7 +7,7 @@ summed, cut or entered once, however many operations read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.gradients import Held, Sums, differentiable, held_as, need_gradients
 from shoal.parallel.spmd.label import Labelling
-from shoal.parallel.spmd.labels import WHOLE, Label
+from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled
 from shoal.parallel.spmd.node_arguments import divided
 from shoal.parallel.spmd.rules import DROPOUTS
 from shoal.parallel.spmd.steps import Step
@@ -47,19 +47,29 @@ class Exchange:
     after: str
 
 
-def rewrite(
-    labelling: Labelling, sums: Sums, attention: Shared | None = None
-) -> tuple[fx.GraphModule, tuple[Exchange, ...]]:
-    """`run(axis, *local parameters, *local buffers, *inputs)` and its collectives, in order.
+@dataclass(frozen=True)
+class Division:
+    """How the ranks of one axis divide a layer: labels of its values, and where gradients sum."""
 
+    labelling: Labelling
+    sums: Sums
+
+
+def rewrite(
+    divisions: Sequence[Division], attention: Shared | None = None
+) -> tuple[fx.GraphModule, tuple[tuple[Exchange, ...], ...]]:
+    """`run(*axes, *local parameters, *local buffers, *inputs)` and every axis's collectives.
+
+    divisions   of one traced layer, the outermost first: each divides what the ones before leave
     attention   what computes attention that is shared: (q, axis, k, v, causal=, scale=)
+    Errors      Untraceable where two axes divide one dim and the outer one would change its part
     """
-    writer = _Writer(labelling, sums, attention)
-    for node in labelling.problem.traced.graph.nodes:
+    writer = _Writer(divisions, attention)
+    for node in writer.problem.traced.graph.nodes:
         writer.write(node)
     writer.graph.lint()
-    module = fx.GraphModule(labelling.problem.traced.module, writer.graph)
-    return module, tuple(writer.exchanges)
+    module = fx.GraphModule(writer.problem.traced.module, writer.graph)
+    return module, tuple(tuple(one.exchanges) for one in writer.sides)
 
 
 def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
@@ -84,145 +94,26 @@ def _uncompiled(function: FunctionType) -> Callable[..., Any]:
     return named
 
 
-class _Writer:
-    def __init__(self, labelling: Labelling, sums: Sums, attention: Shared | None) -> None:
-        self.labelling, self.sums, self.problem = labelling, sums, labelling.problem
-        self.attention = attention
-        self.graph = fx.Graph()
-        self.axis = self.graph.placeholder("axis")
-        self.local: dict[fx.Node, fx.Node] = {}
-        self.made: dict[Any, fx.Node] = {}
-        self.exchanges: list[Exchange] = []
+class _Side:
+    """What the program of one axis needs: its labels, its ranks, its collectives so far."""
+
+    def __init__(self, division: Division, axis: fx.Node) -> None:
+        self.labelling, self.sums = division.labelling, division.sums
+        self.problem, self.axis = division.labelling.problem, axis
         self.certain = need_gradients(self.problem.traced)
+        self.exchanges: list[Exchange] = []
 
-    def write(self, node: fx.Node) -> None:
-        """Write one operation."""
-        if node.op == "output":
-            outputs = [self._handed(n, want, True) for n, want in self.labelling.outputs]
-            self.graph.output(tuple(outputs))
-        elif node.op != "call_function" or node not in self.labelling.steps:
-            self.local[node] = self.graph.node_copy(node, lambda n: self.local[n])
-        else:
-            self.local[node] = self._operation(node, self.labelling.steps[node])
+    def stays_whole(self, node: fx.Node) -> bool:
+        """Whether an operation is computed alike on all ranks, with whole gradients."""
+        return self.is_plain(node) and (node, "own") not in self.sums.parts
 
-    def _operation(self, node: fx.Node, step: Step) -> fx.Node:
-        slots = self.problem.slots(node)
-        plain = all(want == WHOLE for want in step.wants) and not step.once
-        stays_whole = plain and (node, "own") not in self.sums.parts
-        handed = []
-        for place, (one, want) in enumerate(zip(slots, step.wants, strict=True)):
-            value = self._handed(one, want, stays_whole)
-            if place in step.once:
-                value = self._call(autograd_collectives.once, value)
-            handed.append(value)
-        if step.rule.joint and self.attention is not None:
-            options: dict[str, Any] = dict(node.kwargs)
-            return self._call(self.attention, *handed, **options)
-        if step.rule.masked or _is_strided_dropout(node, slots):
-            return self._dropout(node, handed[0], step.wants[0])
-        if is_in_place(node) and handed[0] is not self.local.get(slots[0]):
-            if node not in self.problem.replaceable:
-                raise Untraceable(f"{node.target} changes in place what others read, too")
-            handed[0] = self.graph.call_function(aten.clone.default, (handed[0],))
-        values = iter(handed)
-        edited = divided([list(node.args), dict(node.kwargs)], step.rule.edits)
-        args, kwargs = pytree.tree_map_only(fx.Node, lambda _: next(values), edited)
-        target: Any = node.target
-        if target is aten.view.default and not plain:
-            target = aten.reshape.default
-        made = self.graph.call_function(target, tuple(args), kwargs)
-        for place in step.rule.writes:
-            self._complete(slots[place], handed[place], step.wants[place])
-        return made
+    def is_plain(self, node: fx.Node) -> bool:
+        """Whether an operation is computed alike on all ranks."""
+        step = self.labelling.steps.get(node)
+        return step is None or (all(want == WHOLE for want in step.wants) and not step.once)
 
-    def _complete(self, buffer: fx.Node, own: fx.Node, label: Label) -> None:
-        """A buffer of which this rank changed its part."""
-        if label == WHOLE:
-            return
-        self._note("all_gather", "forward", buffer)
-        self._call(autograd_collectives.complete, own, self.local[buffer], split=label)
-
-    def _dropout(self, node: fx.Node, value: fx.Node, label: Label) -> fx.Node:
-        return self._call(
-            autograd_collectives.dropout,
-            value,
-            label=label,
-            probability=node.args[1],
-            order=_order_in_memory(self.problem.slots(node)[0]),
-        )
-
-    # ---- values under the labels that are wanted
-
-    def _handed(self, node: fx.Node, want: Label, whole_gradient: bool) -> fx.Node:
-        label = self.labelling.label(node)
-        if isinstance(label, tuple):
-            return self.local[node]
-        form = held_as(label, want)
-        if form is None:
-            if want == label:
-                return self.local[node]
-            return self._once_for((node, "sum", want), lambda: self._scattered(node, want))
-        held = (node, form)
-        value = self._whole(held, label)
-        if want == WHOLE:
-            return value if whole_gradient else self._entered(held, value)
-        return self._once_for((node, form, want), lambda: self._cut(held, value, want))
-
-    def _whole(self, held: Held, label: Label) -> fx.Node:
-        node, form = held
-        if form == "own":
-            return self.local[node]
-        if form == "reduced":
-            return self._once_for(held, lambda: self._reduced(node))
-        return self._once_for(held, lambda: self._gathered(held, label))
-
-    def _reduced(self, node: fx.Node) -> fx.Node:
-        self._note("all_reduce", "forward", node)
-        return self._call(autograd_collectives.reduce, self.local[node])
-
-    def _scattered(self, node: fx.Node, want: Label) -> fx.Node:
-        self._note("reduce_scatter", "forward", node)
-        self._note("all_gather", "backward", node)
-        return self._call(autograd_collectives.scatter, self.local[node], split=want)
-
-    def _gathered(self, held: Held, label: Label) -> fx.Node:
-        node = held[0]
-        parts = held in self.sums.parts
-        self._note("all_gather", "forward", node)
-        if parts:
-            self._note("reduce_scatter", "backward", node)
-        return self._call(
-            autograd_collectives.gather, self.local[node], split=label, part_gradients=parts
-        )
-
-    def _entered(self, held: Held, value: fx.Node) -> fx.Node:
-        if held not in self.sums.entered or not differentiable(held[0]):
-            return value
-
-        def make() -> fx.Node:
-            self._note("all_reduce", "backward", held[0])
-            return self._call(autograd_collectives.enter, value)
-
-        return self._once_for((*held, "entered"), make)
-
-    def _cut(self, held: Held, value: fx.Node, want: Label) -> fx.Node:
-        parts = self.sums.gives_parts(held) or not differentiable(held[0])
-        value = self._entered(held, value)
-        if not parts:
-            self._note("all_gather", "backward", held[0])
-        return self._call(autograd_collectives.part, value, label=want, part_gradients=parts)
-
-    def _once_for(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
-
-    def _call(
-        self, function: Callable[..., Any], value: fx.Node, *more: fx.Node, **options: Any
-    ) -> fx.Node:
-        return self.graph.call_function(_with(function, options), (value, self.axis, *more))
-
-    def _note(self, kind: str, when: str, node: fx.Node) -> None:
+    def note(self, kind: str, when: str, node: fx.Node) -> None:
+        """Count a collective."""
         if when == "backward" and node not in self.certain:
             return
         value = node.meta["val"]
@@ -237,6 +128,228 @@ class _Writer:
         if node.op == "placeholder":
             operation = self.problem.parameters.get(node, "input")
         return f"{operation} ({', '.join(names)})" if names else operation
+
+
+class _Writer:
+    """The program under way; values are known by the nodes of the traced graph."""
+
+    def __init__(self, divisions: Sequence[Division], attention: Shared | None) -> None:
+        self.graph, self.attention = fx.Graph(), attention
+        self.sides = [
+            _Side(one, self.graph.placeholder(f"axis_{k}")) for k, one in enumerate(divisions)
+        ]
+        self.problem = self.sides[0].problem
+        self.local: dict[fx.Node, fx.Node] = {}
+        self.made: dict[Any, fx.Node] = {}
+
+    def write(self, node: fx.Node) -> None:
+        """Write one operation."""
+        if node.op == "output":
+            wanted = [[want for _, want in side.labelling.outputs] for side in self.sides]
+            values: Any = node.args[0]
+            whole = [True] * len(self.sides)
+            outputs = [
+                self._handed(value, wants, whole)
+                for value, wants in zip(values, zip(*wanted, strict=True), strict=True)
+            ]
+            self.graph.output(tuple(outputs))
+        elif node.op != "call_function" or not any(node in s.labelling.steps for s in self.sides):
+            self.local[node] = self.graph.node_copy(node, lambda n: self.local[n])
+        else:
+            self.local[node] = self._operation(node)
+
+    def _operation(self, node: fx.Node) -> fx.Node:
+        slots = self.problem.slots(node)
+        steps = [side.labelling.steps.get(node) for side in self.sides]
+        stay_whole = [side.stays_whole(node) for side in self.sides]
+        handed = []
+        for place, one in enumerate(slots):
+            wants = [
+                side.labelling.label(one) if step is None else step.wants[place]
+                for side, step in zip(self.sides, steps, strict=True)
+            ]
+            value = self._handed(one, wants, stay_whole)
+            for side, step in zip(self.sides, steps, strict=True):
+                if step is not None and place in step.once:
+                    value = self._call(autograd_collectives.once, value, side)
+            handed.append(value)
+        known = [(side, step) for side, step in zip(self.sides, steps, strict=True) if step]
+        for side, step in known:
+            if step.rule.joint and self.attention is not None:
+                options: dict[str, Any] = dict(node.kwargs)
+                return self._call(self.attention, handed[0], side, *handed[1:], **options)
+        if any(step.rule.masked for _, step in known) or _is_strided_dropout(node, slots):
+            return self._dropout(node, handed[0], known)
+        if is_in_place(node) and handed[0] is not self.local.get(slots[0]):
+            if node not in self.problem.replaceable:
+                raise Untraceable(f"{node.target} changes in place what others read, too")
+            handed[0] = self.graph.call_function(aten.clone.default, (handed[0],))
+        values = iter(handed)
+        edited: Any = [list(node.args), dict(node.kwargs)]
+        for _, step in known:
+            edited = divided(edited, step.rule.edits)
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda _: next(values), edited)
+        target: Any = node.target
+        if target is aten.view.default and not all(side.is_plain(node) for side in self.sides):
+            target = aten.reshape.default
+        made = self.graph.call_function(target, tuple(args), kwargs)
+        for side, step in known:
+            for place in step.rule.writes:
+                self._complete(slots[place], handed[place], side, step.wants[place])
+        return made
+
+    def _complete(self, buffer: fx.Node, own: fx.Node, side: _Side, label: Label) -> None:
+        """A buffer of which this rank changed its part."""
+        if label == WHOLE:
+            return
+        if len(self.sides) > 1:
+            raise Untraceable("it writes into a buffer of which every rank has a part")
+        side.note("all_gather", "forward", buffer)
+        self._call(autograd_collectives.complete, own, side, self.local[buffer], split=label)
+
+    def _dropout(
+        self, node: fx.Node, value: fx.Node, known: Sequence[tuple[_Side, Step]]
+    ) -> fx.Node:
+        options = {
+            "labels": tuple(step.wants[0] for _, step in known),
+            "probability": node.args[1],
+            "order": _order_in_memory(self.problem.slots(node)[0]),
+        }
+        axes = [side.axis for side, _ in known]
+        return self.graph.call_function(
+            _with(autograd_collectives.dropout, options), (value, *axes)
+        )
+
+    # ---- values under the labels that are wanted
+
+    def _handed(self, node: fx.Node, wants: Sequence[Label], whole: Sequence[bool]) -> fx.Node:
+        """A value as each axis wants it; `whole`: its gradient comes back whole over that axis.
+
+        What becomes whole does so from the innermost axis on, what is cut from the outermost on:
+        between the two every axis divides what the ones before it leave.
+        """
+        value = self.local[node]
+        sides = list(zip(self.sides, wants, whole, strict=True))
+        for place, (side, want, _) in reversed([*enumerate(sides)]):
+            if self._form(node, side, want) in ("gathered", "reduced"):
+                self._check_nested(node, place, wants)
+                value = self._whole(node, value, side)
+        for place, (side, want, whole_gradient) in enumerate(sides):
+            form = self._form(node, side, want)
+            if form == "as it is":
+                continue
+            if want != WHOLE:
+                self._check_nested(node, place, wants)
+            value = self._wanted(node, value, side, form, want, whole_gradient)
+        return value
+
+    def _check_nested(self, node: fx.Node, place: int, wants: Sequence[Label]) -> None:
+        """Errors: Untraceable where an inner axis goes on dividing the dim that this one changes."""
+        changed = _dims(self.sides[place].labelling.label(node)) | _dims(wants[place])
+        for inner, want in zip(self.sides[place + 1 :], wants[place + 1 :], strict=True):
+            if inner.labelling.label(node) == want and _dims(want) & changed:
+                raise Untraceable(f"{node.name} is divided along one dim by ranks of two axes")
+
+    def _form(self, node: fx.Node, side: _Side, want: Label) -> str:
+        """In which form a value is handed on: one of `held_as`, scattered, or as it is."""
+        label = side.labelling.label(node)
+        if isinstance(label, tuple):
+            return "as it is"
+        form = held_as(label, want)
+        if form is None:
+            return "as it is" if want == label else "scattered"
+        return form
+
+    def _wanted(
+        self,
+        node: fx.Node,
+        value: fx.Node,
+        side: _Side,
+        form: str,
+        want: Label,
+        whole_gradient: bool,
+    ) -> fx.Node:
+        if form == "scattered":
+            return self._scattered(node, value, side, want)
+        held = (node, form)
+        if want == WHOLE:
+            return value if whole_gradient else self._entered(held, value, side)
+        return self._cut(held, value, side, want)
+
+    def _whole(self, node: fx.Node, value: fx.Node, side: _Side) -> fx.Node:
+        label = side.labelling.label(node)
+        if isinstance(label, Partial):
+            return self._once_for(
+                (value, side, "reduced"), lambda: self._reduced(node, value, side)
+            )
+        return self._once_for(
+            (value, side, "gathered"), lambda: self._gathered(node, value, side, label)
+        )
+
+    def _reduced(self, node: fx.Node, value: fx.Node, side: _Side) -> fx.Node:
+        side.note("all_reduce", "forward", node)
+        return self._call(autograd_collectives.reduce, value, side)
+
+    def _scattered(self, node: fx.Node, value: fx.Node, side: _Side, want: Label) -> fx.Node:
+        def make() -> fx.Node:
+            side.note("reduce_scatter", "forward", node)
+            side.note("all_gather", "backward", node)
+            return self._call(autograd_collectives.scatter, value, side, split=want)
+
+        return self._once_for((value, side, "scattered", want), make)
+
+    def _gathered(self, node: fx.Node, value: fx.Node, side: _Side, label: Label) -> fx.Node:
+        parts = (node, "gathered") in side.sums.parts
+        side.note("all_gather", "forward", node)
+        if parts:
+            side.note("reduce_scatter", "backward", node)
+        return self._call(
+            autograd_collectives.gather, value, side, split=label, part_gradients=parts
+        )
+
+    def _entered(self, held: Held, value: fx.Node, side: _Side) -> fx.Node:
+        if held not in side.sums.entered or not differentiable(held[0]):
+            return value
+
+        def make() -> fx.Node:
+            side.note("all_reduce", "backward", held[0])
+            return self._call(autograd_collectives.enter, value, side)
+
+        return self._once_for((value, side, "entered"), make)
+
+    def _cut(self, held: Held, value: fx.Node, side: _Side, want: Label) -> fx.Node:
+        def make() -> fx.Node:
+            parts = side.sums.gives_parts(held) or not differentiable(held[0])
+            whole = self._entered(held, value, side)
+            if not parts:
+                side.note("all_gather", "backward", held[0])
+            return self._call(
+                autograd_collectives.part, whole, side, label=want, part_gradients=parts
+            )
+
+        return self._once_for((value, side, "cut", want), make)
+
+    def _once_for(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        value: fx.Node,
+        side: _Side,
+        *more: fx.Node,
+        **options: Any,
+    ) -> fx.Node:
+        return self.graph.call_function(_with(function, options), (value, side.axis, *more))
+
+
+def _dims(label: Label) -> set[int]:
+    """The dims that a label divides."""
+    if isinstance(label, Tiled):
+        return {one.dim for _, one in label.axes if isinstance(one, Split)}
+    return {label.dim} if isinstance(label, Split) else set()
 
 
 def _is_strided_dropout(node: fx.Node, slots: list[fx.Node]) -> bool:

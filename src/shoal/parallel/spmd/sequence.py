@@ -282,7 +282,7 @@ class _Show(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, deal: Deal, kind: type[SequenceShard]) -> Tensor:
         ctx.deal = deal
-        return kind(local.detach(), deal)
+        return kind(local, deal)  # which `show` gives its part with its history
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:

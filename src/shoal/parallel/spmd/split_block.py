@@ -20,7 +20,7 @@ from shoal.parallel.spmd.gradients import Sums, place_sums
 from shoal.parallel.spmd.label import Labelling
 from shoal.parallel.spmd.labels import WHOLE, Label, Split
 from shoal.parallel.spmd.problem import Problem, shapes_of
-from shoal.parallel.spmd.rewrite import Exchange, Shared, rewrite
+from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
 from shoal.parallel.spmd.rules import Rules
 from shoal.parallel.spmd.solve import reason_of, solve
 from shoal.parallel.spmd.steps import NotSplit
@@ -53,6 +53,8 @@ class BlockSplit:
     rebuild      flat outputs → what the layer's forward returns
     attention    what the ranks compute attention with, together
     labelling    of a split of the sequence alone, as first found: it serves other lengths too
+    inner        how the ranks of another axis divide what each rank of this one holds; `run` then
+                 takes both axes, and what is said above of `inputs` and `outputs` holds in turn
     """
 
     degree: int
@@ -72,6 +74,7 @@ class BlockSplit:
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
     attention: Shared | None = None
     labelling: Labelling | None = None
+    inner: BlockSplit | None = None
 
 
 def split_block(
@@ -84,6 +87,7 @@ def split_block(
     overrides: Mapping[str, str] | None = None,
     split_parameters: bool = True,
     attention: Shared | None = None,
+    inner: BlockSplit | None = None,
 ) -> BlockSplit:
     """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
 
@@ -95,6 +99,8 @@ def split_block(
     split_parameters   False: all parameters stay whole, and with a sequence_dim only the sequence
                    is split (context parallelism: keys and values are gathered)
     attention      instead of gathering them, what computes attention from the ranks' parts
+    inner          how the ranks of another axis divide the layer, whose parameters stay as they
+                   are cut there; with `split_parameters` False only
     Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
     parallelism then.
     """
@@ -111,10 +117,11 @@ def split_block(
             sequence_dim=sequence_dim,
             overrides=overrides,
             split_parameters=split_parameters,
+            inner=inner,
         )
-    made = _made(traced, problem, labelling, place_sums(labelling), whole, attention)
+    outer = Division(labelling, place_sums(labelling))
     of_sequence = sequence_dim is not None and not split_parameters
-    return replace(made, labelling=labelling if of_sequence else None)
+    return _made(traced, outer, whole, attention, inner, keeps=of_sequence)
 
 
 def again(
@@ -128,10 +135,23 @@ def again(
     masks = split.sequence_dim is not None and not split.parameters
     shared = split.attention is not None
     traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
-    problem = Problem(traced, RULES, split.degree, split.sequence_dim)
+    labelling = _labelled_again(split, traced, split.sequence_dim)
+    if shared and not _all_shared(labelling):
+        return again(replace(split, attention=None), block, args, kwargs)
+    outer = Division(labelling, place_sums(labelling, split.partial))
+    return _made(traced, outer, {}, split.attention, split.inner)
+
+
+def _labelled_again(
+    split: BlockSplit, traced: Traced, sequence_dim: int | None, *, shares: bool = True
+) -> Labelling:
+    """The labels of another graph of the layer, its parameters cut as they are in `split`.
+
+    shares   see `Problem` · Errors  as `again`
+    """
+    problem = Problem(traced, RULES, split.degree, sequence_dim, shares=shares)
     if split.labelling is not None and (alike := carried_over(split.labelling, problem)):
-        sums = place_sums(alike, split.partial)
-        return _made(traced, problem, alike, sums, {}, split.attention)
+        return alike
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
     labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
@@ -141,10 +161,17 @@ def again(
             f"inputs {shapes} do not work with the parameters cut as they are: "
             f"{_gathered(labelling)[0]}"
         )
-    if shared and not _all_shared(labelling):
-        return again(replace(split, attention=None), block, args, kwargs)
-    sums = place_sums(labelling, split.partial)
-    return _made(traced, problem, labelling, sums, {}, split.attention)
+    return labelling
+
+
+def _inside(traced: Traced, outer: Labelling, inner: BlockSplit) -> Division:
+    """How the inner axis divides the layer in parts of the outer one's sequence."""
+    along, parts = inner.sequence_dim, outer.problem.degree * inner.degree
+    hidden = next((t for t in traced.inputs if t.is_floating_point()), None)
+    if along is not None and (hidden is None or hidden.shape[along] % parts):
+        along = None  # whole sequences, of the outer axis's parts
+    labelling = _labelled_again(inner, traced, along, shares=False)
+    return Division(labelling, place_sums(labelling, inner.partial))
 
 
 def _solved(problem: Problem, **given: Any) -> tuple[Labelling, dict[str, str]]:
@@ -158,13 +185,42 @@ def _solved(problem: Problem, **given: Any) -> tuple[Labelling, dict[str, str]]:
 
 def _made(
     traced: Traced,
-    problem: Problem,
-    labelling: Labelling,
-    sums: Sums,
+    outer: Division,
     whole: Mapping[str, str],
     attention: Shared | None,
+    inner: BlockSplit | None,
+    *,
+    keeps: bool = False,
 ) -> BlockSplit:
-    run, exchanges = rewrite(labelling, sums, attention)
+    """The program of one rank; `keeps`: the labels, for other lengths of the sequence."""
+    divisions = [outer]
+    if inner is not None:
+        divisions.append(_inside(traced, outer.labelling, inner))
+    run, exchanges = rewrite(divisions, attention)
+    made = [
+        _described(traced, one, run, told, whole)
+        for one, told in zip(divisions, exchanges, strict=True)
+    ]
+    if inner is not None:
+        made[1] = replace(made[1], labelling=inner.labelling or divisions[1].labelling)
+    return replace(
+        made[0],
+        attention=attention,
+        labelling=outer.labelling if keeps else None,
+        inner=made[1] if inner is not None else None,
+    )
+
+
+def _described(
+    traced: Traced,
+    division: Division,
+    run: torch.fx.GraphModule,
+    exchanges: tuple[Exchange, ...],
+    whole: Mapping[str, str],
+) -> BlockSplit:
+    """What is said of a program over one of its axes."""
+    labelling, sums = division.labelling, division.sums
+    problem = labelling.problem
     cuts = {
         name: label
         for name in traced.parameters
@@ -190,7 +246,6 @@ def _made(
         sequence_dim=problem.sequence_dim,
         flatten=traced.flatten,
         rebuild=traced.rebuild,
-        attention=attention,
     )
 
 

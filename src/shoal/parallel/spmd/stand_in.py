@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ class SplitForward(StandIn):
         whole: Tensor = whole_of(value)
         return whole
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SplitForward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the model talks to the same ranks and shares the graphs."""
         memo[id(self.axis)], memo[id(self.programs)] = self.axis, self.programs
         twin = object.__new__(type(self))

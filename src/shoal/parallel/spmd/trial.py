@@ -9,7 +9,7 @@ Memory    float64 is twice a model's bytes, and a device may have no room for mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ NOISE = 0.1
 """Standard deviation of the perturbation, of that of the values; at least as for values of 0.1."""
 
 
+Labels = tuple[Label, ...]
+"""A label over every axis, the outermost first."""
+
+
 @dataclass
 class Results:
     """What a run gave, whole, on the host; inputs that take a gradient are named `input 0`, …
@@ -46,6 +50,7 @@ class Trial:
     """A block with perturbed numbers, its inputs, and the gradients that pull at its outputs.
 
     block    holds its parameters whole; they stay as they are
+    axes     those of the split, and of the one inside of it
     dtype    what it computes in: float64, or float32 for a block that knows no float64
     numbers  the perturbed parameters, on the host
     """
@@ -54,10 +59,11 @@ class Trial:
         self,
         block: nn.Module,
         group: BlockClass,
-        axis: Axis,
+        axes: Sequence[Axis],
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        self.axis, self.split, self.dtype = axis, group.split, dtype
+        self.axes, self.split, self.dtype = tuple(axes), group.split, dtype
+        self.axis = self.axes[0]
         here = (p.device for p in group.bare.parameters() if not p.is_meta)
         self.device = next(here, HOST)
         self.generator = torch.Generator().manual_seed(1)
@@ -69,6 +75,8 @@ class Trial:
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
         self.program = again(group.split, self.block, self.args, self.kwargs)
+        self.splits = [one for one in (group.split, group.split.inner) if one is not None]
+        self.programs = [one for one in (self.program, self.program.inner) if one is not None]
         self.pulls: list[Tensor] = []
 
     @property
@@ -90,7 +98,7 @@ class Trial:
         torch.manual_seed(2)
         result = torch.func.functional_call(self.block, {**held, **buffers}, args, kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._pull(outputs, [WHOLE] * len(outputs))
+        self._pull(outputs, [(WHOLE,) * len(self.axes)] * len(outputs))
         gradients = {n: _gradient(t) for n, t in {**held, **inputs}.items()}
         return Results([o.detach().to(HOST) for o in outputs], gradients, gradients)
 
@@ -100,46 +108,50 @@ class Trial:
         labels: Mapping[str, Label] | None = None,
     ) -> Results:
         """As the ranks compute it; `labels` in place of how the parameters are cut."""
-        axis, program = self.axis, self.program
-        cuts: dict[str, Label] = {**self.labels, **(labels or {})}
-        leaves: dict[str, tuple[Tensor, Label]] = {
-            n: (self._leaf(self._own(t, cuts.get(n, WHOLE))), cuts.get(n, WHOLE))
-            for n, t in (numbers or self.numbers).items()
-        }
+        program = self.program
+        cuts = [one.parameters for one in self.splits]
+        if labels:
+            cuts[0] = {**cuts[0], **labels}
+        leaves: dict[str, tuple[Tensor, Labels]] = {}
+        for n, t in (numbers or self.numbers).items():
+            its = tuple(one.get(n, WHOLE) for one in cuts)
+            leaves[n] = self._leaf(self._own(t, its)), its
         buffers = dict(self.block.named_buffers())
         given = [leaves[n][0] for n in program.shapes]
         given += [buffers[n].clone() for n in program.buffers]
         args, kwargs, inputs = self._fresh_inputs()
         names = {id(t): n for n, t in inputs.items()}
-        for t, label in zip(program.flatten(args, kwargs), program.inputs, strict=True):
-            given.append(self._own(t.detach(), label).requires_grad_(t.requires_grad))
+        its_inputs = zip(*(one.inputs for one in self.programs), strict=True)
+        for t, its in zip(program.flatten(args, kwargs), its_inputs, strict=True):
+            given.append(self._own(t.detach(), its).requires_grad_(t.requires_grad))
             if id(t) in names:
-                leaves[names[id(t)]] = given[-1], label
+                leaves[names[id(t)]] = given[-1], its
         torch.manual_seed(2)
-        outputs = list(program.run(axis, *given))
-        self._pull(outputs, program.outputs)
+        outputs = list(program.run(*self.axes, *given))
+        its_outputs = list(zip(*(one.outputs for one in self.programs), strict=True))
+        self._pull(outputs, its_outputs)
         own = {n: _gradient(t) for n, (t, _) in leaves.items()}
-        labelled = {n: label for n, (_, label) in leaves.items()}
+        labelled = {n: its for n, (_, its) in leaves.items()}
         del leaves, given  # only gradients are wanted from here on
-        gradients = {
-            n: self.summed(own[n]) if n in self.split.partial else self._joined(own[n], label)
-            for n, label in labelled.items()
-        }
+        gradients = {n: self._whole_gradient(n, own[n], its) for n, its in labelled.items()}
         wholes = [
-            whole_of(handed_on(o.detach(), label, axis)).to(HOST)
-            for o, label in zip(outputs, program.outputs, strict=True)
+            self._shown(o.detach(), its).to(HOST)
+            for o, its in zip(outputs, its_outputs, strict=True)
         ]
         return Results(wholes, gradients, own)
 
     def everywhere(self, number: float) -> float:
         """The largest of the ranks' numbers; not a number counts as infinite."""
         told = torch.tensor([number], dtype=torch.float64, device=self.device)
-        return float(self.axis.all_gather(told.nan_to_num(nan=1e300)).max())
+        told = told.nan_to_num(nan=1e300)
+        for axis in self.axes:
+            told = axis.all_gather(told).max().reshape(1)
+        return float(told)
 
-    def summed(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, on the host."""
+    def summed(self, part: Tensor, axis: Axis | None = None) -> Tensor:
+        """The sum of the ranks' tensors, on the host; over the outer axis if none is named."""
         total = part.to(self.device).clone(memory_format=torch.contiguous_format)
-        self.axis.all_reduce(total)
+        (axis or self.axis).all_reduce(total)
         return total.to(HOST)
 
     def _input(self, leaf: Tensor) -> Tensor:
@@ -180,7 +192,7 @@ class Trial:
         args, kwargs = pytree.tree_map_only(Tensor, copied, (self.args, self.kwargs))
         return args, kwargs, fresh
 
-    def _pull(self, outputs: list[Tensor], labels: Iterable[Label]) -> None:
+    def _pull(self, outputs: list[Tensor], labels: Iterable[Labels]) -> None:
         """Backward, from the same random gradients of the outputs every time."""
         if not self.pulls:  # the run alone comes first: it knows the whole shapes
             self.pulls = [
@@ -193,14 +205,24 @@ class Trial:
         ]
         torch.autograd.backward([o for o, _ in moving], [pull for _, pull in moving])
 
-    def _own(self, whole: Tensor, label: Label) -> Tensor:
-        return cut(whole, label, self.axis.rank, self.axis.size).clone()
+    def _own(self, whole: Tensor, labels: Labels) -> Tensor:
+        for axis, label in zip(self.axes, labels, strict=True):
+            whole = cut(whole, label, axis.rank, axis.size)
+        return whole.clone()
 
-    def _joined(self, part: Tensor, label: Label) -> Tensor:
-        if isinstance(label, Split | Tiled):
-            parts = self.axis.all_gather(part.to(self.device).contiguous())
-            return join(parts.to(HOST).unbind(0), label)
-        return self.summed(part) if isinstance(label, Partial) else part
+    def _whole_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:
+        for axis, split, label in reversed(list(zip(self.axes, self.splits, labels, strict=True))):
+            if name in split.partial or isinstance(label, Partial):
+                part = self.summed(part, axis)
+            elif isinstance(label, Split | Tiled):
+                parts = axis.all_gather(part.to(self.device).contiguous())
+                part = join(parts.to(HOST).unbind(0), label)
+        return part
+
+    def _shown(self, part: Tensor, labels: Labels) -> Tensor:
+        for axis, label in reversed(list(zip(self.axes, labels, strict=True))):
+            part = whole_of(handed_on(part, label, axis))
+        return part
 
 
 def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-import torch
-
-from shoal.base.errors import BugError
 from shoal.base.placement import Placement
 from shoal.base.policies import TensorPolicy
-from shoal.fabric import World
 from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import checked
+from shoal.parallel.spmd.crossing import Kind
 from shoal.parallel.spmd.model_split import ModelSplit, plan_split
-from shoal.parallel.spmd.sequence import Deal, SequenceShard, is_shard, show
+from shoal.parallel.spmd.sequence import SequenceShard
 from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
 from shoal.trace.record import Record
 
@@ -78,20 +74,6 @@ def split_by(policy: TensorPolicy, record: Record, degree: int, *, staged: bool)
     )
 
 
-class Crossing:
-    """How a pipeline sends what may be a part of a sequence: the part, and where it belongs."""
-
-    def __init__(self, axis: World) -> None:
-        self.axis = axis
-
-    def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The tensor to send, and integers that tell `unpack` what it is."""
-        if not isinstance(value, torch.Tensor):
-            raise BugError(f"pipeline: a {type(value).__name__} cannot cross between stages")
-        if isinstance(value, SequenceShard) and is_shard(value):
-            return value.local, (value.deal.dim, *value.deal.cuts)
-        return value, ()
-
-    def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
-        """The value again, on the same tensor-parallel rank of another stage."""
-        return show(tensor, Deal(self.axis, tag[0], tag[1:])) if tag else tensor
+def kinds(program: Program) -> list[Kind]:
+    """What may cross between stages in parts on the ranks of tp."""
+    return [(program.tensor, SequenceShard)]
