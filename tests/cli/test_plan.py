@@ -50,6 +50,9 @@ def test_a_plan_fits_one_screen(tmp_path: Path) -> None:
         assert word in done.stdout, word
 
 
+INSTANTS = ["building", "loading", "proving", "first step", "step", "saving", "exporting"]
+
+
 def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     done = plan("model.name=llama-3-70b", "--on", "16x8xH100-80GB", "--json", folder=tmp_path)
     record = json.loads(done.stdout)
@@ -57,13 +60,16 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert record["machine"]["devices"] == 128
     best = record["layouts"][0]
     assert (best["verdict"], best["starts"], best["after"]) == ("fits", True, "fits")
-    assert best["zero"] == 3
-    assert best["start_bytes"] < best["peak_bytes"] < record["machine"]["memory_bytes"]
-    assert best["files_bytes"] == 4 * record["model"]["parameters"]
-    # All weights would pass through a GPU: 263 GiB.
-    whole = next(row for row in record["layouts"] if row["degrees"]["tp"] > 1)
-    assert (whole["verdict"], whole["starts"]) == ("no", False)
-    assert whole["start_bytes"] > 263 * 2**30
+    for row in record["layouts"]:
+        instants = {one["name"]: one for one in row["instants"]}
+        assert list(instants) == [*INSTANTS[:2], *INSTANTS[3:]]  # a proof would take too long
+        assert instants["step"]["device_bytes"] == row["peak_bytes"]
+        # What is built comes from the host unit by unit, under tp and pp too.
+        assert instants["building"]["device_bytes"] < row["peak_bytes"]
+        assert instants["building"]["files_bytes"] == 4 * record["model"]["parameters"]
+        assert 0 < instants["saving"]["host_bytes"] < record["machine"]["node_memory_bytes"]
+        assert instants["exporting"]["device_bytes"] == 0
+    assert best["peak_bytes"] < record["machine"]["memory_bytes"]
     assert best["runs_here"]
     assert best["peak_low_bytes"] < best["peak_bytes"] < best["peak_high_bytes"]
 
@@ -78,20 +84,14 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
     assert "layout.strategy=fsdp" in done.stdout
 
 
-def test_a_plan_that_cannot_start_says_what_would(tmp_path: Path) -> None:
-    done = plan(
-        "model.name=llama-3-405b", "--on", "2048x8xH100-80GB", "--top", "2", folder=tmp_path
-    )
-    assert done.returncode == 1, done.stderr
+def test_a_plan_says_what_every_instant_holds(tmp_path: Path) -> None:
+    done = plan("model.name=llama-3-70b", "--on", "16x8xH100", "--top", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert text.count("no, while starting; then fits") == 2
-    assert "before that, while starting: 1.5 TiB, all weights at once" in text
-    assert "each machine builds the model once, in files: 1.5 TiB in TMPDIR" in text
-    assert "every rank first puts all 405.9B weights (1.5 TiB) on its device" in text
-    assert "parameters start so, or this one on devices of 1.5 TiB" in text
-    assert "layout.strategy=fsdp divides them while they are built" in text
-    assert "make it fit" not in text  # no setting changes it
-    assert "step of 1:" in text
+    assert "on a device + a node's 1.8 TiB: building" in text
+    assert "each machine builds the model once, in files: 262.8 GiB in TMPDIR" in text
+    done = plan("model.name=llama-3-8b", "--on", "4xL40S", "--top", "1", folder=tmp_path)
+    assert "on a device + a node's memory, not known: building" in " ".join(done.stdout.split())
 
 
 LLAMA_30B = {

@@ -270,7 +270,6 @@ def test_a_real_step_holds_what_is_predicted(recompute: str, compute: str) -> No
 
 def test_verdicts_say_fits_tight_and_no_with_what_is_left(llama: ModelFacts) -> None:
     found = peak(case(llama, Layout(dp_shard=8, zero=3), recompute="full", loss="full"))
-    found = replace(found, start_bytes=0.0)  # of the steps: the start has its own verdict
     fits = verdict(found, found.high_bytes * 1.001)
     tight = verdict(found, found.peak_bytes)
     no = verdict(found, found.low_bytes * 0.999)

@@ -20,6 +20,7 @@ from shoal.fabric import World
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
+from shoal.planner.instants import predict_run
 from shoal.planner.memory import predict_memory
 from shoal.planner.stage_cut import cut
 from shoal.planner.transient_memory import gathered_elements
@@ -158,7 +159,7 @@ def gathered(world: World, name: str) -> dict[str, Any]:
         "foreseen": sorted({*map(round, blocks), round(root)}),
         "notices": notices,
         "start_bytes": start_bytes,
-        "start_foreseen": predict_memory(case).start_bytes,
+        "start_foreseen": predict_run(case).instants[0].device_bytes,
     }
 
 

@@ -89,6 +89,7 @@ class Cluster:
     islands, between   how many such clusters a slow link joins, and that link; `devices` counts one
     host_bytes_per_s   between a device and its host's memory · disk_bytes_per_s  written to disk;
                        0: not known
+    node_memory_bytes  of one node's host, which its ranks share; 0: not known
     """
 
     device: Device
@@ -103,6 +104,7 @@ class Cluster:
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     name: str = ""
+    node_memory_bytes: float = 0.0
 
     @property
     def devices(self) -> int:

@@ -106,6 +106,9 @@ class Case:
     optimizer_bytes  bytes of optimizer state per fp32 element
     expert_tp     ranks that split one expert; 0: 1 for "shoal" with ep > 1, else as tp
     framework     whose step is predicted: "shoal", or a peer whose published run is compared
+    handed        builder: a function that builds the model, once per machine where ranks keep parts
+                  of it · host, device: a module that every rank has whole already, and where
+    proves        a proof in float64 goes before the run
     """
 
     model: ModelFacts
@@ -115,6 +118,8 @@ class Case:
     optimizer_bytes: int = 8
     expert_tp: int = 0
     framework: str = "shoal"
+    handed: str = "builder"
+    proves: bool = False
 
     def but(self, **changes: Any) -> Case:
         """The same case with some of its plan's fields changed."""
@@ -170,6 +175,21 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Instant:
+    """What a run holds at one of its instants: building, loading, proving, …, saving, exporting.
+
+    device_bytes   on the fullest device, context included
+    host_bytes     in the memory of one node, of all its ranks; 0 on a CPU, whose devices it is
+    files_bytes    beside it, of files that a node maps: page cache, which the system may write out
+    """
+
+    name: str
+    device_bytes: float
+    host_bytes: float = 0.0
+    files_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """Peak bytes on the fullest rank in a step, and what fills it.
 
@@ -180,7 +200,7 @@ class MemoryEstimate:
     when        the moment of the peak: "loss", "backward", "update"
     stage       number of the pipeline rank that holds it
     low_bytes, high_bytes   interval of the peak
-    start_bytes  on the fullest device before the first step, context included; 0: not predicted
+    instants    of the whole run, in order, where they were asked for (`instants.predict_run`)
     """
 
     parts: dict[str, float]
@@ -190,12 +210,12 @@ class MemoryEstimate:
     stage: int = 0
     low_bytes: float = 0.0
     high_bytes: float = 0.0
-    start_bytes: float = 0.0
+    instants: tuple[Instant, ...] = ()
 
     @property
     def most_bytes(self) -> float:
-        """The peak of a run from its first moment on."""
-        return max(self.peak_bytes, self.start_bytes)
+        """The peak of a device in a run, from its first moment to its last."""
+        return max([self.peak_bytes, *(one.device_bytes for one in self.instants)])
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ def measure_machine(
         "torch": torch.__version__,
         "when": time.strftime("%Y-%m-%d"),
         "memory_bytes": _memory_bytes(world.device) / (local if world.device.type == "cpu" else 1),
+        "node_memory_bytes": _memory_bytes(torch.device("cpu")),
         "process_bytes": _mean(world, held_bytes),
         **best_of([_rates(world, cache, local, sizes) for _ in range(sizes.passes)]),
     }

@@ -20,16 +20,21 @@ from shoal.planner.published import find
 
 
 def beside(config: Config) -> dict[str, Any]:
-    """Derive the fields `loss` and `optimizer_bytes` of a `Case` from [model] and [optimizer].
+    """Derive `loss`, `optimizer_bytes` and `proves` of a `Case` from [model] and [optimizer].
 
     loss             chunked for Shoal's own and published language models, full for all others and
                      under model.build or model.loss
     optimizer_bytes  as `state_bytes_of` says
+    proves           whether `train.prove` asks for a proof before the run
 
     >>> beside(Config())
-    {'loss': 'chunked', 'optimizer_bytes': 8}
+    {'loss': 'chunked', 'optimizer_bytes': 8, 'proves': True}
     """
-    return {"loss": loss_form(config.model), "optimizer_bytes": state_bytes_of(config.optimizer)}
+    return {
+        "loss": loss_form(config.model),
+        "optimizer_bytes": state_bytes_of(config.optimizer),
+        "proves": config.train.prove != "off",
+    }
 
 
 def left_out(plan: Plan) -> list[str]:

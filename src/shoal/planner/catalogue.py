@@ -11,6 +11,10 @@ Ladder    a product of n FLOP reaches a share of the peak. A100: ≥ 128 GFLOP 0
 Links     what a ring of all ranks reaches, not the rated figure:
           NVLink 2, 3   136 and 227 GB/s on 8 devices · NVLink 4   320 GB/s (all-gather)
           xGMI          75 % of the rate, by protocol · others   the shares named below
+Node      memory of its host, as the machine that is named most often has it: DGX-1 512 GB, AWS
+          p4d and p4de 1152 GiB, DGX H100 and H200 2 TB, DGX B200 2 TB, GB200 and GB300 NVL72 960 GB
+          per tray of 4, Frontier 512 GB, Azure ND MI300X v5 1850 GiB, AWS g4dn.12xlarge and
+          g5.12xlarge 192 GiB, GCP g2-standard-96 384 GiB (all recalled); others: not known
 Sources   vendors' data sheets (V100, A100, H100, H200, Blackwell, L4, L40S, A10, T4; Ampere and Ada
           GeForce white papers; CDNA 2 and 3 white papers), peaks agree with torchtitan's table;
           ladder: Calculon (Isaev et al. 2023) for A100, torch's run-time estimator for 0.75;
@@ -67,6 +71,7 @@ class Model:
     network    (key of NETWORKS, cards per node, Gbit/s of each)
     domain     devices that NVLink joins where that is more than a node
     host_bytes_per_s  between a device and its host's memory
+    node_bytes  memory of a usual node of `per_node` devices; 0: they differ too much to say
     """
 
     device: Device
@@ -75,6 +80,7 @@ class Model:
     network: tuple[str, int, float]
     domain: int = 0
     host_bytes_per_s: float = 20e9
+    node_bytes: float = 0.0
 
 
 def _ladder(flops_per_s: float, top: float) -> tuple[tuple[float, float], ...]:
@@ -143,25 +149,35 @@ def _rows() -> tuple[Model, ...]:
     mi250 = _device("MI250X-64GB", 63.98, 1.6, _MI250X, top=0.75)
     mi300 = _device("MI300X-192GB", 191.5, 5.3, _MI300X, top=0.50)
     return (
-        Model(v16, "nvlink2", 8, _IB100, host_bytes_per_s=12e9),
-        Model(v32, "nvlink2", 8, _IB100, host_bytes_per_s=12e9),
-        Model(a40, "nvlink3", 8, _IB200),
-        Model(a80, "nvlink3", 8, _IB200),
+        Model(v16, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
+        Model(v32, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
+        Model(a40, "nvlink3", 8, _IB200, node_bytes=1152 * GIB),
+        Model(a80, "nvlink3", 8, _IB200, node_bytes=1152 * GIB),
         Model(a40_pcie, "pcie4", 8, ("ib", 2, 200.0)),
         Model(a80_pcie, "pcie4", 8, ("ib", 2, 200.0)),
-        Model(h80, "nvlink4", 8, _IB400, host_bytes_per_s=50e9),
+        Model(h80, "nvlink4", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
         Model(h80_pcie, "pcie5", 8, ("ib", 2, 400.0), host_bytes_per_s=50e9),
         Model(h96, "nvlink4", 8, _IB400, host_bytes_per_s=50e9),
-        Model(h200, "nvlink4", 8, _IB400, host_bytes_per_s=50e9),
-        Model(b200, "nvlink5", 8, _IB400, host_bytes_per_s=50e9),
-        Model(gb200, "nvlink5", 4, ("ib", 4, 400.0), 72, 200e9),
-        Model(gb300, "nvlink5", 4, ("ib", 4, 800.0), 72, 200e9),
-        Model(mi250, "xgmi2", 8, ("ib", 4, 200.0)),
-        Model(mi300, "xgmi3", 8, _IB400, host_bytes_per_s=50e9),
-        Model(_device("L4-24GB", 22.0, 0.3, _L4), "pcie4", 8, ("eth", 1, 100.0)),
+        Model(h200, "nvlink4", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
+        Model(b200, "nvlink5", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
+        Model(gb200, "nvlink5", 4, ("ib", 4, 400.0), 72, 200e9, 960e9),
+        Model(gb300, "nvlink5", 4, ("ib", 4, 800.0), 72, 200e9, 960e9),
+        Model(mi250, "xgmi2", 8, ("ib", 4, 200.0), node_bytes=512e9),
+        Model(mi300, "xgmi3", 8, _IB400, host_bytes_per_s=50e9, node_bytes=1850 * GIB),
+        Model(
+            _device("L4-24GB", 22.0, 0.3, _L4), "pcie4", 8, ("eth", 1, 100.0), node_bytes=384 * GIB
+        ),
         Model(_device("L40S-48GB", 44.4, 0.864, _L40S), "pcie4", 8, ("eth", 1, 100.0)),
-        Model(_device("A10-24GB", 22.1, 0.6, _A10), "pcie4", 4, ("eth", 1, 100.0)),
-        Model(_device("T4-16GB", 14.6, 0.32, _T4), "pcie3", 4, ("eth", 1, 50.0)),
+        Model(
+            _device("A10-24GB", 22.1, 0.6, _A10),
+            "pcie4",
+            4,
+            ("eth", 1, 100.0),
+            node_bytes=192 * GIB,
+        ),
+        Model(
+            _device("T4-16GB", 14.6, 0.32, _T4), "pcie3", 4, ("eth", 1, 50.0), node_bytes=192 * GIB
+        ),
         Model(_device("RTX3090-24GB", 23.69, 0.936, _3090), "pcie4", 4, ("eth", 1, 10.0)),
         Model(_device("RTX4090-24GB", 23.64, 1.008, _4090), "pcie4", 4, ("eth", 1, 10.0)),
     )

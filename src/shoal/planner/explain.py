@@ -15,9 +15,9 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.units import bytes_text, count_text, seconds_text
 from shoal.planner.guide import DDP_BELOW, FSDP_UP_TO
-from shoal.planner.search import SAME, Candidate, least_memory_bytes, search
+from shoal.planner.instants import is_divided, local_ranks, whole_elements
+from shoal.planner.search import SAME, Candidate, least_memory_bytes, least_node_bytes, search
 from shoal.planner.search_space import SearchSpace
-from shoal.planner.start_up import holds_whole, whole_elements
 
 PART_WORDS = {
     "matrix": "matrix products",
@@ -91,7 +91,7 @@ def layout_text(layout: Layout) -> str:
 def why_before(first: Candidate, second: Candidate) -> str:
     """One sentence: what the first layout has over the second, and what it pays for it."""
     if first.verdict.starts and not second.verdict.starts:
-        return f"starts, unlike {layout_text(second.case.layout)}"
+        return f"fits at every instant, unlike {layout_text(second.case.layout)}"
     if first.runs and not second.runs:
         lacking = bytes_text(-second.verdict.margin_bytes)
         return f"{layout_text(second.case.layout)} lacks {lacking}"
@@ -128,32 +128,43 @@ def dies_first(candidate: Candidate) -> str:
 
 
 def starting(best: Candidate) -> str:
-    """Explain why a layout cannot start; "" if it can (`verdict.starts`).
+    """Explain which other instant ends a run whose steps would fit; "" if none (`verdict.starts`).
 
-    Gives a sentence with what a device holds first, the bytes that this takes and that there are,
-    the largest model that would start so, and the memory or the layout that would be enough.
+    Gives a sentence with what is held there, the bytes that this takes and that there are, and what
+    would be enough.
     """
     if best.verdict.starts:
         return ""
-    case, memory = best.case, best.memory
-    device = least_memory_bytes(case.cluster)
-    weights_bytes = 4 * whole_elements(case) * (2 if case.plan.compute == "fp64" else 1)
-    # The part that is kept beside the whole shrinks with it.
-    share = (memory.start_bytes - case.cluster.device.reserved_bytes) / whole_elements(case)
-    most = (device - case.cluster.device.reserved_bytes) / share
-    if not holds_whole(case):
-        return (
-            f"its part of the weights and the largest block, gathered, are "
-            f"{bytes_text(memory.start_bytes)} of {bytes_text(device)}; nearest: more devices, or "
-            f"smaller blocks"
+    case, word = best.case, best.verdict
+    one = next(one for one in best.memory.instants if one.name == word.instant)
+    if word.place == "host":
+        size = (
+            f"{bytes_text(one.host_bytes)} in a node's {bytes_text(least_node_bytes(case.cluster))}"
         )
-    return (
-        f"every rank first puts all {count_text(whole_elements(case))} weights "
-        f"({bytes_text(weights_bytes)}) on its device, and only then keeps its part: "
-        f"{bytes_text(memory.start_bytes)} of {bytes_text(device)}. Models of up to "
-        f"{count_text(most)} parameters start so, or this one on devices of "
-        f"{bytes_text(memory.start_bytes)}; layout.strategy=fsdp divides them while they are built"
-    )
+    else:
+        most = least_memory_bytes(case.cluster)
+        size = f"{bytes_text(one.device_bytes)} on one device of {bytes_text(most)}"
+    weights = f"all {count_text(whole_elements(case))} weights"
+    builder = "give a function that builds the model, which then runs once per machine, in files"
+    if one.name == "building" and word.place == "host":
+        return (
+            f"while building, each of a node's {local_ranks(case)} ranks holds {weights}: {size}; "
+            f"nearest: {builder if is_divided(case) else 'layout.strategy=fsdp'}"
+        )
+    if one.name == "building" and case.handed == "device" and is_divided(case):
+        return (
+            f"while building, {weights} stand on every device already, beside its part: {size}; "
+            f"nearest: {builder}, or the module on the CPU"
+        )
+    if one.name == "building":
+        return (
+            f"while building, a device holds its part of {weights} and the largest unit whole: "
+            f"{size}; nearest: more devices, or smaller blocks"
+        )
+    if one.name == "proving":
+        return f"while proving, in float64: {size}; nearest: train.prove=off"
+    at = "in its first step" if one.name == "first step" else f"while {one.name}"
+    return f"{at}: {size}; nearest: more nodes, or machines with more memory"
 
 
 def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> Layout:

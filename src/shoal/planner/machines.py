@@ -223,6 +223,9 @@ def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int
         across=across,
         host_bytes_per_s=model.host_bytes_per_s,
         disk_bytes_per_s=2e9,
+        node_memory_bytes=model.node_bytes * per_node / model.per_node
+        if model.domain
+        else model.node_bytes,
     )
     return cluster, sharing
 

@@ -6,6 +6,7 @@ says "not measured" in its source.
 
 File      machines/KEY.json in the cache folder:
           {"version", "kind": cpu|gpu, "device", "processes", "local", "memory_bytes",
+           "node_memory_bytes": of the whole host, absent in older files,
            "process_bytes", "matrix": {format: [[FLOP, FLOP/s], …]},
            "stream": [[bytes, bytes/s], …], "operation_s", "operation_backward_s",
            "disk_bytes_per_s", "host_bytes_per_s", "when": date,
@@ -135,6 +136,7 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
         ),
         host_bytes_per_s=float(document["host_bytes_per_s"]),
         disk_bytes_per_s=float(document["disk_bytes_per_s"]),
+        node_memory_bytes=float(document.get("node_memory_bytes", 0.0)),
         name="this machine",
     )
 
@@ -206,8 +208,8 @@ def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
 def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
     """Estimate this machine with `processes` ranks, nothing being measured: orders of magnitude.
 
-    machine   cores and memory, which the ranks share evenly. With GPUs neither is read: one GPU per
-              rank, the catalogue's row of the kind that the driver names (else an A100-80GB)
+    machine   cores and memory, which the ranks share evenly. With GPUs cores are not read: one GPU
+              per rank, the catalogue's row of the kind that the driver names (else an A100-80GB)
     Gives     a cluster of one node whose device's source says "not measured"
 
     >>> two = this_cluster(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
@@ -216,7 +218,7 @@ def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
     """
     processes = max(1, processes)
     if machine.gpus:
-        return _gpu_cluster(processes)
+        return replace(_gpu_cluster(processes), node_memory_bytes=machine.memory_bytes)
     share = machine.cores / processes
     stream = CORE_STREAM_BYTES_PER_S * min(machine.cores, STREAMING_CORES) / processes
     device = Device(
@@ -239,6 +241,7 @@ def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
         host_bytes_per_s=8e9,
         disk_bytes_per_s=3e8,
         name="this machine",
+        node_memory_bytes=machine.memory_bytes,
     )
 
 

@@ -6,7 +6,6 @@
     backward  the same without the loss, + what the backward of one block holds: recomputed
               activations, gradients on their way, gathered weights and inputs
     update    states + what the optimizer's step holds
-    start     before the first step, told beside the peak: all weights on every device (`start_up`)
 
 The fullest of the first, second and last stage counts: in between, fewer micro-batches are kept and
 neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.05198); Narayanan et al.
@@ -15,7 +14,6 @@ neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.0519
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.base.errors import PlanError, one_of
@@ -27,7 +25,6 @@ from shoal.planner.frameworks import Framework, framework
 from shoal.planner.model_states import WIDTHS, Elements, States, state_bytes
 from shoal.planner.placed import states
 from shoal.planner.stage_cut import Stage, cut, is_block
-from shoal.planner.start_up import start_bytes
 from shoal.planner.transient_memory import (
     Sharded,
     block_share,
@@ -78,7 +75,7 @@ def predict_memory(
     Gives    parts that sum to the peak, those of 0 left out; interval [low, high] of it. Weights,
              gradients, optimizer, gathered, buckets, activations, loss and working are allocated;
              allocator is what is reserved beside them, context what the device needs outside
-             torch's allocator. start_bytes is told beside the peak and is no part of it
+             torch's allocator. What a run holds at other instants: `instants.predict_run`
 
     >>> from shoal.base.cluster import Cluster, Device, Link
     >>> from shoal.base.layout import Layout
@@ -96,10 +93,7 @@ def predict_memory(
     _check(case)
     habits = habits or framework(case.framework)
     found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
-    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
-    whole = start_bytes(case)
-    context = case.cluster.device.reserved_bytes
-    return replace(fullest, start_bytes=whole + context) if whole else fullest
+    return max(found, key=lambda estimate: estimate.peak_bytes)
 
 
 def _check(case: Case) -> None:

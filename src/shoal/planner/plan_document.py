@@ -3,15 +3,17 @@
 Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `why`, `notes`):
 
     version, model {name, parameters, sequence, blocks, forward_flops, source},
-    machine {name, device, kind, devices, own_devices, nodes, per_node, memory_bytes, inside,
-             across, source, calibration, groups, islands},
+    machine {name, device, kind, devices, own_devices, nodes, per_node, memory_bytes,
+             node_memory_bytes (0: not known), inside, across, source, calibration, groups,
+             islands},
     batch, compute, notes [text], searched, fitting, guide text, advice {mixed|islands: text},
     starting text ("" where the best layout starts),
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
               accumulate, recompute, offload, runs_here, verdict fits|tight|no, starts, after
-              fits|tight|no (the steps alone), start_bytes, files_bytes (of a machine, while it
-              starts), margin_bytes (of the steps),
+              fits|tight|no (the steps alone), instant, place (where another instant is worse than
+              they are), told, instants [{name, device_bytes, host_bytes, files_bytes}],
+              margin_bytes (of the steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
               hidden {part: s}, sent {link: bytes},
               peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
@@ -21,6 +23,7 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from shoal.base.cluster import Cluster
@@ -29,7 +32,6 @@ from shoal.planner.advice import advice
 from shoal.planner.explain import ask_guide, dies_first, shape_text, starting, why_before
 from shoal.planner.search import Candidate, least_memory_bytes
 from shoal.planner.search_space import SearchSpace
-from shoal.planner.start_up import files_bytes
 from shoal.planner.suggest import fixes
 
 VERSION = 1
@@ -116,6 +118,7 @@ def machine_record(cluster: Cluster) -> dict[str, Any]:
         "nodes": cluster.nodes,
         "per_node": cluster.per_node,
         "memory_bytes": least_memory_bytes(cluster),
+        "node_memory_bytes": cluster.node_memory_bytes,
         "inside": cluster.inside.name,
         "across": cluster.across.name,
         "source": cluster.device.source,
@@ -143,8 +146,10 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "verdict": candidate.verdict.word,
         "starts": candidate.verdict.starts,
         "after": candidate.verdict.after,
-        "start_bytes": memory.start_bytes,
-        "files_bytes": files_bytes(case),
+        "instant": candidate.verdict.instant,
+        "place": candidate.verdict.place,
+        "told": candidate.verdict.text,
+        "instants": [asdict(one) for one in memory.instants],
         "margin_bytes": candidate.verdict.margin_bytes,
         "step_s": time.step_s,
         "step_low_s": time.low_s,

@@ -23,7 +23,7 @@ from shoal.base.policies import RECOMPUTE
 from shoal.base.schedules import DEFAULT, SPLIT_BACKWARD, check_recompute, settle_schedule
 from shoal.planner.fits import Verdict, verdict
 from shoal.planner.guide import AUTO_AXES, check_micro_batches, runs
-from shoal.planner.memory import predict_memory
+from shoal.planner.instants import predict_run
 from shoal.planner.search_space import SearchSpace
 from shoal.planner.step_time import predict_time
 
@@ -164,21 +164,37 @@ def least_memory_bytes(cluster: Cluster) -> float:
     return min(part.device.memory_bytes for part in (cluster, *cluster.groups))
 
 
+def least_node_bytes(cluster: Cluster) -> float:
+    """Memory of the node that has least, of those where it is known; 0: of none."""
+    nodes = (part.node_memory_bytes for part in (cluster, *cluster.groups))
+    return min(filter(None, nodes), default=0.0)
+
+
+def judged(case: Case, memory: MemoryEstimate) -> Verdict:
+    """Whether a predicted run fits into the least device and the least node of its cluster."""
+    return verdict(memory, least_memory_bytes(case.cluster), least_node_bytes(case.cluster))
+
+
 def ranked(found: list[Candidate]) -> list[Candidate]:
     """What fits by step time, near ties by plainness; then what is tight; then the rest.
 
-    What does not start is ranked by what would run after it, behind all that does.
+    What another instant ends is ranked by what its steps need, behind all that lives.
     """
     others = sorted((c for c in found if not c.runs), key=lambda c: c.memory.peak_bytes)
     ordered: list[Candidate] = []
     for starts, word in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
-        like = (c for c in found if (c.verdict.starts, c.verdict.after) == (starts, word))
+        like = (c for c in found if c.runs and (c.verdict.starts, _rank_word(c)) == (starts, word))
         same = sorted(like, key=lambda c: c.time.step_s)
         if same:
             bound_s = same[0].time.step_s * (1 + SAME)
             best = min((c for c in same if c.time.step_s <= bound_s), key=_strain)
             ordered += [best, *(c for c in same if c is not best)]
     return ordered + others
+
+
+def _rank_word(candidate: Candidate) -> str:
+    """The worst word of a run that gets to its steps; else that of the steps."""
+    return candidate.verdict.word if candidate.verdict.starts else candidate.verdict.after
 
 
 def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
@@ -194,7 +210,6 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
 
 
 def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
-    capacity = least_memory_bytes(case.cluster)
     for layout in _layouts(case, space):
         if not is_legal(case.model, layout):
             continue
@@ -204,7 +219,7 @@ def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
                 ordered = replace(layout, schedule=schedule if layout.pp > 1 else "", chunks=chunks)
                 tried = case.but(layout=ordered, micro_batch=micro_batch)
                 try:
-                    found = list(_lightest_recompute(tried, space, capacity))
+                    found = list(_lightest_recompute(tried, space))
                 except PlanError:
                     if layout.schedule or space.schedule:
                         raise
@@ -222,7 +237,7 @@ def is_legal(model: ModelFacts, layout: Layout) -> bool:
     return layout.pp <= max(1, model.blocks)
 
 
-def _lightest_recompute(case: Case, space: SearchSpace, capacity: float) -> Iterator[Candidate]:
+def _lightest_recompute(case: Case, space: SearchSpace) -> Iterator[Candidate]:
     """The case with the least recomputation that fits; if none does, with all of it."""
     # Compiled blocks have no single operations left that selective recompute could keep.
     free = [one for one in RECOMPUTE if one != "selective" or case.plan.compile == "none"]
@@ -231,8 +246,8 @@ def _lightest_recompute(case: Case, space: SearchSpace, capacity: float) -> Iter
         policies = [policy for policy in policies if policy == "none"]
     for policy in policies:
         tried = case.but(recompute=policy)
-        memory = predict_memory(tried)
-        word = verdict(memory, capacity)
+        memory = predict_run(tried)
+        word = judged(tried, memory)
         if word.after != "no" or policy == policies[-1]:
             yield Candidate(tried, memory, predict_time(tried), word)
         if word.after == "fits":

@@ -13,9 +13,8 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.policies import RECOMPUTE
 from shoal.base.schedules import SPLIT_BACKWARD
-from shoal.planner.fits import verdict
-from shoal.planner.memory import predict_memory
-from shoal.planner.search import Candidate, least_memory_bytes
+from shoal.planner.instants import predict_run
+from shoal.planner.search import Candidate, judged
 from shoal.planner.step_time import predict_time
 
 Change = tuple[str, Callable[[Case], Case | None]]
@@ -59,8 +58,8 @@ def fixes(case: Case) -> list[tuple[str, Candidate]]:
 def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
     found: dict[str, Candidate] = {}
     for name, case in tried:
-        memory = predict_memory(case)
-        word = verdict(memory, least_memory_bytes(case.cluster))
+        memory = predict_run(case)
+        word = judged(case, memory)
         if word.after != "no":  # what no setting changes, the start, is told apart
             text = name.format(micro_batch=case.micro_batch, stage=_stage_text(case.layout))
             found[text] = Candidate(case, memory, predict_time(case), word)

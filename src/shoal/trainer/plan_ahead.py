@@ -37,7 +37,7 @@ from shoal.trainer.arguments import (
 )
 from shoal.trainer.contract import Loss
 from shoal.trainer.predict import cluster_here
-from shoal.trainer.rank_layouts import facts_by_sample, startable
+from shoal.trainer.rank_layouts import facts_by_sample, handed, startable
 
 
 def plan(
@@ -55,8 +55,8 @@ def plan(
 ) -> Plan:
     """Rank the layouts on which a model can train, and give the plan of the fastest that fits.
 
-    model        an nn.Module, or a function without arguments that builds one, which is then built
-                 without its numbers
+    model        a function without arguments that builds an nn.Module, which is then built without
+                 its numbers; or an nn.Module, which every rank is then taken to have whole
     sample       a batch of a few samples, as `run.step` takes it; only its shapes matter
     loss         as for `shoal.parallelize`; without one its share of memory and time is left out
     layout       what is fixed of it: "auto" for nothing, a strategy, or some degrees, say {"tp": 2}
@@ -65,8 +65,9 @@ def plan(
     precision    `compute` of [precision] · optimizer_bytes  state per fp32 element: 8 for Adam
     policies     further keys of a `shoal.Plan`; recompute is searched unless it is given
     Gives        a settled `Plan`, whose `why` says the step time and the peak that are foreseen
-    Errors       PlanError where nothing is legal, no step fits in memory, or the weights do not
-                 fit on a device at the start, with what would; ConfigError for a wrong argument
+    Errors       PlanError where nothing is legal, no step fits in memory, or another instant of
+                 the run does not (`instants.predict_run`), with what would; ConfigError for a wrong
+                 argument
     Source       docs/plan.md: what the figures are made of, and how far off they were
 
     >>> import torch
@@ -100,6 +101,7 @@ def plan(
         replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),
         loss="full",
         optimizer_bytes=optimizer_bytes,
+        handed=handed(model),
     )
     given = frozenset(policies)
     space = space_of(section, cluster, micro_batch=micro_batch, given=given, built=not on)

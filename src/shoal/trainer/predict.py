@@ -8,7 +8,7 @@ can say how far it was from what happened.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import psutil
@@ -30,8 +30,8 @@ from shoal.fabric.device import is_accelerator
 from shoal.planner.case_settings import beside
 from shoal.planner.comm_volume import busiest
 from shoal.planner.frameworks import own_kernels
+from shoal.planner.instants import predict_run
 from shoal.planner.measured import machine_path, read_measured, this_cluster
-from shoal.planner.memory import predict_memory
 from shoal.planner.model_facts import LANGUAGE, family_of
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.own_family import own_family
@@ -153,13 +153,13 @@ def prediction(case: Case, travel: Travel | None = None) -> dict[str, Any]:
 
     travel   what the divided model makes travel, where that is known
     """
-    memory, time = predict_memory(case), predict_time(case)
+    memory, time = predict_run(case), predict_time(case)
     sent = busiest(case, travel).total_bytes if travel else sum(time.bytes.values())
     return {
         "step_s": time.step_s,
         "time": time.parts,
         "peak_memory_bytes": memory.most_bytes,
-        "start_memory_bytes": memory.start_bytes,
+        "instants": [asdict(one) for one in memory.instants],
         "allocated_bytes": memory.allocated_bytes,
         "memory": memory.parts,
         "sent_bytes": sent,

@@ -68,6 +68,20 @@ def facts_by_sample(
     )
 
 
+def handed(model: nn.Module | Callable[[], nn.Module]) -> str:
+    """Where a model that is given is before the run, in the words of a `Case`.
+
+    >>> handed(nn.Linear), handed(nn.Linear(1, 1)), handed(nn.Linear(1, 1, device="meta"))
+    ('builder', 'host', 'builder')
+    """
+    if not isinstance(model, nn.Module):
+        return "builder"
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    if kinds <= {"meta"}:  # shapes alone stand for what a function would build
+        return "builder"
+    return "host" if kinds <= {"cpu", "meta"} else "device"
+
+
 @phase("plan")
 def choose_for(
     module: nn.Module,
@@ -96,7 +110,11 @@ def choose_for(
     )
     group = optimizer.param_groups[0]
     rule = OptimizerPolicy(name=type(optimizer).__name__, momentum=float(group.get("momentum", 0)))
-    further = {"loss": "full", "optimizer_bytes": state_bytes_of(rule)}
+    further = {
+        "loss": "full",
+        "optimizer_bytes": state_bytes_of(rule),
+        "handed": handed(module),
+    }
     micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
     settled = replace(plan, micro_batch=micro_batch)
     return best_plan(model, settled, section_of(words), further, world)

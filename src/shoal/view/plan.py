@@ -112,8 +112,9 @@ def _table(record: Record, width: int) -> list[Line]:
 
 def _verdict(row: Record) -> str:
     margin = bytes_text(abs(row["margin_bytes"]))
-    if not row["starts"] and row["after"] != "no":
-        return f"no, while starting; then {row['after']}"
+    if row["instant"] and row["after"] != "no":
+        at = f"in its {row['instant']}" if "step" in row["instant"] else f"while {row['instant']}"
+        return f"{row['verdict']}, {at}; steps {row['after']}"
     if row["verdict"] == "no":
         return f"no, lacks {margin}"
     return f"{row['verdict']}, {margin} {'free' if row['margin_bytes'] >= 0 else 'over'}"
@@ -133,14 +134,28 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
         f"{bytes_text(capacity)} at its peak (in {row['when']}{at})"
     )
     lines = [(head, "bold"), *_bars(row["memory"], row["peak_bytes"], bytes_text, width)]
-    if row["start_bytes"] > min(row["peak_bytes"], capacity):
-        whole = ", all weights at once" if row["zero"] < 3 or not row["starts"] else ""
-        text = f"before that, while starting: {bytes_text(row['start_bytes'])}{whole}"
-        lines.append((text, "bold"))
-    if row["files_bytes"] >= LEAST_FILES_BYTES:
-        size = bytes_text(row["files_bytes"])
+    lines += [(text, "bold") for text in _wrapped(_instants(row, machine), width)]
+    files = max((one["files_bytes"] for one in row["instants"]), default=0.0)
+    if files >= LEAST_FILES_BYTES:
+        size = bytes_text(files)
         lines.append((f"each machine builds the model once, in files: {size} in TMPDIR", "bold"))
     return lines
+
+
+def _instants(row: Record, machine: Record) -> str:
+    """What other instants hold: on the device, and in a node's memory after a plus."""
+    on_host = machine["kind"] != "cpu"
+    told = []
+    for one in row["instants"]:
+        if one["name"] != "step":
+            device, host = (bytes_text(one[where]) for where in ("device_bytes", "host_bytes"))
+            size = f"{device} + {host}" if on_host else device
+            told.append(f"{one['name']} {size if one['device_bytes'] else f'{host} of a host'}")
+    if not told:
+        return ""
+    has = machine["node_memory_bytes"]
+    node = f" + a node's {bytes_text(has) if has else 'memory, not known'}" if on_host else ""
+    return f"on a device{node}: {', '.join(told)}"
 
 
 def _time_lines(row: Record, width: int) -> list[Line]:

@@ -1,0 +1,117 @@
+"""What each instant of a run holds on devices and hosts, and how the worst one gives the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.base.cluster import Cluster
+from shoal.base.estimate import Case, Instant
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
+from shoal.planner.explain import starting
+from shoal.planner.instants import predict_run
+from shoal.planner.machines import parse_machines
+from shoal.planner.published import published
+from shoal.planner.search import Candidate, judged
+from shoal.planner.step_time import predict_time
+from shoal.planner.transformer import model_facts
+
+GIB = 2**30
+H100S = parse_machines("16x8xH100-80GB")
+
+
+def case_on(cluster: Cluster, name: str, layout: Layout, **more: object) -> Case:
+    plan = Plan(layout, 512, 1, compute="bf16", recompute="full")
+    return replace(Case(model_facts(published(name), 8192, 2), cluster, plan), **more)
+
+
+def candidate(case: Case) -> Candidate:
+    memory = predict_run(case)
+    return Candidate(case, memory, predict_time(case), judged(case, memory))
+
+
+def instants(case: Case) -> dict[str, Instant]:
+    return {one.name: one for one in predict_run(case).instants}
+
+
+FSDP = Layout(dp_shard=128, zero=3)
+
+
+def test_a_module_that_every_rank_builds_whole_does_not_fit_a_host() -> None:
+    """Eight ranks of a node hold 263 GiB each; a builder runs once per machine."""
+    built = candidate(case_on(H100S, "llama-3-70b", FSDP))
+    assert built.verdict.word == "fits"
+    assert starting(built) == ""
+    whole = candidate(case_on(H100S, "llama-3-70b", FSDP, handed="host"))
+    assert (whole.verdict.word, whole.verdict.after) == ("no", "fits")
+    assert (whole.verdict.instant, whole.verdict.place) == ("building", "host")
+    assert whole.verdict.text.startswith("no: while building, 2.1 TiB in a node's 1.8 TiB, ")
+    assert whole.verdict.text.endswith("missing; its steps: fits")
+    assert starting(whole) == (
+        "while building, each of a node's 8 ranks holds all 70.6B weights: 2.1 TiB in a node's "
+        "1.8 TiB; nearest: give a function that builds the model, which then runs once per "
+        "machine, in files"
+    )
+
+
+def test_a_module_that_stands_on_the_device_counts_there() -> None:
+    whole = candidate(case_on(H100S, "llama-3-70b", FSDP, handed="device"))
+    assert (whole.verdict.word, whole.verdict.place) == ("no", "device")
+    assert whole.verdict.text.startswith("no: while building, 282")
+    assert "on one device of 79.1 GiB" in whole.verdict.text
+    assert "or the module on the CPU" in starting(whole)
+
+
+def test_a_node_whose_memory_nobody_knows_is_not_looked_at() -> None:
+    unknown = replace(H100S, node_memory_bytes=0.0)
+    assert candidate(case_on(unknown, "llama-3-70b", FSDP, handed="host")).verdict.word == "fits"
+    mixed = replace(unknown, groups=(replace(H100S, nodes=1),))
+    assert candidate(case_on(mixed, "llama-3-70b", FSDP, handed="host")).verdict.word == "no"
+
+
+@pytest.mark.parametrize(
+    "layout", [FSDP, Layout(tp=8, pp=16), Layout(tp=8, dp_shard=16, zero=3), Layout(pp=8, tp=16)]
+)
+def test_while_building_a_device_holds_its_share_and_the_largest_unit(layout: Layout) -> None:
+    one = case_on(H100S, "llama-3-70b", layout)
+    share = 4 * 70.6e9 / 128
+    largest = 4 * max(unit.parameters for unit in one.model.units)
+    context = H100S.device.reserved_bytes
+    held = instants(one)["building"].device_bytes
+    # The ends have embedding and head; zero 3 sees the root flat, and as parameters.
+    assert share < held - context < 2.2 * share + 4 * largest
+
+
+def test_layouts_that_keep_whole_weights_hold_them_from_the_beginning() -> None:
+    one = case_on(parse_machines("8xH100"), "llama-3-8b", Layout(dp_replicate=8))
+    told = instants(one)["building"]
+    assert told.device_bytes - H100S.device.reserved_bytes == pytest.approx(4 * 8.03e9, rel=0.01)
+    assert told.host_bytes == pytest.approx(8 * 4 * 8.03e9, rel=0.15)  # every rank builds it
+    assert told.files_bytes == 0
+
+
+def test_a_save_copies_every_byte_once_over_all_ranks() -> None:
+    for layout in (Layout(dp_replicate=8), Layout(dp_shard=8, zero=3), Layout(tp=8)):
+        held = instants(case_on(parse_machines("8xH100"), "llama-3-8b", layout))
+        copied = held["saving"].host_bytes - held["step"].host_bytes
+        assert copied == pytest.approx(12 * 8.03e9, rel=0.01)
+
+
+def test_what_is_offloaded_is_in_the_host() -> None:
+    one = case_on(parse_machines("8xH100"), "llama-3-8b", Layout(dp_shard=8, zero=3))
+    moved = instants(one.but(offload="optimizer"))["step"].host_bytes
+    assert moved - instants(one)["step"].host_bytes == pytest.approx(8 * 8.03e9, rel=0.01)
+
+
+def test_a_proof_counts_where_one_process_could_make_it() -> None:
+    """Three copies in float64, which 80 GiB hold of 1.2 billion parameters, not of 8."""
+    node = parse_machines("8xH100")
+    small = case_on(node, "gpt2-xl", Layout(dp_shard=8, zero=3), proves=True)
+    small = replace(small, model=model_facts(published("gpt2-xl"), 64, 2))
+    held = instants(small)["proving"]
+    assert held.device_bytes > 24 * 1.5e9
+    large = case_on(node, "llama-3-8b", Layout(dp_shard=8, zero=3), proves=True)
+    assert "proving" not in instants(large)
+    assert "proving" not in instants(replace(small, proves=False))
