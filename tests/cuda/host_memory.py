@@ -15,12 +15,14 @@ from shoal.base.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.parallel import dropout_rng, offload, recompute
+from shoal.parallel import dropout_rng, recompute
+from shoal.parallel.offload.activations import LEAST_BYTES, Activations
+from shoal.parallel.offload.optimizer_state import stream_state
 from shoal.parallel.program import Program, undivided
 
 DIM, LAYERS, SEQUENCE, BATCH = pick((512, 8, 512, 8), (64, 3, 32, 2))
 VOCABULARY = 1024
-LEAST_PARKED = pick(offload.LEAST_BYTES, 1)  # small sizes would stay on the device otherwise
+LEAST_PARKED = pick(LEAST_BYTES, 1)  # small sizes would stay on the device otherwise
 
 
 def program_of(dropout: float = 0.1) -> Program:
@@ -35,7 +37,7 @@ def program_of(dropout: float = 0.1) -> Program:
 
 def parking(program: Program, least_bytes: int = LEAST_PARKED) -> Program:
     """What `offload.apply` makes of it, also on the CPU, where that has nothing to relieve."""
-    park = offload.Activations(program.module, program.blocks, DEVICE, least_bytes)
+    park = Activations(program.module, program.blocks, DEVICE, least_bytes)
     return replace(program, around=(*program.around, park.micro_batch))
 
 
@@ -113,7 +115,7 @@ def stepped(streams: bool) -> tuple[list[torch.Tensor], torch.optim.Optimizer, i
     parameters = list(program.parameters.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     if streams:
-        offload.stream_state(optimizer, program.world.device, piece_bytes=pick(8 * 2**20, 2**14))
+        stream_state(optimizer, program.world.device, piece_bytes=pick(8 * 2**20, 2**14))
     for _ in range(3):
         forward_backward(program)
         optimizer.step()
@@ -133,7 +135,7 @@ def streamed(told: dict[str, int]) -> None:
     for parameter, weight, moment in zip(ours, expected, moments, strict=True):
         assert torch.equal(parameter.detach().cpu(), weight)
         assert torch.equal(other.state[parameter]["exp_avg"].cpu(), moment)
-    large = [p for p in ours if p.nbytes >= offload.LEAST_BYTES]
+    large = [p for p in ours if p.nbytes >= LEAST_BYTES]
     if SMALL:
         return  # nothing is large
     assert large

@@ -21,6 +21,10 @@ from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, recompute
 from shoal.parallel.compose import prepare
+from shoal.parallel.mmap_init import is_mapped
+from shoal.parallel.offload.activations import Activations
+from shoal.parallel.offload.lane import Lane
+from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program, undivided
 
 CPU = torch.device("cpu")
@@ -41,27 +45,33 @@ def program_of(model: nn.Module, device: str = "cpu", layout: Layout | None = No
     return undivided(model, plan, world)
 
 
-def test_offload_without_a_device_is_refused() -> None:
+def test_a_run_on_the_cpu_has_everything_on_the_host_already() -> None:
     for policy in ("optimizer", "parameters", "activations"):
-        with pytest.raises(PlanError) as failure:
-            offload.apply(program_of(nn.Linear(2, 2)).but(offload=policy))
-        assert str(failure.value) == (
-            f"memory.offload = {policy}: this run computes on the CPU, its memory is the host's "
-            "already; nearest: memory.offload=none"
-        )
+        program = program_of(nn.Linear(2, 2)).but(offload=policy)
+        assert offload.apply(program) is program
+        assert program.notices == [
+            f"memory.offload = {policy}: this run computes on the CPU, so it is in the host's "
+            "memory already; memory.offload_to=files keeps states in files"
+        ]
+        optimizer = torch.optim.SGD(program.module.parameters())
+        assert offload.hand_over(program, optimizer) is program
     program = program_of(nn.Linear(2, 2))
     assert offload.apply(program) is program
+    assert not program.notices
 
 
 def test_a_policy_that_cannot_hold_is_refused_before_the_model_is_recorded() -> None:
-    whole = program_of(nn.Linear(2, 2), layout=Layout(tp=2))
-
-    for words, line in (
-        ({"offload": "parameters"}, "memory.offload = parameters: this run computes on the CPU"),
+    nothing = "with memory.offload = {} there is nothing to put there; nearest: memory."
+    for device, policy, line in (
+        ("cpu", "none", nothing.format("none")),
+        ("cpu", "activations", nothing.format("activations")),
+        ("cuda", "optimizer", "states in files are stepped by the CPU, and this run computes on "),
     ):
+        whole = program_of(nn.Linear(2, 2), device, Layout(tp=2))
+        plan = replace(whole.plan, offload=policy, offload_to="files")
         with pytest.raises(PlanError) as failure:
-            prepare(whole.module, replace(whole.plan, **words), whole.world)
-        assert str(failure.value).startswith(line)
+            prepare(whole.module, plan, whole.world)
+        assert str(failure.value).startswith(f"memory.offload_to = files: {line}")
 
 
 def test_parameters_must_be_split() -> None:
@@ -84,7 +94,7 @@ def llama() -> nn.Module:
     return build("llama", arguments, vocabulary=61, sequence=16).double()
 
 
-def gradients(model: nn.Module, park: offload.Activations | None) -> list[torch.Tensor]:
+def gradients(model: nn.Module, park: Activations | None) -> list[torch.Tensor]:
     tokens = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(1))
     for index in range(2):
         if park is None:
@@ -95,7 +105,7 @@ def gradients(model: nn.Module, park: offload.Activations | None) -> list[torch.
     return [p.grad for p in model.parameters()]
 
 
-class Counted(offload.Lane):
+class Counted(Lane):
     """Counts copies, and overwrites what left, so that a use of it is seen."""
 
     def __init__(self) -> None:
@@ -107,9 +117,9 @@ class Counted(offload.Lane):
         self.sent.append(tuple(tensor.shape))
         return super().send(tensor, host)
 
-    def bring(self, host):
+    def bring(self, host, into=None):
         self.brought += 1
-        return super().bring(host)
+        return super().bring(host, into)
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
@@ -117,7 +127,7 @@ def test_parked_activations_give_the_same_bits(policy: str) -> None:
     expected = gradients(llama(), None)
     model = llama()
     recompute.apply(program_of(model).but(recompute=policy))
-    park = offload.Activations(model, (), CPU, least_bytes=1)
+    park = Activations(model, (), CPU, least_bytes=1)
     park.lane = lane = Counted()
     ours = gradients(model, park)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
@@ -129,7 +139,7 @@ def test_parked_activations_give_the_same_bits(policy: str) -> None:
 
 def test_weights_and_small_and_expanded_tensors_stay() -> None:
     model = llama()
-    park = offload.Activations(model, (), CPU, least_bytes=32 * 32 * 8)
+    park = Activations(model, (), CPU, least_bytes=32 * 32 * 8)
     park.lane = lane = Counted()
     gradients(model, park)
     assert lane.sent
@@ -147,7 +157,7 @@ def test_weights_and_small_and_expanded_tensors_stay() -> None:
 
 def test_a_tensor_that_is_saved_three_times_leaves_once() -> None:
     model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).double()
-    park = offload.Activations(model, (), CPU, least_bytes=1)
+    park = Activations(model, (), CPU, least_bytes=1)
     park.lane = lane = Counted()
     x = torch.randn(4, 8, dtype=torch.double)
     with park.micro_batch(0, 0):
@@ -160,7 +170,7 @@ def test_a_tensor_that_is_saved_three_times_leaves_once() -> None:
 
 def test_another_tensor_in_the_same_memory_is_another() -> None:
     """A key is an address: it counts only as long as its tensor is still here."""
-    park = offload.Activations(nn.Identity(), (), CPU, least_bytes=1)
+    park = Activations(nn.Identity(), (), CPU, least_bytes=1)
     with park.micro_batch(0, 0):
         memory = torch.zeros(4)
         first = park.park(memory)
@@ -172,7 +182,7 @@ def test_another_tensor_in_the_same_memory_is_another() -> None:
 
 def test_nothing_is_left_between_micro_batches() -> None:
     model = llama()
-    park = offload.Activations(model, (), CPU, least_bytes=1)
+    park = Activations(model, (), CPU, least_bytes=1)
     gradients(model, park)
     assert not park.leaving
     assert not park.returning
@@ -189,7 +199,7 @@ OPTIMIZERS = {
 }
 
 
-def train(name: str, piece_bytes: int | None, steps: int = 3):
+def train(name: str, piece_bytes: int | None, steps: int = 3, files: bool = False):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -197,8 +207,10 @@ def train(name: str, piece_bytes: int | None, steps: int = 3):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = OPTIMIZERS[name](groups)
     undo = lambda: None  # noqa: E731
-    if piece_bytes is not None:
-        undo = offload.stream_state(optimizer, CPU, piece_bytes=piece_bytes, least_bytes=8)
+    if piece_bytes is not None and files:
+        undo = keep_in_files(optimizer, piece_bytes=piece_bytes, least_bytes=8)
+    elif piece_bytes is not None:
+        undo = stream_state(optimizer, CPU, piece_bytes=piece_bytes, least_bytes=8)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for seed in range(steps):
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
@@ -211,11 +223,15 @@ def train(name: str, piece_bytes: int | None, steps: int = 3):
     return model, optimizer, undo
 
 
+@pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("piece_bytes", [1, 200, 10**6])
-def test_stepping_in_pieces_is_stepping_at_once(name: str, piece_bytes: int) -> None:
+def test_stepping_in_pieces_is_stepping_at_once(name: str, piece_bytes: int, files: bool) -> None:
     model, optimizer, _ = train(name, None)
-    ours, streamed, undo = train(name, piece_bytes)
+    ours, streamed, undo = train(name, piece_bytes, files=files)
+    for state in streamed.state.values() if files else ():
+        large = [v for v in state.values() if isinstance(v, torch.Tensor) and v.nbytes >= 8]
+        assert all(is_mapped(value) for value in large)
     for a, b in zip(ours.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert streamed.param_groups[0]["params"] == list(p for p in ours.parameters() if p.dim() == 2)
@@ -232,9 +248,10 @@ def test_stepping_in_pieces_is_stepping_at_once(name: str, piece_bytes: int) -> 
         assert torch.equal(a, b)
 
 
-def test_state_that_a_checkpoint_brought_is_used() -> None:
+@pytest.mark.parametrize("files", [False, True])
+def test_state_that_a_checkpoint_brought_is_used(files: bool) -> None:
     model, optimizer, _ = train("adamw", None)
-    ours, streamed, _ = train("adamw", 200)
+    ours, streamed, _ = train("adamw", 200, files=files)
     for a, b in zip(ours.parameters(), model.parameters(), strict=True):
         streamed.state[a]["exp_avg"] = torch.full_like(a, 0.5)
         optimizer.state[b]["exp_avg"].fill_(0.5)
@@ -242,6 +259,7 @@ def test_state_that_a_checkpoint_brought_is_used() -> None:
         one.step()
     for a, b in zip(ours.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
+        assert is_mapped(streamed.state[a]["exp_avg"]) == files
 
 
 class Counting(torch.optim.SGD):
@@ -256,7 +274,7 @@ class Counting(torch.optim.SGD):
 def test_an_optimizer_that_counts_per_group_is_refused() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = Counting([weight], lr=0.1)
-    offload.stream_state(optimizer, CPU)
+    stream_state(optimizer, CPU)
     weight.grad = torch.ones(3)
     with pytest.raises(PlanError) as failure:
         optimizer.step()

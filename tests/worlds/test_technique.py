@@ -90,7 +90,9 @@ def test_a_command_knows_it(toy: dict[str, str]) -> None:
         for line in said(toy, "-m", "shoal", "train", "--help").splitlines()
         if line.strip().startswith("[memory]")
     ]
-    assert [sorted(words) for words in memory] == [["[memory]", "offload", "recompute", "toy"]]
+    assert [sorted(words) for words in memory] == [
+        ["[memory]", "offload", "offload_to", "recompute", "toy"]
+    ]
     words = ["model.name=mlp", "data.source=digits", "train.steps=2", "layout.strategy=ddp"]
     more = ["launch.processes=2", "run.name=x", "memory.toy=copies"]
     told = said(toy, "-m", "shoal", "train", *words, *more)
@@ -119,7 +121,8 @@ def test_an_own_loop_and_the_page_know_it(toy: dict[str, str]) -> None:
 
 KEYS = {
     "recompute": ("parallel/recompute.py",),
-    "offload": ("parallel/offload.py",),
+    "offload": ("parallel/offload/",),
+    "offload_to": ("parallel/offload/",),
     "compile": ("parallel/compiling/",),
     "compress": ("parallel/data_parallel/compress.py",),
     "defer_sync": ("parallel/data_parallel/zero.py", "parallel/data_parallel/fsdp.py"),

@@ -140,6 +140,7 @@ class OptimizerPolicy(UpdatePolicy):
 
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "parameters", "activations")
+OFFLOAD_TO = ("host", "files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +156,31 @@ class RecomputePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What waits in host memory while unused: none, optimizer, parameters (fsdp), activations.
+    """What waits elsewhere while unused: none, optimizer, parameters, activations; and where.
 
-    Of GPUs only: a run on a CPU refuses all but none (PlanError).
+    offload_to   host: its memory, where a run on a CPU has everything already · files: mapped ones
+                 without names in TMPDIR, of runs on a CPU; states may be larger than the memory then
     """
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
-    """none, optimizer, parameters (fsdp), activations: kept in the host's memory (GPUs only)"""
+    """none, optimizer, parameters, activations: what waits on the host or in files while unused"""
+    offload_to: str = word(OFFLOAD_TO, {"cpu": "host", "disk": "files", "nvme": "files"})
+    """host: its memory · files: mapped, without names, in TMPDIR; for states beyond the memory"""
 
     @property
     def parks_parameters(self) -> bool:
-        """Whether parameters wait on the host, and so lie in other memory from step to step."""
+        """Whether parameters wait elsewhere, and so lie in other memory from step to step."""
         return self.offload == "parameters"
+
+    @property
+    def states_in_files(self) -> bool:
+        """Whether states may be larger than the memory."""
+        return self.offload_to == "files"
+
+    @property
+    def builds_in_files(self) -> bool:
+        """Whether a model is larger than the memory that builds it."""
+        return self.parks_parameters and self.offload_to == "files"
 
 
 @dataclass(frozen=True, kw_only=True)

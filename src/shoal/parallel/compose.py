@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -197,7 +197,7 @@ def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
 def check_here(plan: Plan, device: torch.device) -> None:
     """Refuse policies that this kind of device cannot carry under any layout; else do nothing.
 
-    Errors   PlanError; so far for offload on a CPU
+    Errors   PlanError; so far for offload to files on a device
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check_here", None):
@@ -227,7 +227,11 @@ def wrap(program: Program) -> Program:
         program = technique.apply(program)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
     # replace them after it.
-    program = _by_layout(program)
+    with ExitStack() as around:
+        for technique in _asked(plan, AROUND_BLOCKS):
+            if enter := getattr(technique, "allocating", None):
+                around.enter_context(enter(program))
+        program = _by_layout(program)
     for technique in _asked(plan, AROUND_SUMS):
         program = technique.apply(program)
     return program

@@ -50,17 +50,12 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
     auto    on a CPU fp32; on GPUs bf16 where its rate is above fp32's, else fp16. Of a mixed
             cluster each format has the rate of the part that is slowest in it
     notes   gets a line, in place, where a GPU is over twice as fast in the other 16-bit format
-    Errors  PlanError for a cluster with CPUs and GPUs, and on a CPU for fp16 or `plan.offload`
+    Errors  PlanError for a cluster with CPUs and GPUs, and on a CPU for fp16
     """
     asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
         raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
     if cluster.device.kind != "gpu":
-        if plan.offload != "none":
-            raise PlanError(
-                f"memory.offload = {plan.offload}: there is no device to offload from on a CPU; "
-                f"nearest: memory.offload=none"
-            )
         if asked == "fp16":
             raise PlanError(
                 "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "

@@ -244,8 +244,15 @@ def _built(
             refuse_unready(module)
         return formats.convert(module, plan.compute)
 
-    if isinstance(model, nn.Module) or not divides(plan, said):
+    if isinstance(model, nn.Module):
         return build(), lines
+    if not divides(plan, said):
+        if not plan.builds_in_files:
+            return build(), lines
+        from shoal.parallel.mmap_init import mmap_init
+
+        with mmap_init():
+            return build(), lines
     from shoal.parallel.shared_build import build_once
 
     module, more = build_once(world, build)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -29,6 +30,7 @@ from shoal.checkpoint.write import Piece
 from shoal.optim.average import WeightAverage
 from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
 from shoal.parallel.full_state import held
+from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Local, Part, Program, dtype_of
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.loaders import Feed
@@ -84,7 +86,7 @@ def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
         if MODEL + first in parts
     }
     root, keep = folder / "checkpoints", run.program.plan.keep
-    if not wait:
+    if not wait and not run.program.plan.states_in_files:  # a copy of them would be in memory
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
     saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
@@ -167,7 +169,8 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         return shards + (run.beside.wanted(manifest) if run.beside is not None else [])
 
     emit = run.recorder.events.emit
-    loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)
+    with mmap_init() if run.program.plan.states_in_files else nullcontext():
+        loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)
     if loaded is None:
         return False
     record = loaded.manifest.record
@@ -185,7 +188,8 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     if run.average is not None:
         kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
         run.average.load(kept, int(record.get("average_updates", 0)))
-    differences = join_state(run.optimizer, stepped, state, record["optimizer"])
+    with mmap_init() if run.program.plan.states_in_files else nullcontext():
+        differences = join_state(run.optimizer, stepped, state, record["optimizer"])
     if run.guard.length.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
         restore_lr(run.optimizer, names, record["optimizer"])

@@ -184,7 +184,8 @@ def _wrap(
 ) -> list[RemovableHandle]:
     """Shard some units, the root last; gives the hooks of ours that this needs."""
     module, plan = program.module, program.plan
-    host = CPUOffloadPolicy() if plan.parks_parameters else OffloadPolicy()
+    parked = plan.parks_parameters and program.world.device.type != "cpu"
+    host = CPUOffloadPolicy() if parked else OffloadPolicy()
     detours = []
     # Of other stages, and what has no rows, or nobody else to have them.
     ignored = {p for p in module.parameters() if p.is_meta} | set(_whole(program))

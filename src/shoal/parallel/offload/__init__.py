@@ -1,0 +1,147 @@
+"""Offload: what is needed only now and then waits in the host's memory, or in files.
+
+    activations   what the backward pass needs leaves while the forward pass goes on, and comes back
+                  just before its turn (activations.py)
+    optimizer     its state waits; a step goes through it a piece after the other
+                  (optimizer_state.py)
+    parameters    weights, gradients and state wait. Under fsdp by FSDP2's `CPUOffloadPolicy`, set
+                  where parameters are split: the optimizer runs on the host
+
+Where they wait is `memory.offload_to`. A run that computes on the CPU has everything on the host
+already, which a line says; in files its states may be larger than the memory: all that is allocated
+while the layout takes over, and every gradient, lies in a mapped file then (mmap_init.py).
+Copies run on streams of their own, beside computing (lane.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.plan import Plan
+from shoal.machine.memory import return_large_blocks
+from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
+from shoal.parallel.offload.activations import Activations
+from shoal.parallel.offload.optimizer_state import LEAST_BYTES, keep_in_files, stream_state
+from shoal.parallel.program import Program
+
+
+def check_here(plan: Plan, device: torch.device) -> None:
+    """Refuse what no layout can do here.
+
+    Errors: PlanError for files without something to put there, or that nothing writes yet
+    """
+    if not plan.states_in_files:
+        return
+    if plan.offload in ("none", "activations"):
+        raise PlanError(
+            f"memory.offload_to = files: with memory.offload = {plan.offload} there is nothing to "
+            f"put there; nearest: memory.offload=optimizer, or memory.offload_to=host"
+        )
+    if device.type != "cpu":
+        raise PlanError(
+            f"memory.offload_to = files: states in files are stepped by the CPU, and this run "
+            f"computes on {device.type}; nearest: memory.offload_to=host"
+        )
+
+
+def check(plan: Plan, device: torch.device) -> None:
+    """Refuse what cannot be offloaded here, before anything is cut or traced.
+
+    Errors: as `check_here`; PlanError where parameters are not split
+    """
+    check_here(plan, device)
+    layout = plan.layout
+    if plan.parks_parameters and layout.zero < 3 and device.type != "cpu":
+        raise PlanError(
+            f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "
+            f"device; nearest: layout.strategy=fsdp, or memory.offload=optimizer"
+        )
+
+
+def apply(program: Program) -> Program:
+    """Offload a program's activations; for the other policies see that they can be.
+
+    The optimizer's state is offloaded by `hand_over`, parameters by the technique that splits them.
+    Errors   as `check`
+    """
+    plan, device = program.plan, program.world.device
+    check(plan, device)
+    if plan.states_in_files:
+        return_large_blocks(LEAST_BYTES)
+        return program
+    if device.type == "cpu":
+        if plan.offload != "none":
+            program.notices.append(
+                f"memory.offload = {plan.offload}: this run computes on the CPU, so it is in the "
+                f"host's memory already; memory.offload_to=files keeps states in files"
+            )
+        return program
+    if plan.offload != "activations":
+        return program
+    park = Activations(program.module, program.blocks, device)
+    return replace(
+        program,
+        around=(*program.around, park.micro_batch),
+        on_close=(*program.on_close, park.close),
+    )
+
+
+def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
+    """Keep the optimizer's state on the host or in files, and gradients in files, if so planned."""
+    plan, device = program.plan, program.world.device
+    if plan.states_in_files:
+        undo = keep_in_files(optimizer)
+        if plan.parks_parameters:
+            hooks = [
+                local.parameter.register_post_accumulate_grad_hook(_keep_gradient_in_file())
+                for local in program.local.values()
+            ]
+            undo = _all(undo, *(hook.remove for hook in hooks))
+    elif plan.offload == "optimizer" and device.type != "cpu":
+        undo = stream_state(optimizer, device)
+    else:
+        return program
+    return replace(program, on_close=(*program.on_close, undo))
+
+
+@contextmanager
+def allocating(program: Program) -> Iterator[None]:
+    """Inside, what a layout allocates for parameters lies in files, if parameters do."""
+    plan = program.plan
+    if not plan.builds_in_files:
+        yield
+        return
+    for parameter in (*program.parameters.values(), *program.frozen.values()):
+        if type(parameter.data) is torch.Tensor and not is_mapped(parameter):
+            parameter.data = mapped(parameter).copy_(parameter.detach())
+    with mmap_init():
+        yield
+
+
+def _keep_gradient_in_file() -> Callable[[nn.Parameter], None]:
+    """A hook that moves one parameter's gradient to a file, which serves all steps."""
+    kept: list[torch.Tensor] = []
+
+    def move(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.nbytes < LEAST_BYTES or is_mapped(gradient):
+            return
+        if not kept:
+            kept.append(mapped(gradient))
+        parameter.grad = kept[0].copy_(gradient)
+
+    return move
+
+
+def _all(*calls: Callable[[], None]) -> Callable[[], None]:
+    def every() -> None:
+        for call in calls:
+            call()
+
+    return every

@@ -1,0 +1,54 @@
+"""Copies between a device and its host's memory that run beside computing.
+
+    to the host     starts when what was computed so far is done; on a stream of its own
+    to the device   the same, on another: links carry both directions at once
+
+A tensor on the device is let go only when computing waits for its copy: memory that is let go
+belongs to what is computed next, and a copy that still reads or fills it would come too late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Lane:
+    """Two streams, out and in, between a device and pinned host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.streams = torch.get_device_module(device)
+        self.out, self.back = self.streams.Stream(), self.streams.Stream()
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory on the host for a tensor; pinned, since other copies would wait for the host."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=self.device.type != "cpu")
+
+    def send(self, tensor: torch.Tensor, host: torch.Tensor | None = None) -> tuple[Any, Any]:
+        """Start a copy to the host, into `host` if given: (host tensor, event of its end)."""
+        host = self.host_like(tensor) if host is None else host
+        return host, self._copy(tensor, host, self.out)
+
+    def bring(self, host: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Any, Any]:
+        """Start a copy to the device, into `into` if given: (device tensor, event of its end)."""
+        tensor = torch.empty_like(host, device=self.device) if into is None else into
+        return tensor, self._copy(host, tensor, self.back)
+
+    def wait(self, event: Any) -> None:
+        """What is computed from here on comes after that copy; the CPU goes on."""
+        self.streams.current_stream(self.device).wait_event(event)
+
+    def finish(self) -> None:
+        """The CPU waits until all copies are over."""
+        if self.device.type != "cpu":
+            self.out.synchronize()
+            self.back.synchronize()
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, side: Any) -> Any:
+        # The source must be written, and whoever had the target's memory before must be done.
+        side.wait_stream(self.streams.current_stream(self.device))
+        with self.streams.stream(side):
+            target.copy_(source, non_blocking=True)
+            return side.record_event()

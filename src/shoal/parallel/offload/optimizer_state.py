@@ -1,0 +1,261 @@
+"""The optimizer's state waits on the host, or in files, and is stepped a piece after the other.
+
+    on the host   a piece's state comes to the device, is stepped there, and leaves: three pieces
+                  are there at most, one that comes, one that is stepped, one that leaves
+                      back     | 0 | 1 | 2 | 3 |
+                      compute      | 0 | 1 | 2 | 3 |
+                      out              | 0 | 1 | 2 | 3 |
+    in files      of a run on the CPU: the state is born in mapped files (mmap_init.py) and stepped
+                  where it lies; the system keeps as much of it in memory as there is room for
+
+The optimizer steps on the device that computes: any optimizer works, and the same kernels give the
+same bits as without offload.
+Source: Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import update_wrapper
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
+from shoal.parallel.offload.lane import Lane
+
+LEAST_BYTES = 2**20
+"""Smaller state stays where it is: biases, step counts."""
+
+PIECE_BYTES = 64 * 2**20
+"""Of parameters that are stepped together."""
+
+Piece = list[tuple[int, nn.Parameter]]
+"""Parameters with the numbers of their groups."""
+
+
+class Stepper(Protocol):
+    """What steps an optimizer in its own step's place."""
+
+    def step(self) -> None:
+        """One step of all parameters."""
+
+    def take_back(self) -> None:
+        """The state is where the optimizer itself would have it."""
+
+
+def keep_in_files(
+    optimizer: torch.optim.Optimizer,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    least_bytes: int = LEAST_BYTES,
+) -> Callable[[], None]:
+    """Keep an optimizer's state in mapped files from its next step on; gives the undo.
+
+    piece_bytes, least_bytes, limits, errors   as `stream_state`
+    """
+    return _instead(optimizer, FileState(optimizer, piece_bytes, least_bytes))
+
+
+def stream_state(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    least_bytes: int = LEAST_BYTES,
+) -> Callable[[], None]:
+    """Keep an optimizer's state on the host from its next step on; gives the way back.
+
+    piece_bytes   of parameters that are stepped together; three pieces' state is on the device at
+                  most
+    least_bytes   smaller state stays on the device (biases, step counts)
+    Limits        hooks that were hung on `optimizer.step` run once per piece
+    Errors        PlanError, at the first step, for an optimizer that counts in its groups: pieces
+                  would make it count several times
+    """
+    return _instead(optimizer, HostState(optimizer, Lane(device), piece_bytes, least_bytes))
+
+
+def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[], None]:
+    """Let `stepper` step an optimizer; gives the way back."""
+    before = optimizer.__dict__.get("step")
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        stepper.step()
+
+    def undo() -> None:
+        del optimizer.__dict__["step"]
+        if before is not None:
+            optimizer.__dict__["step"] = before
+        stepper.take_back()
+
+    # A method of the optimizer, with the marks of the former: torch's schedulers look for both.
+    update_wrapper(step, optimizer.step)
+    optimizer.__dict__["step"] = MethodType(step, optimizer)
+    return undo
+
+
+class Pieces:
+    """An optimizer whose parameters can be stepped a few at a time."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, piece_bytes: int, least_bytes: int
+    ) -> None:
+        self.optimizer = optimizer
+        self.piece_bytes, self.least_bytes = piece_bytes, least_bytes
+        self.plain_step = optimizer.step
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Whole parameters, about `piece_bytes` together, in the order of their groups."""
+        piece: Piece = []
+        room = 0
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if piece and room < parameter.nbytes:
+                    yield piece
+                    piece = []
+                room = (room if piece else self.piece_bytes) - parameter.nbytes
+                piece.append((number, parameter))
+        if piece:
+            yield piece
+
+    def step(self, piece: Piece) -> None:
+        """Step those parameters and no others.
+
+        Errors   PlanError where that counted something that all parameters share
+        """
+        every = self.optimizer.param_groups
+        wholes = [group["params"] for group in every]
+        try:
+            for number, group in enumerate(every):
+                group["params"] = [parameter for n, parameter in piece if n == number]
+            groups = [group for group in every if group["params"]]
+            counts = [_numbers(group) for group in groups]
+            self.optimizer.param_groups = groups
+            self.plain_step()
+            for group, before in zip(groups, counts, strict=True):
+                self._refuse_counts(group, before)
+        finally:
+            self.optimizer.param_groups = every
+            for group, whole in zip(every, wholes, strict=True):
+                group["params"] = whole
+
+    def large(self, piece: Piece) -> list[tuple[nn.Parameter, str, torch.Tensor]]:
+        """State of a piece that does not stay on the device."""
+        return [
+            (parameter, key, value)
+            for _, parameter in piece
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.nbytes >= self.least_bytes
+        ]
+
+    def _refuse_counts(self, group: dict[str, Any], before: dict[str, Any]) -> None:
+        for key, value in _numbers(group).items():
+            if before.get(key) != value:
+                raise PlanError(
+                    f"memory.offload = optimizer: {type(self.optimizer).__name__} counts {key} per "
+                    f"group, and its parameters are stepped in pieces; nearest: "
+                    f"memory.offload=none, or an optimizer of torch.optim"
+                )
+
+
+class FileState:
+    """Steps an optimizer on the CPU piece by piece; its state lies in mapped files."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, piece_bytes: int, least_bytes: int
+    ) -> None:
+        self.pieces = Pieces(optimizer, piece_bytes, least_bytes)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of all parameters, whose state is in files after it."""
+        state = self.pieces.optimizer.state
+        for piece in list(self.pieces):
+            if all(state.get(p) for _, p in piece if p.grad is not None):
+                self.pieces.step(piece)
+            else:  # the step that makes the state
+                with mmap_init(self.pieces.least_bytes):
+                    self.pieces.step(piece)
+            # Some optimizers make their state anew in every step; a checkpoint brings its own.
+            for parameter, key, value in self.pieces.large(piece):
+                if value.device.type == "cpu" and not is_mapped(value):
+                    state[parameter][key] = mapped(value).copy_(value)
+
+    def take_back(self) -> None:
+        """A file is as good a place as any; it goes when its tensor goes."""
+
+
+class HostState:
+    """Steps an optimizer on the device piece by piece; between steps its state is on the host."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, lane: Lane, piece_bytes: int, least_bytes: int
+    ) -> None:
+        self.lane = lane
+        self.pieces = Pieces(optimizer, piece_bytes, least_bytes)
+        self.state = optimizer.state
+        self.hosts: dict[tuple[int, str], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of all parameters; returns when their state is on the host."""
+        pieces = list(self.pieces)
+        coming = deque(self._bring(piece) for piece in pieces[:AHEAD])
+        leaving: deque[list[tuple[torch.Tensor, Any]]] = deque()
+        for place, piece in enumerate(pieces):
+            for event in coming.popleft():
+                self.lane.wait(event)
+            self.pieces.step(piece)
+            leaving.append(self._send(piece))
+            if len(leaving) > 1:
+                self._let_go(leaving.popleft())
+            if place + AHEAD < len(pieces):
+                # Not before the piece that left made room for it.
+                coming.append(self._bring(pieces[place + AHEAD]))
+        while leaving:
+            self._let_go(leaving.popleft())
+        # Whoever reads the state next, to save it, reads it with the CPU.
+        self.lane.finish()
+
+    def take_back(self) -> None:
+        """The state is on the device again."""
+        for piece in self.pieces:
+            for parameter, key, host in self.pieces.large(piece):
+                self.state[parameter][key] = host.to(self.lane.device)
+        self.hosts = {}
+
+    def _bring(self, piece: Piece) -> list[Any]:
+        events = []
+        for parameter, key, host in self.pieces.large(piece):
+            if self.hosts.get((id(parameter), key)) is not host:
+                continue  # a checkpoint put it here
+            self.state[parameter][key], event = self.lane.bring(host)
+            events.append(event)
+        return events
+
+    def _send(self, piece: Piece) -> list[tuple[torch.Tensor, Any]]:
+        sent = []
+        for parameter, key, tensor in self.pieces.large(piece):
+            place = (id(parameter), key)
+            self.hosts[place], event = self.lane.send(tensor, self.hosts.get(place))
+            self.state[parameter][key] = self.hosts[place]
+            sent.append((tensor, event))
+        return sent
+
+    def _let_go(self, sent: list[tuple[torch.Tensor, Any]]) -> None:
+        for _, event in sent:
+            self.lane.wait(event)
+        sent.clear()
+
+
+AHEAD = 2
+"""Pieces that are on the device or on their way there before the one that leaves is gone."""
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, int | float)}
