@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,16 @@ def recorded_event(device: torch.device) -> Any:
     event = torch.get_device_module(device).Event()
     event.record()
     return event
+
+
+def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
+    """float64 numbers on a device, [numbers], without the host waiting for the copy.
+
+    A copy from memory that is not pinned waits for all that a device was asked to do before.
+    """
+    pinned = abilities(device).pinned
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
+    return host.to(device, non_blocking=True)
 
 
 def device_generators(device: torch.device | None = None) -> list[torch.Generator]:

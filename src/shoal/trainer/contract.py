@@ -133,7 +133,9 @@ def sum_and_count(
                 f"{where}: the second of (sum, count) must be a number or a tensor without dims, "
                 f"got {_kind(count)}"
             )
-        return total, torch.as_tensor(count, device=total.device).detach()
+        if not isinstance(count, torch.Tensor):  # filled there: a copy would wait for the device
+            count = torch.full((), count, device=total.device)
+        return total, count.to(total.device).detach()
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
             f"{where}: (sum, count) or unreduced values are wanted, got {_kind(result)}"
@@ -146,7 +148,7 @@ def sum_and_count(
     if _marks_ignored(result, targets):
         valid = targets.long() != IGNORED_TARGET  # long: −100 wraps around to 156 in uint8
         return result.masked_fill(~valid, 0).sum(), valid.sum()
-    return result.sum(), torch.tensor(result.numel(), device=result.device)
+    return result.sum(), torch.full((), result.numel(), device=result.device)
 
 
 def _kind(value: Any) -> str:

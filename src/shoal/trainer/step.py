@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import BugError, ConfigError, PlanError
-from shoal.fabric.device import is_accelerator
+from shoal.fabric.device import is_accelerator, numbers_on
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
@@ -121,6 +121,10 @@ def _check_frozen(program: Program) -> None:
             )
 
 
+HEAD = 6
+"""Numbers of a tally before those by rank: loss sum, count, norm², and three flags."""
+
+
 def _tally(
     program: Program,
     sums: torch.Tensor,
@@ -129,7 +133,7 @@ def _tally(
     flags: list[float],
     numbers: Sequence[float],
 ) -> Tally:
-    """One all-reduce of a short float64 vector: sums first, then one slot per rank, then flags.
+    """One all-reduce of a short float64 vector: sums, flags, then a slot per rank, then names.
 
     used_here, norms   of the gradients that this rank computed itself
     numbers   micro-batches, peak memory, and what else this rank says
@@ -140,21 +144,20 @@ def _tally(
     for norm in norms:
         magnitude = magnitude + norm.to(torch.float64)
     rows = 2 + len(numbers)
-    per_rank = torch.zeros(rows, ranks, dtype=torch.float64, device=device)
-    per_rank[0, world.rank] = (~torch.isfinite(magnitude)).double()
-    per_rank[1, world.rank] = (~torch.isfinite(sums.sum())).double()
-    per_rank[2:, world.rank] = sums.new_tensor(numbers)
     here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
-    used = sums.new_tensor([float(name in here) for name in program.names])
+    # All that the host knows goes to the device in one copy, and nobody waits for it.
+    said = [0.0] * (HEAD + rows * ranks)
+    said[3:HEAD] = flags
+    said[HEAD + 2 * ranks + world.rank :: ranks] = numbers
+    vector = numbers_on(device, said + [float(name in here) for name in program.names])
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
-    known = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
-    squares = _squares(program, reducer).to(device)
-    vector = torch.cat(
-        [known, squares.reshape(1), sums.new_tensor(flags), per_rank.flatten(), used]
-    )
+    vector[:2] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
+    vector[2] = _squares(program, reducer)
+    finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
+    vector[HEAD + world.rank : HEAD + 2 * ranks : ranks] = (~finite).double()
     world.all_reduce(vector)
-    told = vector.tolist()
-    slots = [told[6 + k * ranks : 6 + (k + 1) * ranks] for k in range(rows)]
+    told = vector.tolist()  # the one place of a step where the host waits for the device
+    slots = [told[HEAD + k * ranks : HEAD + (k + 1) * ranks] for k in range(rows)]
     return Tally(
         loss_sum=told[0],
         count=told[1],
@@ -167,7 +170,7 @@ def _tally(
         micro_batches=[int(n) for n in slots[2]],
         peak_memory_bytes=[int(n) for n in slots[3]],
         said=slots[4:],
-        used=[n > 0 for n in told[6 + rows * ranks :]],
+        used=[n > 0 for n in told[HEAD + rows * ranks :]],
     )
 
 

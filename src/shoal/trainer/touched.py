@@ -314,13 +314,19 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
 
     whole   read every element, and not only some tens of thousands of each tensor
     """
-    total = 0
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors, start=1):
         flat = tensor.detach().contiguous().reshape(-1)
         if not whole:
             flat = flat[:: max(1, flat.numel() // LOOKED_AT)].contiguous()
         bits = flat.view(BITS[flat.element_size()]) if flat.element_size() in BITS else flat
-        total += place * int(bits.sum(dtype=torch.int64))
+        sums.setdefault(bits.device, []).append(bits.sum(dtype=torch.int64))
+        places.setdefault(bits.device, []).append(place)
+    total = 0
+    for device, some in sums.items():  # a device is waited for once
+        read = torch.stack(some).tolist()
+        total += sum(place * one for place, one in zip(places[device], read, strict=True))
     return total % SURE
 
 
