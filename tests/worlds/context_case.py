@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}, 61),
     "untied": ("llama", {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "tied": False}, 61),
     "gpt": ("gpt", {"dim": 16, "layers": 2, "heads": 4}, 61),
+    "moe": ("moe", {"dim": 16, "layers": 2, "heads": 4, "experts": 4, "hidden": 12}, 61),
     "dropout": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.1}, 61),
 }
 STEPS = 2
@@ -197,6 +198,31 @@ def travels(world: World, context: str) -> dict[str, Any]:
     del world.traffic.count
     _close(run)
     return {"calls": calls, "notices": told}
+
+
+def divides(world: World, layout: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has of 8 tokens, 4 heads and 2 key heads: between layers and in attention."""
+    from shoal.parallel.context_parallel import ATTENTION
+
+    tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(1))
+    seen: dict[str, Any] = {"tokens": set(), "heads": set()}
+    right = ATTENTION["auto"]
+    assert right is not None
+
+    def attention(q: Any, axis: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
+        seen["heads"].add((q.shape[2], q.shape[1], k.shape[1]))
+        return right(q, axis, k, v, **options)
+
+    with _heard() as told, patch.dict(ATTENTION, {"auto": attention}):
+        run = _run(world, _llama(8), tokens, layout)
+    block = run.model.get_submodule("blocks.1")
+    hook = block.register_forward_pre_hook(
+        lambda module, args: seen["tokens"].add(args[0].local.local.shape[1])
+    )
+    run.step((tokens, tokens.roll(-1, 1)))
+    hook.remove()
+    _close(run)
+    return {"notices": told, **{name: sorted(several) for name, several in seen.items()}}
 
 
 def own_loss(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -188,7 +188,7 @@ class Trial:
 
     def _whole_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:
         for axis, split, label in reversed(
-            list(zip(self.axes, self.splits, labels, strict=True))
+            list(zip(self.axes, self.programs, labels, strict=True))
         ):
             if name in split.partial or isinstance(label, Partial):
                 part = part.clone(memory_format=torch.contiguous_format)
