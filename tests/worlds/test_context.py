@@ -86,6 +86,14 @@ def test_ring_sends_keys_and_values_only(worlds) -> None:
     assert told["notices"] == []
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_rank_never_holds_more_than_two_ranks_keys_and_values(worlds, samples: int) -> None:
+    """Its own among them, under a window that reaches two ranks back, and padding."""
+    answers = worlds(4).call("context_case:keys_held", samples=samples)
+    assert max(max(told) for told in answers) == 2.0
+    assert len({len(told) for told in answers}) > 1  # rank 0 sees no rank before it
+
+
 def test_gathering_is_told(worlds) -> None:
     for told in worlds(2).call("context_case:travels", context="gather"):
         assert "send" not in [kind for kind, _ in told["calls"]]

@@ -9,7 +9,7 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
     starting text ("" where the best layout starts),
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
-              accumulate, recompute, offload, runs_here, verdict fits|tight|no, starts, after
+              accumulate, recompute, offload, verdict fits|tight|no, starts, after
               fits|tight|no (the steps alone), start_bytes, files_bytes (of a machine, while it
               starts), margin_bytes (of the steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
@@ -139,7 +139,6 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "accumulate": case.accumulate,
         "recompute": case.plan.recompute,
         "offload": case.plan.offload,
-        "runs_here": candidate.built,
         "verdict": candidate.verdict.word,
         "starts": candidate.verdict.starts,
         "after": candidate.verdict.after,
