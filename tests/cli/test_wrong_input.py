@@ -68,7 +68,6 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("layout.zero=1 layout.dp_replicate=2", "layout.zero = 1: splits over layout.dp_shard"),
         ("layout.strategy=hsdp", "layout.strategy = hsdp: is at least 2 × 2 processes"),
         ("layout.strategy=ddp layout.threads=2", "only layout.strategy=dp runs replicas in threads"),
-        ("layout.cp=2 layout.tp=2", "layout.cp = 2: does not go with layout.tp = 2 in this version"),
         ("layout.cp=2 layout.context=rings", "layout.context = rings: not one of auto, ring, ulysses"),
         ("layout.tp=2 layout.context=ring", "says how attention is computed over layout.cp"),
         ("layout.ep=2", "layout.ep = 2: deals experts to data-parallel ranks, of which there are "

@@ -105,8 +105,6 @@ def test_what_a_schedule_makes_is_what_its_name_promises() -> None:
         ({"tp": 2, "pp": 3}, 8, {}, "nearest legal: layout.pp=2 layout.dp_replicate=2"),
         ({"tp": 2, "dp_shard": 2}, 8, {}, "nearest legal: layout.dp_replicate=2"),
         ({"islands": 2}, 2, {}, "layout.islands = 2: islands are runs of their own, each with a layout"),
-        ({"cp": 2, "tp": 2}, 4, {}, "layout.cp = 2: does not go with layout.tp = 2 in this version; "
-         "nearest: layout.cp=2 layout.dp_shard=2"),
         ({"tp": -2}, 2, {}, "layout.tp = -2: at least 1; nearest: layout.tp=1"),
         ({"tp": 2}, 2, {"threads": 2}, "layout.threads = 2: replicas in threads are one process"),
         ({"tp": 2}, 2, {"zero": 1}, "layout.zero = 1: splits over layout.dp_shard, which is 1"),

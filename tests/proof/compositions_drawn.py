@@ -182,6 +182,7 @@ def layouts() -> dict[str, tuple[int, Words]]:
         for axis in ("tp", "cp", "pp"):
             found[f"{axis}2 {name}"] = 4, {f"layout.{axis}": "2", **words}
     found["ep2 ddp"] = 4, {"layout.ep": "2", "layout.dp_replicate": "4"}
+    found["ep2 cp2"] = 4, {"layout.ep": "2", "layout.dp_replicate": "2", "layout.cp": "2"}
     for one, other in (("tp", "pp"), ("tp", "cp"), ("cp", "pp")):
         found[f"{one}2 {other}2"] = 4, {f"layout.{one}": "2", f"layout.{other}": "2"}
     return found

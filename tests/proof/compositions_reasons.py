@@ -82,12 +82,6 @@ REASONS = (
         lambda words, found: words.get("memory.offload") == found[1],
     ),
     Reason(
-        "cp does not go with tp or pp yet",
-        r"layout\.cp = (\d): does not go with layout\.(tp|pp) = (\d) in this version",
-        lambda words, found: [degrees(words)[axis] for axis in ("cp", found[2])]
-        == [int(found[1]), int(found[3])],
-    ),
-    Reason(
         "attention over ranks that are not there",
         r"layout\.context = (\w+): says how attention is computed over layout\.cp, which is 1",
         lambda words, found: words.get("layout.context") == found[1] and degrees(words)["cp"] == 1,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2}, 61),
     "untied": ("llama", {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "tied": False}, 61),
     "gpt": ("gpt", {"dim": 16, "layers": 2, "heads": 4}, 61),
+    "moe": ("moe", {"dim": 16, "layers": 2, "heads": 4, "experts": 4, "hidden": 12}, 61),
     "dropout": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.1}, 61),
 }
 STEPS = 2
@@ -197,6 +200,91 @@ def travels(world: World, context: str) -> dict[str, Any]:
     del world.traffic.count
     _close(run)
     return {"calls": calls, "notices": told}
+
+
+def divides(world: World, layout: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has of 8 tokens, 4 heads and 2 key heads: between layers and in attention."""
+    from shoal.parallel.context_parallel import ATTENTION
+
+    tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(1))
+    seen: dict[str, Any] = {"tokens": set(), "heads": set()}
+    right = ATTENTION["auto"]
+    assert right is not None
+
+    def attention(q: Any, axis: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
+        seen["heads"].add((q.shape[2], q.shape[1], k.shape[1]))
+        return right(q, axis, k, v, **options)
+
+    with _heard() as told, patch.dict(ATTENTION, {"auto": attention}):
+        run = _run(world, _llama(8), tokens, layout)
+    block = run.model.get_submodule("blocks.1")
+    hook = block.register_forward_pre_hook(
+        lambda module, args: seen["tokens"].add(args[0].local.local.shape[1])
+    )
+    run.step((tokens, tokens.roll(-1, 1)))
+    hook.remove()
+    _close(run)
+    return {"notices": told, **{name: sorted(several) for name, several in seen.items()}}
+
+
+def keys_held(world: World, samples: int) -> list[float]:
+    """Keys and values in this rank's memory at each step of attention, in shares of one rank.
+
+    By looking: numbers of any rank's keys and values in any tensor, with a window and padding.
+    """
+    from shoal.fabric.ring import Ring
+    from shoal.parallel.context_parallel import ring
+
+    size, tokens = world.size, 8
+    draw = torch.Generator().manual_seed(5)
+    shape = (samples, size * tokens, 4, 8)
+    every = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(2)]
+    known = torch.cat([one.reshape(-1) for one in every]).sort().values
+    mine = [one.chunk(size, 1)[world.rank].clone() for one in every]
+    share = sum(one.numel() for one in mine)
+    del every
+    k, v = (one.transpose(1, 2).requires_grad_() for one in mine)
+    q = torch.randn(samples, 4, tokens, 8, dtype=torch.float64, requires_grad=True)
+    near = torch.arange(size * tokens)[:, None] - torch.arange(size * tokens)
+    padded = torch.arange(size * tokens) < size * tokens - 3
+    mask = ((near >= -1) & (near < 2 * tokens) & padded).chunk(size)[world.rank]
+    counts: list[float] = []
+
+    def count() -> None:
+        seen, held = set(), 0
+        for one in gc.get_objects():
+            if type(one) not in (torch.Tensor, nn.Parameter) or one.dtype != torch.float64:
+                continue
+            storage = one.untyped_storage()
+            if one is known or storage.data_ptr() in seen or not storage.nbytes():
+                continue
+            seen.add(storage.data_ptr())
+            values = torch.empty(0, dtype=torch.float64).set_(storage)
+            found = int(torch.isin(values, known).sum())
+            held += found if 2 * found > values.numel() else 0  # a row of one key's weight is out
+        counts.append(held / share)
+
+    def counted(right: Any) -> Any:
+        def kernel(*tensors: Any, **options: Any) -> Any:
+            count()
+            return right(*tensors, **options)
+
+        return kernel
+
+    passing = Ring.pass_on
+
+    def arrived(self: Ring, tensors: Any) -> Any:
+        """What comes is here before anything is counted."""
+        came = passing(self, tensors).result()
+        return SimpleNamespace(result=lambda: came)
+
+    with (
+        patch.object(Ring, "pass_on", arrived),
+        patch.object(ring, "attend", counted(ring.attend)),
+        patch.object(ring, "attend_backward", counted(ring.attend_backward)),
+    ):
+        ring.ring_attention(q, Ring(world), k, v, mask).sum().backward()
+    return counts
 
 
 def own_loss(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

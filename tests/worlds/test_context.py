@@ -15,6 +15,12 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "untied", {"cp": 4}),
     (4, "gpt", {"cp": 2, "dp_shard": 2}),
     (4, "llama", {"cp": 2, "dp_shard": 2, "zero": 2, "context": "ulysses"}),
+    (4, "dropout", {"cp": 2, "tp": 2}),
+    (4, "gpt", {"cp": 2, "tp": 2, "sequence_parallel": "off", "context": "ulysses"}),
+    (4, "dropout", {"cp": 2, "pp": 2}),
+    (4, "untied", {"cp": 2, "pp": 2, "schedule": "dualpipe"}),
+    (4, "moe", {"cp": 2, "dp_replicate": 2, "ep": 2}),
+    (4, "moe", {"cp": 2, "dp_shard": 2, "ep": 2}),
 ]
 
 
@@ -22,6 +28,36 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 def test_equals_one_process(worlds, size: int, model: str, layout: dict[str, Any]) -> None:
     report = worlds(size).call("context_case:prove", model=model, layout=layout)[0]
     assert report["verdict"] == "equal", report["cause"] or report["reason"]
+
+
+ON_8 = [
+    ("dropout", {"cp": 2, "tp": 2, "pp": 2}),
+    ("gpt", {"cp": 2, "tp": 2, "dp_shard": 2}),
+    ("llama", {"cp": 2, "pp": 2, "dp_shard": 2}),
+]
+
+
+def test_with_two_more_axes_equals_one_process(worlds) -> None:
+    """One world and its start for all: 8 processes share the cores of this machine."""
+    for model, layout in ON_8:
+        report = worlds(8).call("context_case:prove", model=model, layout=layout)[0]
+        assert report["verdict"] == "equal", (layout, report["cause"] or report["reason"])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", ["dropout", "gpt"])
+def test_with_all_axes_equals_one_process(worlds, model: str) -> None:
+    layout = {"cp": 2, "tp": 2, "pp": 2, "dp_shard": 2}
+    report = worlds(16).call("context_case:prove", model=model, layout=layout)[0]
+    assert report["verdict"] == "equal", report["cause"] or report["reason"]
+
+
+def test_layers_share_tokens_and_weights_at_once(worlds) -> None:
+    """Not that cp works on whole sequences beside tp: each rank has 1/4 of a layer's tokens."""
+    for told in worlds(4).call("context_case:divides", layout={"cp": 2, "tp": 2}):
+        assert told["notices"] == []
+        assert told["tokens"] == [4 // 2]  # of 8, between layers
+        assert told["heads"] == [[4, 2, 1]]  # tokens, heads and key heads in attention, of 8, 4, 2
 
 
 @pytest.mark.parametrize("case", ["own loss", "other length", "ignored", "recomputed"])
@@ -48,6 +84,14 @@ def test_ring_sends_keys_and_values_only(worlds) -> None:
     half = tokens // 2 * width  # the late half of rank 0 and the early one of rank 1 stay or go
     assert swaps == sorted(2 * [half * (dim + 2 * kv_dim), half * dim] * 2)
     assert told["notices"] == []
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_rank_never_holds_more_than_two_ranks_keys_and_values(worlds, samples: int) -> None:
+    """Its own among them, under a window that reaches two ranks back, and padding."""
+    answers = worlds(4).call("context_case:keys_held", samples=samples)
+    assert max(max(told) for told in answers) == 2.0
+    assert len({len(told) for told in answers}) > 1  # rank 0 sees no rank before it
 
 
 def test_gathering_is_told(worlds) -> None:

@@ -108,7 +108,7 @@ def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> s
         fix = record["fixes"][0]["set"].split() if record["fixes"] else []
         words = [*_without(arguments, fix), *fix, *shown]
         return f"shoal plan {shlex.join(words)}" if fix else ""
-    if not on and best.built:
+    if not on:
         chosen = _chosen(best.case)
         given = {word.partition("=")[0] for word in arguments}
         if "layout.strategy" in given:  # a name is a whole layout

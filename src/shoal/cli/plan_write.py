@@ -65,8 +65,8 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
 
 def _start(best: Candidate, path: Path) -> tuple[str, list[str]]:
     """How the run is started: here, or by Slurm where it is on several machines; and how else."""
-    if not (best.fits and best.built):
-        return "", [] if best.fits else [f"{path} is written, and does not start on these devices"]
+    if not best.fits:
+        return "", [f"{path} is written, and does not start on these devices"]
     train = f"train {shlex.quote(str(path))}"
     cluster = best.case.cluster
     if cluster.nodes == 1:

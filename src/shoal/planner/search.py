@@ -59,11 +59,6 @@ class Candidate:
         return self.verdict.after != "no"
 
     @property
-    def built(self) -> bool:
-        """Whether this version runs it."""
-        return is_built(self.case)
-
-    @property
     def per_s(self) -> float:
         """Samples per second."""
         return self.case.batch / self.time.step_s if self.time.step_s else 0.0
@@ -78,11 +73,6 @@ class Candidate:
             for part in even
         )
         return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
-
-
-def is_built(case: Case) -> bool:
-    """Whether this version runs a case: all axes, cp with data axes only."""
-    return case.layout.cp == 1 or case.layout.tp * case.layout.pp * case.layout.ep == 1
 
 
 def search(case: Case, space: SearchSpace) -> list[Candidate]:
@@ -231,7 +221,9 @@ def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
 
 
 def is_legal(model: ModelFacts, layout: Layout) -> bool:
-    """Whether a model can be cut so: heads over tp, blocks over pp."""
+    """Whether a model can be cut so: heads over tp, blocks over pp, tokens over cp."""
+    if model.sequence % layout.cp:
+        return False
     if layout.tp > 1 and (not model.heads or model.heads % layout.tp):
         return False
     return layout.pp <= max(1, model.blocks)

@@ -63,7 +63,7 @@ def write_out(graph: fx.Graph, node: fx.Node) -> None:
 def share(graph: fx.Graph, node: fx.Node) -> bool:
     """Let the ranks compute this operation together, where it is attention that they can share.
 
-    That is without a mask or dropout, of tokens to themselves or to all of others.
+    That is without dropout, and without a mask that takes a gradient (a learnt bias).
     """
     if node.target is not aten.scaled_dot_product_attention.default:
         return False
@@ -71,13 +71,17 @@ def share(graph: fx.Graph, node: fx.Node) -> bool:
     q, k, v = (named[name] for name in ("query", "key", "value"))
     shapes = [tuple(one.meta["val"].shape) for one in (q, k, v)]
     causal = bool(named.get("is_causal"))
-    if named.get("attn_mask") is not None or named.get("dropout_p") or len(shapes[0]) not in (3, 4):
+    mask = named.get("attn_mask")
+    if named.get("dropout_p") or len(shapes[0]) not in (3, 4):
+        return False
+    if mask is not None and (mask.meta["val"].requires_grad or mask.meta["val"].dim() < 2):
         return False
     if len({len(shape) for shape in shapes}) > 1 or (causal and shapes[0][-2] != shapes[1][-2]):
         return False
     with graph.inserting_before(node):
+        values = (q, k, v) if mask is None else (q, k, v, mask)
         shared = graph.call_function(
-            shared_attention, (q, k, v), {"causal": causal, "scale": named.get("scale")}
+            shared_attention, values, {"causal": causal, "scale": named.get("scale")}
         )
     shared.meta = dict(node.meta)
     node.replace_all_uses_with(shared)
@@ -86,17 +90,24 @@ def share(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def shared_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute scaled dot-product attention; under cp its graph marks it for ranks to share.
 
     Called as it is, it computes torch's own attention.
 
     q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
+    mask   [..., tokens or 1, tokens], as torch's `attn_mask`
     """
     grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
 
 

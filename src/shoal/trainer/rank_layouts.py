@@ -152,8 +152,8 @@ def best_plan(
 
 
 def startable(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that fit, that this version runs, and that can carry what else was asked for."""
-    return [c for c in candidates if c.fits and c.built and goes_together(c.case.plan)]
+    """Those that fit, and that can carry what else was asked for."""
+    return [c for c in candidates if c.fits and goes_together(c.case.plan)]
 
 
 def _why(candidates: list[Candidate], processes: int) -> str:

@@ -21,9 +21,6 @@ Line = tuple[str, str]
 
 WIDTH = 100
 BAR = 12
-FORESEEN = "°"
-"""Marks what this version foresees and does not run."""
-
 LEAST_SHARE = 0.005
 """Parts below this share of a bar are left to the sum."""
 
@@ -87,7 +84,7 @@ def _table(record: Record, width: int) -> list[Line]:
         rate = row["tokens_per_s"] if in_tokens else row["samples_per_s"]
         cells.append(
             (
-                f"{row['rank']}{'' if row['runs_here'] else FORESEEN}",
+                str(row["rank"]),
                 row["text"],
                 seconds_text(row["step_s"]),
                 f"{row['mfu']:.0%}" if row["mfu"] else "",
@@ -227,8 +224,6 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
     if record["guide"]:
         found.append(("guide", record["guide"]))
     found += record["advice"].items()
-    if not all(row["runs_here"] for row in record["layouts"]):
-        found.append((FORESEEN, "foreseen only: cp beside tp, pp or ep does not run yet"))
     if record.get("next"):
         found.append(("next", record["next"]))
     return found

@@ -55,6 +55,65 @@ def test_equals_one_process(monkeypatch, way, size, tokens, causal, kernel) -> N
         assert (got - right).norm() <= 1e-14 * right.norm()
 
 
+def masks(tokens: int, samples: int) -> dict[str, torch.Tensor]:
+    """[samples or 1, heads or 1, tokens or 1, tokens], or with fewer dims."""
+    near = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    window = (near >= 0) & (near < 4)
+    lengths = torch.arange(samples) * 3 + tokens - 3 * samples
+    padding = torch.arange(tokens) < lengths[:, None]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    return {
+        "window": window,
+        "padding": padding[:, None, None],
+        "window and padding before": (window & padding.flip(1)[:, None])[:, None],
+        "bias by head": (-near.abs() * slopes[:, None, None]).masked_fill(near < 0, -torch.inf),
+        "own block hidden": (near >= 5)[None],
+    }
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("mask", masks(12, 1))
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_mean_what_they_mean_on_one_device(way, size, mask, samples) -> None:
+    """Rows that see nothing at all give 0, as torch's own attention does."""
+    shown = masks(12, samples)[mask]
+    shapes = [(samples, 4, 12, 8), (samples, 2, 12, 8), (samples, 2, 12, 8), (samples, 4, 12, 8)]
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, pull = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    leaves = [one.clone().requires_grad_() for one in (q, k, v)]
+    right = F.scaled_dot_product_attention(*leaves, shown, enable_gqa=True)
+    (right * pull).sum().backward()
+
+    def masked(q, axis, k, v, **how):
+        rows = shown.chunk(size, -2)[axis.rank] if shown.shape[-2] > 1 else shown
+        return WAYS[way](q, axis, k, v, rows, scale=how["scale"])
+
+    got = in_parts(masked, size, (q, k, v, pull), False, None)
+    for one, expected in zip(got, [right.detach(), *(one.grad for one in leaves)], strict=True):
+        assert (one - expected).norm() <= 1e-14 * expected.norm()
+
+
+@pytest.mark.parametrize(("width", "turns"), [(1, 1), (3, 2), (4, 2), (5, 3), (12, 4)])
+def test_a_window_ends_the_ring_where_it_ends(width: int, turns: int) -> None:
+    """3 tokens on each of 4 ranks; gradients go straight home, from the last turn."""
+    near = torch.arange(12)[:, None] - torch.arange(12)
+    window = (near >= 0) & (near < width)
+
+    def work(axis):
+        q = torch.ones(1, 1, 3, 8, requires_grad=True)
+        out = ring_attention(q, axis, q, q, window.chunk(4)[axis.rank])
+        forward = dict(axis.counts)
+        out.sum().backward()
+        return forward, {key: n - forward.get(key, 0) for key, n in axis.counts.items()}
+
+    for forward, backward in in_a_ring(4, work):
+        assert forward.get("send", 0) == turns - 1
+        home = (turns == 4, 1 < turns < 4)
+        assert backward.get("send", 0) == 2 * (turns - 1) + home[0]
+        assert backward.get("all_to_all", 0) == home[1]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_without_a_dim_of_heads(way) -> None:
     tensors = drawn(8, 1, 1)
@@ -107,11 +166,11 @@ def test_a_zigzag_gives_every_rank_the_same_work(monkeypatch, size: int) -> None
     work_of: dict[int, int] = {}
     right = ring.attend
 
-    def counted(q, k, v, *, causal, scale):
+    def counted(q, k, v, *, causal, scale, mask):
         who = threading.get_ident()
         rows, keys = q.shape[2], k.shape[2]
         work_of[who] = work_of.get(who, 0) + (rows * (rows + 1) // 2 if causal else rows * keys)
-        return right(q, k, v, causal=causal, scale=scale)
+        return right(q, k, v, causal=causal, scale=scale, mask=mask)
 
     monkeypatch.setattr(ring, "attend", counted)
     q = torch.randn(1, 1, 8, 8)

@@ -9,7 +9,8 @@ from context_threads import in_a_ring
 from torch import nn
 
 from shoal.models.loss import Unprojected, token_loss
-from shoal.parallel.context_parallel.shard import ContextShard, once, shown
+from shoal.parallel.context_parallel.shard import ContextShard, shown
+from shoal.parallel.spmd.autograd_collectives import counted_once
 from shoal.parallel.context_parallel.stand_in import ContextLookup
 from shoal.parallel.spmd.sequence import Deal, cut, whole_of
 
@@ -119,7 +120,7 @@ def test_a_weight_used_everywhere_has_summands_of_its_gradient() -> None:
 def test_once_makes_a_whole_gradient_a_summand() -> None:
     def rank(axis):
         value = torch.ones(3, requires_grad=True)
-        (once(value, axis) * 2).sum().backward()
+        (counted_once(value, axis) * 2).sum().backward()
         return value.grad.tolist()
 
     assert in_a_ring(2, rank) == [[2.0] * 3, [0.0] * 3]

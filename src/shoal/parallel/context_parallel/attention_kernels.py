@@ -39,13 +39,16 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Attended:
-    """Attention to these keys alone.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None
+) -> Attended:
+    """Attention to these keys alone; a row that sees none of them gives 0, and lse −∞.
 
     q [batch, heads, rows, head_dim] · k, v [batch, kv_heads, keys, head_dim]; heads is a multiple
     of kv_heads. causal: query i sees keys up to i, and there are as many of both
+    mask   [batch or 1, heads or 1, rows or 1, keys], boolean or added to the scores
     """
-    kind = _kind(q, v)
+    kind = _kind(q, v) if mask is None else "written"
     if kind == "cpu":
         return Attended(*flash_cpu(q, k, v, 0.0, causal, scale=scale))
     if kind == "device":
@@ -53,9 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> At
         return Attended(out, lse)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=_wide(q))
-    for rows, scores in _scores(q, k, causal, scale):
+    for rows, scores in _scores(q, k, causal, scale, mask):
         lse[..., rows] = scores.logsumexp(-1)
-        weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
+        weights = _apart(scores, lse[..., rows].unsqueeze(-1))
         out[..., rows, :] = _heads(weights, v.to(weights.dtype)).to(q.dtype)
     return Attended(out, lse)
 
@@ -69,13 +72,14 @@ def attend_backward(
     *,
     causal: bool,
     scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """These keys' share of the gradients of q, k and v.
 
     gradient   of the output · all_keys   what attention to all keys gave for these queries
     """
     out, lse = (one.contiguous() for one in all_keys)
-    kind = _kind(q, v)
+    kind = _kind(q, v) if mask is None else "written"
     if kind == "cpu":
         known = (gradient, q, k, v, out, lse)
         dq, dk, dv = flash_cpu_backward(*known, 0.0, causal, scale=scale)
@@ -89,8 +93,8 @@ def attend_backward(
     wide = _wide(q)
     dq = torch.empty_like(q, dtype=wide)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, scores in _scores(q, k, causal, scale):
-        weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
+    for rows, scores in _scores(q, k, causal, scale, mask):
+        weights = _apart(scores, lse[..., rows].unsqueeze(-1))
         above = gradient[..., rows, :].to(wide)
         along = (above * out[..., rows, :].to(wide)).sum(-1, keepdim=True)
         dv += _to_heads(weights.transpose(-1, -2) @ above, v)
@@ -103,9 +107,14 @@ def attend_backward(
 def merge(total: Attended, more: Attended) -> None:
     """Add attention to further keys, in place; `total.out` is in the format of `total.lse`."""
     lse = torch.logaddexp(total.lse, more.lse)
-    total.out.mul_((total.lse - lse).exp_().unsqueeze(-1))
-    total.out.addcmul_(more.out.to(lse.dtype), (more.lse - lse).exp_().unsqueeze(-1))
+    total.out.mul_(_apart(total.lse, lse).unsqueeze(-1))
+    total.out.addcmul_(more.out.to(lse.dtype), _apart(more.lse, lse).unsqueeze(-1))
     total.lse.copy_(lse)
+
+
+def _apart(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores − lse), 0 in rows that see nothing, of which both are −∞."""
+    return (scores - lse.masked_fill(lse == -torch.inf, 0)).exp_()
 
 
 def _kind(q: Tensor, v: Tensor) -> str:
@@ -116,7 +125,9 @@ def _kind(q: Tensor, v: Tensor) -> str:
     return q.device.type if q.device.type == "cpu" else "written"
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[slice, Tensor]]:
+def _scores(
+    q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their scores [batch, heads, rows, keys])."""
     keys = k.to(_wide(q)).transpose(-1, -2)
     for start in range(0, q.shape[2], ROWS):
@@ -125,14 +136,21 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[
         if causal:
             future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(start + 1)
             scores.masked_fill_(future, -torch.inf)
+        if mask is not None:
+            part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            if part.dtype == torch.bool:
+                scores.masked_fill_(~part, -torch.inf)
+            else:
+                scores += part
         yield rows, scores
 
 
 def _heads(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, where `right` has fewer heads and each serves a group of neighbours."""
-    groups = left.shape[1] // right.shape[1]
-    product = left.unflatten(1, (right.shape[1], groups)) @ right.unsqueeze(2)
-    return product.flatten(1, 2)
+    batch, heads, rows, width = left.shape
+    groups = heads // right.shape[1]  # in one product with its rows: `right` is not repeated
+    product = left.reshape(batch, right.shape[1], groups * rows, width) @ right
+    return product.view(batch, heads, rows, -1)
 
 
 def _to_heads(of_queries: Tensor, like: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Ring attention: queries stay where they are, keys and values travel once around the ranks.
 
 Every rank holds 1/n of the tokens. In n turns it meets the keys and values of every rank, adds what
-its queries see of them (online softmax, `kernels.merge`) and hands them on, which happens while it
+its queries see of them (online softmax, `merge`) and hands them on, which happens while it
 computes. In the backward pass they travel again, and their gradients with them, one turn longer:
-home. Nothing is approximated, and no rank ever holds more than two ranks' keys and values.
+home. Nothing is approximated, and no more than two ranks' keys and values are on their way through
+a rank; with a mask they go in groups, so that its own are among the two.
 
 Causal    neighbouring tokens would give the last rank n times the work of the first. Where the
           tokens of a rank are an even number they are dealt anew (`zigzag`), an early and a late
@@ -11,6 +12,9 @@ Causal    neighbouring tokens would give the last rank n times the work of the f
               own keys       causal, early and late half in one
               of a rank before    all queries, its early keys
               of a rank after     late queries, all its keys
+Masks     a window or padding: the ring ends with the last turn in which a rank sees anything
+          (`visible_keys.py`), and gradients go straight home from there. Tokens stay neighbours: a
+          window gives every rank as much work, padding and causal masks do not
 Bytes     a turn: keys and values of a rank; forward n − 1 turns; backward n − 1, and n of gradients
 Source    Liu, Zaharia, Abbeel 2023 (2310.01889); the backward pass by the log-sum-exp of all keys:
           torch.distributed.tensor.experimental (context_parallel)
@@ -19,7 +23,6 @@ Source    Liu, Zaharia, Abbeel 2023 (2310.01889); the backward pass by the log-s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +35,12 @@ from shoal.parallel.context_parallel.attention_kernels import (
     merge,
 )
 from shoal.parallel.context_parallel.axis import ContextAxis
+from shoal.parallel.context_parallel.visible_keys import (
+    Masked,
+    Unmasked,
+    Visible,
+    in_small_groups,
+)
 from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
 
 
@@ -40,6 +49,7 @@ def ring_attention(
     axis: ContextAxis,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -48,6 +58,8 @@ def ring_attention(
 
     q [batch, heads, own tokens, head_dim] · k, v [batch, kv_heads, own tokens, head_dim], or
     without the dim of heads; tokens of rank r come after those of rank r − 1
+    mask    [..., own tokens or 1, tokens of all ranks], boolean or added to the scores; takes no
+            gradient, and goes without `causal`
     scale   of the scores; default 1 / √head_dim
     """
     q, k, v = as_products(q, k, v)
@@ -55,7 +67,12 @@ def ring_attention(
     if headless:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = _Ring.apply(q, k, v, axis, causal, scale)
+    if mask is None:
+        out: Tensor = _Ring.apply(q, k, v, None, axis, causal, scale)
+    else:
+        mask = mask.unsqueeze(1) if headless and mask.dim() == 3 else mask
+        dim, groups = in_small_groups(q, k, v, mask[(None,) * (4 - mask.dim())])
+        out = torch.cat([_Ring.apply(*group, axis, False, scale) for group in groups], dim)
     return out.squeeze(1) if headless else out
 
 
@@ -72,15 +89,26 @@ def as_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        axis: ContextAxis,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         ctx.axis, ctx.scale = axis, scale
-        ctx.causal, ctx.dealt = causal, causal and q.shape[-2] % 2 == 0
+        ctx.dealt = causal and q.shape[-2] % 2 == 0
         if ctx.dealt:
             q, k, v = moved((q, k, v), axis, neighbours, zigzag)
-        else:
+        if mask is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        total = _around(q, k, v, axis, causal, ctx.dealt, scale)
+            tokens = q.shape[-2]
+            ctx.visible = Unmasked(axis.rank, axis.size, tokens, causal, ctx.dealt)
+        else:
+            ctx.visible = Masked.by(mask, axis)
+        total = _around(q, k, v, axis, ctx.visible, scale)
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
         return moved((out,), axis, zigzag, neighbours)[0] if ctx.dealt else out
@@ -93,35 +121,34 @@ class _Ring(torch.autograd.Function):
         if dealt:
             (gradient,) = moved((gradient,), axis, neighbours, zigzag)
         total = Attended(out, lse)
-        grads = _around_again(gradient, q, k, v, total, axis, ctx.causal, dealt, ctx.scale)
+        grads = _around_again(gradient, q, k, v, total, axis, ctx.visible, ctx.scale)
         back = moved(grads, axis, zigzag, neighbours) if dealt else grads
-        return (*back, None, None, None)
+        return (*back, None, None, None, None)
 
 
 def _around(
-    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, causal: bool, dealt: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, visible: Visible, scale: float
 ) -> Attended:
     """Own queries' attention to all keys; `out` in the format of `lse`."""
-    total: Attended | None = None
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    total = Attended(
+        q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide),
+        q.new_full(q.shape[:-1], -torch.inf, dtype=wide),
+    )
     held = [k, v]
-    for turn in range(axis.size):
-        coming = axis.pass_on(held) if turn < axis.size - 1 else None
-        source = (axis.rank - turn) % axis.size
-        for rows, keys, diagonal in _seen(axis.rank, source, q.shape[-2], causal, dealt):
+    for turn in range(visible.turns):
+        coming = axis.pass_on(_rows(held)) if turn < visible.turns - 1 else None
+        for rows, keys, diagonal, mask in visible.of((axis.rank - turn) % axis.size):
             seen = attend(
                 q[:, :, rows],
                 held[0][:, :, keys],
                 held[1][:, :, keys],
                 causal=diagonal,
                 scale=scale,
+                mask=mask,
             )
-            if total is None:  # the own keys come first, and all queries see of them
-                total = Attended(seen.out.to(seen.lse.dtype, copy=True), seen.lse)
-            else:
-                merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), seen)
+            merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), seen)
         held = held if coming is None else coming.result()
-    if total is None:
-        raise ValueError("a ring has at least one rank")
     return total
 
 
@@ -132,19 +159,17 @@ def _around_again(
     v: Tensor,
     total: Attended,
     axis: ContextAxis,
-    causal: bool,
-    dealt: bool,
+    visible: Visible,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     wide = total.lse.dtype
     dq = torch.zeros_like(q, dtype=wide)
     held, sums = [k, v], None
-    for turn in range(axis.size):
-        coming = axis.pass_on(held) if turn < axis.size - 1 else None
-        source = (axis.rank - turn) % axis.size
-        own = [torch.zeros_like(one, dtype=wide) for one in held]
-        for rows, keys, diagonal in _seen(axis.rank, source, q.shape[-2], causal, dealt):
+    for turn in range(visible.turns):
+        coming = axis.pass_on(_rows(held)) if turn < visible.turns - 1 else None
+        own = [torch.zeros(one.shape, dtype=wide, device=one.device) for one in held]
+        for rows, keys, diagonal, mask in visible.of((axis.rank - turn) % axis.size):
             for_q, for_k, for_v = attend_backward(
                 gradient[:, :, rows],
                 q[:, :, rows],
@@ -153,6 +178,7 @@ def _around_again(
                 Attended(total.out[:, :, rows], total.lse[:, :, rows]),
                 causal=diagonal,
                 scale=scale,
+                mask=mask,
             )
             dq[:, :, rows] += for_q
             own[0][:, :, keys] += for_k
@@ -160,20 +186,28 @@ def _around_again(
         if sums is not None:  # what the ranks before found for the keys that are here now
             for mine, theirs in zip(own, sums.result(), strict=True):
                 mine += theirs
-        sums = axis.pass_on(own)
+        sums = axis.pass_on(own) if turn < visible.turns - 1 else None
         held = held if coming is None else coming.result()
-    dk, dv = own if sums is None else sums.result()
+    dk, dv = _home(own, axis, visible.turns)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _seen(
-    rank: int, source: int, tokens: int, causal: bool, dealt: bool
-) -> Iterator[tuple[slice, slice, bool]]:
-    """(queries, keys, whether only earlier keys) of what `rank` sees of the keys of `source`."""
-    every, half = slice(None), tokens // 2
-    if not causal or source == rank:
-        yield every, every, causal
-    elif dealt:
-        yield (every, slice(half), False) if source < rank else (slice(half, None), every, False)
-    elif source < rank:
-        yield every, every, False
+def _rows(tensors: list[Tensor]) -> list[Tensor]:
+    """As they can be sent."""
+    return [one.contiguous() for one in tensors]
+
+
+def _home(sums: list[Tensor], axis: ContextAxis, turns: int) -> list[Tensor]:
+    """Gradients of keys that have gone `turns` − 1 ranks on, on the rank that holds the keys."""
+    if turns == axis.size:
+        return axis.pass_on(sums).result()
+    if turns == 1:
+        return sums
+    home, guest = (axis.rank - turns + 1) % axis.size, (axis.rank + turns - 1) % axis.size
+    came = axis.to_each(
+        torch.cat([one.reshape(1, -1) for one in sums], 1),
+        [int(rank == home) for rank in range(axis.size)],
+        [int(rank == guest) for rank in range(axis.size)],
+    )
+    parts = came[0].split([one.numel() for one in sums])
+    return [part.view(one.shape) for part, one in zip(parts, sums, strict=True)]

@@ -102,14 +102,6 @@ def shown(local: Tensor, axis: Axis, dim: int, length: int) -> SequenceShard:
     return show(local, Deal.even(axis, dim, length, summands=True), ContextShard)
 
 
-def once(value: Tensor, axis: Axis) -> Tensor:
-    """A value whose gradient every rank will find whole: it becomes a summand."""
-    if not value.requires_grad:
-        return value
-    counted: Tensor = _Once.apply(value, axis)
-    return counted
-
-
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return None
@@ -165,17 +157,6 @@ def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = 
         value.local, deal.axis, labels=(Split(deal.dim),), probability=p, order=order
     )
     return show(dropped, deal, ContextShard)
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return (upstream if ctx.axis.rank == 0 else torch.zeros_like(upstream)), None
 
 
 class _Sum(torch.autograd.Function):

@@ -8,8 +8,8 @@ Where tokens do not divide for a call, the layer runs whole, on every rank alike
 Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the layer's
 weights and, between layers, these tokens once more. The graph then has the collectives of both.
 
-What a graph takes or gives whole has a whole gradient there (`tensor/exchange.py`) and summands of
-one outside (`context/shard.py`): `once` stands on the way in, `exchange.enter` on the way out.
+What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and summands of
+one outside (`shard.py`): `counted_once` stands on the way in, `enter` on the way out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree
-from shoal.parallel.context_parallel.shard import once, shown
+from shoal.parallel.context_parallel.shard import shown
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.autograd_collectives import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
 from shoal.parallel.spmd.labels import WHOLE, Label, Split
 from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of
 from shoal.parallel.spmd.split_block import BlockSplit
-from shoal.parallel.spmd.stand_in import Programs, SplitForward
+from shoal.parallel.spmd.stand_in import Programs, SplitForward, summand
 from shoal.trace.stand_in import StandIn
 
 
@@ -96,11 +96,7 @@ class ContextForward(SplitForward):
             self._enters_tensor(self._enters(value, label), its)
             for value, label, its in zip(tensors, split.inputs, inside, strict=True)
         ]
-        held = [self.insides.tensor(name) for name in split.shapes]
-        held = [
-            p if name in split.partial else once(p, self.axis)
-            for name, p in zip(split.shapes, held, strict=True)
-        ]
+        held = [self._held(name, split) for name in split.shapes]
         held += [self.insides.tensor(name) for name in split.buffers]
         if split.inner is None:
             outputs = self.programs.code(split)(self.axis, *held, *flat)
@@ -116,6 +112,13 @@ class ContextForward(SplitForward):
         labelled = zip(outputs, split.outputs, strict=True)
         return split.rebuild([self._leaves(value, label) for value, label in labelled])
 
+    def _held(self, name: str, split: BlockSplit) -> Tensor:
+        """A parameter, whose gradient here will be a summand of it over the ranks."""
+        value = self.insides.tensor(name)
+        if split.inner is not None and self.tensor is not None:
+            value = summand(name, value, split.inner, self.tensor)
+        return summand(name, value, split, self.axis)
+
     def _enters_tensor(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split) and self.tensor is not None:
             return local_of(value, Deal.even(self.tensor, label.dim, value.shape[label.dim]))
@@ -126,7 +129,7 @@ class ContextForward(SplitForward):
         if isinstance(label, Split):
             length = value.shape[label.dim]
             return local_of(value, Deal.even(self.axis, label.dim, length, summands=True))
-        return once(whole_of(value), self.axis)
+        return counted_once(whole_of(value), self.axis)
 
     def _leaves(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):

@@ -28,13 +28,14 @@ def ulysses_attention(
     axis: ContextAxis,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """As `ring_attention`, by heads; where heads do not divide, by the ring."""
-    if q.dim() != 4 or not deals_heads(q.shape[1], axis.size):
-        return ring_attention(q, axis, k, v, causal=causal, scale=scale)
+    """As `ring_attention`, by heads; with a mask, or where heads do not divide, by the ring."""
+    if mask is not None or q.dim() != 4 or not deals_heads(q.shape[1], axis.size):
+        return ring_attention(q, axis, k, v, mask, causal=causal, scale=scale)
     q, k, v = as_products(q, k, v)
     kv_heads = k.shape[1]
     repeats = math.lcm(kv_heads, axis.size) // kv_heads

@@ -106,6 +106,14 @@ def once(value: Tensor, axis: Axis) -> Tensor:
     return zeros
 
 
+def counted_once(value: Tensor, axis: Axis) -> Tensor:
+    """A value whose gradient every rank will find whole, while the ranks' gradients are summed."""
+    if not value.requires_grad:
+        return value
+    counted: Tensor = _CountedOnce.apply(value, axis)
+    return counted
+
+
 def dropout(
     value: Tensor,
     *axes: Axis,
@@ -236,6 +244,17 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         return _gathered(upstream, ctx.axis, ctx.split), None, None
+
+
+class _CountedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return (upstream if ctx.axis.rank == 0 else torch.zeros_like(upstream)), None
 
 
 class _Zeros(torch.autograd.Function):

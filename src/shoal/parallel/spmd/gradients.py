@@ -65,7 +65,8 @@ def held_as(label: Label, want: Label) -> str | None:
 def place_sums(labelling: Labelling, partial: frozenset[str] | None = None) -> Sums:
     """The cheapest places.
 
-    partial   the parameters whose gradients are in parts, where that is settled
+    partial   the parameters whose gradients may be in parts, where that is settled: those that
+              are whole must be counted once where all of these are summed
     Errors: Untraceable where there is no place for that.
     """
     flow = _Flow()
@@ -116,16 +117,13 @@ class _Network:
         return held
 
     def settle(self, partial: frozenset[str]) -> None:
-        """Trained parameters have parts of gradients if they are among these, else whole ones."""
+        """Trained parameters have whole gradients unless they are among these."""
         self.settled = True
         for node, name in self.problem.parameters.items():
             whole = self.labelling.parameters.get(name, WHOLE) == WHOLE
             if node in self.problem.traced.trained and whole:
                 held = self.value((node, "own"))
-                if name in partial:
-                    self.flow.add((held, "in"), SINK, ENDLESS)
-                else:
-                    self.flow.add(SOURCE, (held, "in"), ENDLESS)
+                self.flow.add(SOURCE, (held, "in"), 1 if name in partial else ENDLESS)
 
     def operation(self, node: fx.Node) -> None:
         """How an operation's inputs and output hang together."""

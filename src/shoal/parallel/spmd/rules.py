@@ -18,7 +18,7 @@ import torch
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.experiment import Call, Experiment, Value, run
-from shoal.parallel.spmd.labels import Label, Partial, Split, Tiled, cut, divides
+from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, divides
 from shoal.parallel.spmd.node_arguments import Edit, divided, edits, numbers_in, renumbered
 from shoal.parallel.spmd.outcome import labels_of
 from shoal.trace.shared_attention import shared_attention
@@ -135,9 +135,18 @@ def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
 
 
 def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
-    """Queries, keys and values of neighbouring tokens: nobody needs to see all of them."""
+    """Queries, keys and values of neighbouring tokens: nobody needs to see all of them.
+
+    Of a mask a rank has the rows of its queries, or all where one row is every query's.
+    """
     along = Split(len(call.values[0].shape) - 2)
-    return Rule(along, joint=True) if all(label == along for label in labels) else None
+    if any(label != along for label in labels[:3]):
+        return None
+    for value, label in zip(call.values[3:], labels[3:], strict=True):
+        dim = len(value.shape) - 2
+        if label != (Split(dim) if value.shape[dim] > 1 else WHOLE):
+            return None
+    return Rule(along, joint=True)
 
 
 def grids(labels: Sequence[Label | None], degree: int) -> list[int]:

@@ -39,6 +39,8 @@ class BlockSplit:
 
     parameters   how each cut parameter is cut, by its name in the layer; absent: whole
     partial      whole parameters whose gradient is a part on every rank: to be summed once a step
+    summed       parameters whose gradients are summed over the ranks once a step: those that are
+                 `partial` for the sample's kind of input, and if only the sequence is split, all
     inputs       labels of the flattened tensor arguments (None and numbers left out)
     outputs      labels of the flattened tensor results; a later one may be Split(d) without
                  sequence parallelism: hand it on as a tensor that gathers itself when it is read
@@ -75,6 +77,7 @@ class BlockSplit:
     attention: Shared | None = None
     labelling: Labelling | None = None
     inner: BlockSplit | None = None
+    summed: frozenset[str] = frozenset()
 
 
 def split_block(
@@ -121,7 +124,8 @@ def split_block(
         )
     outer = Division(labelling, place_sums(labelling))
     of_sequence = sequence_dim is not None and not split_parameters
-    return _made(traced, outer, whole, attention, inner, keeps=of_sequence)
+    made = _made(traced, outer, whole, attention, inner, keeps=of_sequence)
+    return replace(made, summed=made.partial if split_parameters else frozenset(made.shapes))
 
 
 def again(
@@ -138,8 +142,9 @@ def again(
     labelling = _labelled_again(split, traced, split.sequence_dim)
     if shared and not _all_shared(labelling):
         return again(replace(split, attention=None), block, args, kwargs)
-    outer = Division(labelling, place_sums(labelling, split.partial))
-    return _made(traced, outer, {}, split.attention, split.inner)
+    outer = Division(labelling, place_sums(labelling, split.summed))
+    made = _made(traced, outer, {}, split.attention, split.inner)
+    return replace(made, summed=split.summed)
 
 
 def _labelled_again(
@@ -171,7 +176,7 @@ def _inside(traced: Traced, outer: Labelling, inner: BlockSplit) -> Division:
     if along is not None and (hidden is None or hidden.shape[along] % parts):
         along = None  # whole sequences, of the outer axis's parts
     labelling = _labelled_again(inner, traced, along, shares=False)
-    return Division(labelling, place_sums(labelling, inner.partial))
+    return Division(labelling, place_sums(labelling, inner.summed))
 
 
 def _solved(problem: Problem, **given: Any) -> tuple[Labelling, dict[str, str]]:
@@ -202,7 +207,8 @@ def _made(
         for one, told in zip(divisions, exchanges, strict=True)
     ]
     if inner is not None:
-        made[1] = replace(made[1], labelling=inner.labelling or divisions[1].labelling)
+        known = inner.labelling or divisions[1].labelling
+        made[1] = replace(made[1], labelling=known, summed=inner.summed)
     return replace(
         made[0],
         attention=attention,

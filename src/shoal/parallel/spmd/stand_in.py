@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import function_modes, pytree, unwatched
-from shoal.parallel.spmd.autograd_collectives import Axis
+from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
 from shoal.parallel.spmd.labels import Label, Split
 from shoal.parallel.spmd.rewrite import between_exchanges
 from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of
@@ -125,7 +125,8 @@ class SplitForward(StandIn):
         flat = [
             self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
         ]
-        held = [self.insides.tensor(name) for name in (*split.shapes, *split.buffers)]
+        held = [summand(name, self.insides.tensor(name), split, self.axis) for name in split.shapes]
+        held += [self.insides.tensor(name) for name in split.buffers]
         outputs = self.programs.code(split)(self.axis, *held, *flat)
         return split.rebuild(
             [
@@ -157,6 +158,13 @@ class SplitForward(StandIn):
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+
+def summand(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:
+    """A parameter as a graph reads it: its gradient is a part wherever the ranks' are summed."""
+    if name not in split.summed or name in split.partial:
+        return value
+    return counted_once(value, axis)
 
 
 def _plain(value: Any) -> Hashable:
