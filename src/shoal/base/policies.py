@@ -174,6 +174,50 @@ class MemoryPolicy(OffloadPolicy, RecomputePolicy):
     """Memory saved at the cost of time: `recompute` activations, `offload` to the host."""
 
 
+RESHARD = ("yes", "no", "node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpPolicy:
+    """What fsdp and hsdp do with a block's gathered weights between its passes.
+
+    reshard   after a block's forward pass, yes: its weights are given up, and gathered again for
+              its backward pass · no: they stay whole until then · node: the ranks of a node keep
+              them together, and gather them again among themselves
+    """
+
+    reshard: str = word(RESHARD, {"true": "yes", "false": "no"})
+    """whether a block's weights are given up after its forward pass; node: to the node's ranks"""
+
+    def kept_over(self, shards: int, per_node: int, apart: int = 1) -> int:
+        """Returns the ranks that hold a block between its passes: all shards, 1 (whole), or some.
+
+        shards     ranks that a block is cut over · per_node  ranks of a node
+        apart      ranks from one of the shards to the next
+
+        >>> [FsdpPolicy(reshard=word).kept_over(16, 8, 2) for word in RESHARD]
+        [16, 1, 4]
+        """
+        inside = math.gcd(shards, max(1, per_node // apart))
+        return {"yes": shards, "no": 1, "node": inside}[self.reshard]
+
+    def check_reshard(self, zero: int, pp: int) -> None:
+        """Errors: PlanError where nothing is gathered by blocks, and in a pipeline."""
+        if self.reshard == "yes":
+            return
+        if zero != 3:
+            raise PlanError(
+                f"fsdp.reshard = {self.reshard}: says what becomes of gathered blocks, and only "
+                f"fsdp and hsdp gather any; nearest: layout.strategy=fsdp, or fsdp.reshard=yes"
+            )
+        if pp > 1:
+            raise PlanError(
+                f"fsdp.reshard = {self.reshard}: a stage runs other micro-batches between a "
+                f"block's passes, so what stays would depend on the schedule; nearest: "
+                f"fsdp.reshard=yes"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeferSyncPolicy:
     """Whether zero2 and fsdp sum gradients once a step, or (False) at every micro-batch."""
@@ -373,6 +417,7 @@ class Policies(
     PrecisionPolicy,
     UpdatePolicy,
     MemoryPolicy,
+    FsdpPolicy,
     DeferSyncPolicy,
     CompilePolicy,
     CompressPolicy,

@@ -4,6 +4,7 @@ Every block of the model is a unit: its parameters lie cut by rows over `dp_shar
 before its forward and before its backward pass, and its gradients are reduce-scattered after it.
 What is in no block (embedding, head, final norm, and blocks that share a tied parameter with them)
 is gathered once per pass and kept from forward to backward: the loss may still need the head.
+`fsdp.reshard` keeps blocks from forward to backward too, whole or cut over a node's ranks.
 Under hsdp parts are then summed over `dp_replicate`. Experts that ranks have dealt out (`ep`) are
 units of their own, over the ranks that hold the same ones.
 
@@ -196,7 +197,7 @@ def _wrap(
             unit,
             mesh=over,
             ignored_params=ignored,
-            reshard_after_forward=unit is not module,
+            reshard_after_forward=unit is not module and _resharded(program, over),
             mp_policy=_formats(unit, program, root=unit is module),
             offload_policy=host,
         )
@@ -223,6 +224,15 @@ def _wrap(
         send_unused(shard)
         holds_groups(shard, forget_groups)
     return detours
+
+
+def _resharded(program: Program, over: DeviceMesh) -> bool | int:
+    """What `fully_shard` wants: give up, keep, or the ranks among which a unit then lies."""
+    layout, shards = program.plan.layout, over.size(over.ndim - 1)
+    dense = shards == layout.dp_shard
+    apart = layout.cp * layout.tp * (1 if dense else layout.ep)
+    kept = program.plan.kept_over(shards, program.world.local_size, apart)
+    return kept == shards if kept in (1, shards) else kept
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
