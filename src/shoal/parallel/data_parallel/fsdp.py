@@ -22,7 +22,7 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
 from shoal.machine.memory import trim_heap
-from shoal.parallel._torch import forget_groups, pytree, send_unused
+from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
@@ -71,10 +71,10 @@ def apply(program: Program) -> Program:
     if own and layout.expert_shard > 1:
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
-        over = mesh(world, layout.expert_degrees, [*among, "expert_shard"])
+        over = [*among, "expert_shard"]
         for part in _experts(program, own):
-            detours += _wrap(program, [part], over, scatters[1])
-    detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
+            detours += _wrap(program, [part], layout.expert_degrees, over, scatters[1])
+    detours += _wrap(program, [*units, module], layout.degrees, axes, scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     detours += watch_units(shards, program)
     parameters = trainable(module)
@@ -181,10 +181,15 @@ def _experts(program: Program, names: list[str]) -> list[nn.Module]:
 
 
 def _wrap(
-    program: Program, wrapped: list[nn.Module], over: DeviceMesh, scatter: ScatterGradients
+    program: Program,
+    wrapped: list[nn.Module],
+    degrees: Mapping[str, int],
+    axes: list[str],
+    scatter: ScatterGradients,
 ) -> list[RemovableHandle]:
-    """Shard some units, the root last; gives the hooks of ours that this needs."""
-    module, plan = program.module, program.plan
+    """Shard some units over the last of `axes`, the root last; gives our hooks that this needs."""
+    module, plan, over = program.module, program.plan, mesh(program.world, degrees, axes)
+    kept = _kept(program, degrees, axes[-1])
     host = CPUOffloadPolicy() if plan.parks_parameters else OffloadPolicy()
     detours = []
     # Of other stages, and what has no rows, or nobody else to have them.
@@ -197,10 +202,12 @@ def _wrap(
             unit,
             mesh=over,
             ignored_params=ignored,
-            reshard_after_forward=unit is not module and _resharded(program, over),
+            reshard_after_forward=unit is not module and kept is not False,
             mp_policy=_formats(unit, program, root=unit is module),
             offload_policy=host,
         )
+        if unit is not module and isinstance(kept, DeviceMesh):
+            keep_among(unit, kept)
         for parameter, data in before:
             # What the optimizer was built over goes back to the host, from where torch moved it:
             # until it has been given the rows, it would hold the whole model on the device.
@@ -226,13 +233,20 @@ def _wrap(
     return detours
 
 
-def _resharded(program: Program, over: DeviceMesh) -> bool | int:
-    """What `fully_shard` wants: give up, keep, or the ranks among which a unit then lies."""
-    layout, shards = program.plan.layout, over.size(over.ndim - 1)
-    dense = shards == layout.dp_shard
-    apart = layout.cp * layout.tp * (1 if dense else layout.ep)
+def _kept(program: Program, degrees: Mapping[str, int], axis: str) -> bool | DeviceMesh:
+    """How a unit lies between its passes: cut as ever, whole (False), or over a part of `axis`.
+
+    The part is the last axis of the mesh; all units share it, where torch would make groups anew.
+    """
+    layout, shards = program.plan.layout, degrees[axis]
+    apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
     kept = program.plan.kept_over(shards, program.world.local_size, apart)
-    return kept == shards if kept in (1, shards) else kept
+    if kept in (1, shards):
+        return kept == shards
+    split: dict[str, int] = {}
+    for name, degree in degrees.items():
+        split |= {"nodes": shards // kept, "node": kept} if name == axis else {name: degree}
+    return mesh(program.world, split, ["nodes", "node"])
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
