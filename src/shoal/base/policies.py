@@ -189,34 +189,6 @@ class FsdpPolicy:
     reshard: str = word(RESHARD, {"true": "yes", "false": "no"})
     """whether a block's weights are given up after its forward pass; node: to the node's ranks"""
 
-    def kept_over(self, shards: int, per_node: int, apart: int = 1) -> int:
-        """Returns the ranks that hold a block between its passes: all shards, 1 (whole), or some.
-
-        shards     ranks that a block is cut over · per_node  ranks of a node
-        apart      ranks from one of the shards to the next
-
-        >>> [FsdpPolicy(reshard=word).kept_over(16, 8, 2) for word in RESHARD]
-        [16, 1, 4]
-        """
-        inside = math.gcd(shards, max(1, per_node // apart))
-        return {"yes": shards, "no": 1, "node": inside}[self.reshard]
-
-    def check_reshard(self, zero: int, pp: int) -> None:
-        """Errors: PlanError where nothing is gathered by blocks, and in a pipeline."""
-        if self.reshard == "yes":
-            return
-        if zero != 3:
-            raise PlanError(
-                f"fsdp.reshard = {self.reshard}: says what becomes of gathered blocks, and only "
-                f"fsdp and hsdp gather any; nearest: layout.strategy=fsdp, or fsdp.reshard=yes"
-            )
-        if pp > 1:
-            raise PlanError(
-                f"fsdp.reshard = {self.reshard}: a stage runs other micro-batches between a "
-                f"block's passes, so what stays would depend on the schedule; nearest: "
-                f"fsdp.reshard=yes"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeferSyncPolicy:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shoal.base.placement import Placement
 from shoal.base.plan import Bucket, Plan
+from shoal.base.resharding import kept_over
 from shoal.base.shards import bytes_of
 from shoal.planner.buckets import BUCKET_BYTES, cut_buckets, plan_buckets
 from shoal.planner.model_states import States
@@ -121,7 +122,7 @@ def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]
         if unit:
             passes = plan.accumulate * rows[0].calls
             dealt = layout.ep if rows[0].is_expert else 1
-            kept = plan.kept_over(inner, per_node, layout.cp * layout.tp * dealt)
+            kept = kept_over(plan.reshard, inner, per_node, layout.cp * layout.tp * dealt)
             yield from [Collective("all_gather", size, kept)] * (passes if kept > 1 else 0)
         yield from [Collective("all_gather", size, inner)] * passes
 

@@ -76,7 +76,10 @@ def check_together(plan: Plan) -> None:
     """
     layout = plan.layout
     plan.check_split(layout.tp, layout.cp)
-    plan.check_reshard(layout.zero, layout.pp)
+    if plan.reshard != "yes":
+        from shoal.base.resharding import check_reshard
+
+        check_reshard(plan.reshard, layout.zero, layout.pp)
     check_recompute(layout.schedule, plan.recompute)
     check_compile(plan.compile, plan.recompute)
     check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)

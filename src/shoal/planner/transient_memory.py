@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.base import resharding
 from shoal.base.estimate import Case, UnitFacts
 from shoal.planner.activations import (
     boundary_bytes,
@@ -128,7 +129,8 @@ def kept_over(case: Case) -> int:
     """Returns the ranks that hold a block between its passes (`fsdp.reshard`); 1: whole."""
     layout = case.layout
     apart = layout.cp * layout.tp
-    return case.plan.kept_over(shard_counts(case)[0], case.cluster.per_node, apart)
+    shards = shard_counts(case)[0]
+    return resharding.kept_over(case.plan.reshard, shards, case.cluster.per_node, apart)
 
 
 def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
+from shoal.base.resharding import kept_over
 from shoal.base.units import bytes_text
 from shoal.fabric import World
 from shoal.fabric.axes import mesh
@@ -240,7 +241,7 @@ def _kept(program: Program, degrees: Mapping[str, int], axis: str) -> bool | Dev
     """
     layout, shards = program.plan.layout, degrees[axis]
     apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
-    kept = program.plan.kept_over(shards, program.world.local_size, apart)
+    kept = kept_over(program.plan.reshard, shards, program.world.local_size, apart)
     if kept in (1, shards):
         return kept == shards
     split: dict[str, int] = {}
