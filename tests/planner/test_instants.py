@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 
 from shoal.base.cluster import Cluster
+from shoal.base.errors import PlanError
 from shoal.base.estimate import Case, Instant
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.planner.explain import starting
 from shoal.planner.instants import predict_run
 from shoal.planner.machines import parse_machines
+from shoal.planner.memory import predict_memory
 from shoal.planner.published import published
 from shoal.planner.search import Candidate, judged
+from shoal.planner.settle import check_together
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
 
@@ -115,3 +118,33 @@ def test_a_proof_counts_where_one_process_could_make_it() -> None:
     large = case_on(node, "llama-3-8b", Layout(dp_shard=8, zero=3), proves=True)
     assert "proving" not in instants(large)
     assert "proving" not in instants(replace(small, proves=False))
+
+
+def test_resharding_trades_memory_for_bytes() -> None:
+    """Whole blocks wait for their backward pass, or a node's part of each, and travel less."""
+    one = replace(case_on(H100S, "llama-3-8b", FSDP), loss="chunked")
+    found = {
+        word: (predict_memory(one.but(reshard=word)), predict_time(one.but(reshard=word)))
+        for word in ("yes", "node", "no")
+    }
+    gathered = {word: memory.parts["gathered"] for word, (memory, _) in found.items()}
+    blocks = 2 * (8.03e9 - 2 * 128256 * 4096)
+    assert gathered["no"] - gathered["yes"] == pytest.approx(blocks * 30 / 32, rel=0.02)
+    assert gathered["node"] - gathered["yes"] == pytest.approx(blocks / 8, rel=0.02)
+    across = {word: time.bytes[H100S.across.name] for word, (_, time) in found.items()}
+    assert across["yes"] > across["no"] == across["node"]
+    inside = found["node"][1].bytes[H100S.inside.name] - found["no"][1].bytes[H100S.inside.name]
+    assert inside == pytest.approx(one.accumulate * blocks * 7 / 8, rel=0.02)
+    assert found["no"][1].step_s <= found["node"][1].step_s <= found["yes"][1].step_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "nearest"),
+    [
+        (Layout(dp_replicate=2), "layout.strategy=fsdp, or fsdp.reshard=yes"),
+        (Layout(pp=2, dp_shard=2, zero=3), "fsdp.reshard=yes"),
+    ],
+)
+def test_what_gathers_no_blocks_cannot_keep_them(layout: Layout, nearest: str) -> None:
+    with pytest.raises(PlanError, match=f"nearest: {nearest}$"):
+        check_together(Plan(layout, 8, 1, reshard="no"))

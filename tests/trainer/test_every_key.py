@@ -53,6 +53,7 @@ MADE = {"layout", "why", "parameters", "buckets", "placements", "accumulate"}
 
 UNHELD: dict[str, Any] = {
     "offload": "none",  # a CPU has nothing to offload from
+    "reshard": "yes",  # one process gathers nothing
     "blocks": (),  # the model here has none of that name
     **{"split": (), "sequence_parallel": "auto", "context": "auto"},  # one process splits nothing
 }
@@ -123,6 +124,7 @@ VALUES: dict[str, str] = {
     "precision.reduce": "precision.reduce=bf16 layout.strategy=ddp",
     "precision.loss_scale": "precision.loss_scale=1024.0 precision.compute=fp16",
     "memory.recompute": "memory.recompute=full",
+    "fsdp.reshard": "fsdp.reshard=no layout.dp_shard=2 layout.zero=3",
     "memory.offload": "memory.offload=optimizer",
     "islands.method": "islands.method=diloco",
     "islands.count": f"islands.count=3 {DILOCO}",

@@ -37,11 +37,13 @@ def measure(
     precision: str = "fp32",
     frozen: str = "",
     micro_batches: int = 2,
+    per_node: int = 0,
     **policies: Any,
 ) -> dict[str, Any]:
     """Two steps; figures are of the second, states of the moment before its update.
 
-    frozen   parameters whose names hold this do not train
+    frozen     parameters whose names hold this do not train
+    per_node   ranks that are taken to share a machine; 0: as it is
     """
     build, data, loss = _model(model)
 
@@ -54,6 +56,8 @@ def measure(
 
     names = [name for name, _ in built().named_parameters()]
     degree = world.size // _model_ranks(layout)
+    local_size = world.local_size
+    world.local_size = per_node or local_size
     few = torch.utils.data.default_collate([data[k] for k in range(3)])
     run = parallelize(
         built,
@@ -87,8 +91,9 @@ def measure(
         "gathers": [[*call, n] for call, n in heard.items() if call[0] == "all_gather"],
         "slices": shards,
         "file": _file(Path(folder)) if world.is_first else {},
-        **_foreseen(run.plan, world.rank),
+        **_foreseen(run.plan, world.rank, world.local_size),
     }
+    world.local_size = local_size
     for undo in run.program.on_close:
         undo()
     return told
@@ -130,13 +135,11 @@ def _heard(run: Run, batch: Any) -> Counter[tuple[str, int, int]]:
     return found
 
 
-def _foreseen(plan: Plan, rank: int) -> dict[str, Any]:
+def _foreseen(plan: Plan, rank: int, per_node: int) -> dict[str, Any]:
     """The planner's figures of the same rank, from the rows as they are written."""
     plan = replace(Plan.from_json(plan.to_json()), buckets=())
-    sums, gathers = (
-        Counter(tuple(one) for one in every(plan, rank))
-        for every in (placed.gradient_sums, placed.weight_gathers)
-    )
+    sums = Counter(tuple(one) for one in placed.gradient_sums(plan, rank))
+    gathers = Counter(tuple(one) for one in placed.weight_gathers(plan, rank, per_node))
     return {
         "planned states": list(placed.states(plan, rank, 4)),
         "planned sums": [[*call, times] for call, times in sums.items()],

@@ -62,6 +62,19 @@ def test_a_layout_equals_one_process(worlds, layout: str, case: str, size: int) 
         assert told["largest"]["loss"] <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("case", "layout", "reshard", "per_node"),
+    [("llama", "fsdp", "no", 0), ("cnn", "hsdp", "no", 0), ("llama", "fsdp", "node", 2)],
+)
+def test_weights_kept_between_passes_compute_the_same(
+    worlds, case: str, layout: str, reshard: str, per_node: int
+) -> None:
+    more = {"reshard": reshard, "per_node": per_node, "steps": 3, "optimizer": SGD}
+    for report in trajectory.ask(worlds, layout, case, 4, **more):
+        assert report["verdict"] == "equal", proof_text(report)
+        assert report["trajectories"][0]["largest"]["loss"] <= 1e-12
+
+
 def test_every_layout_and_case_is_in_the_sample() -> None:
     assert {layout for layout, _, _ in trajectory.SAMPLE} == set(trajectory.LAYOUTS)
     assert {case for _, case, _ in trajectory.SAMPLE} == set(trajectory.CASES)

@@ -40,6 +40,12 @@ CASES: list[tuple[int, dict[str, Any]]] = [
       ("fsdp", "hsdp", {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2})),
     (4, {"model": "our gpt", "layout": "fsdp", "blocks": ["blocks.?.mlp", "blocks.*.attention"]}),
     (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
+    (4, {"model": "our llama", "layout": "fsdp", "reshard": "no", "frozen": "attention"}),
+    *((4, {"model": "recurrent", "layout": layout, "reshard": "no"}) for layout in
+      ("fsdp", "hsdp", {"tp": 2, "dp_shard": 2})),
+    *((4, {"model": "our gpt", "layout": "fsdp", "reshard": "node", "per_node": local})
+      for local in (1, 2, 4)),
+    (4, {"model": "our moe", "layout": {"dp_shard": 4, "ep": 2}, "reshard": "no"}),
     (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),
 ]  # fmt: skip
 

@@ -105,12 +105,25 @@ def battery(case: str, precision: str = "fp64", steps: int = 5, optimizer: str =
     return replace(made, optimizers={optimizer: made.optimizers[optimizer]}) if optimizer else made
 
 
-def prove(world: World, case: str, layout: str, threads: int = 0, **shorter: Any) -> dict[str, Any]:
+def prove(
+    world: World,
+    case: str,
+    layout: str,
+    threads: int = 0,
+    reshard: str = "yes",
+    per_node: int = 0,
+    **shorter: Any,
+) -> dict[str, Any]:
     """The report of a case on a layout; threads are few, so that processes share the cores.
 
-    threads   replicas of the layout `dp`, which is one process · shorter  as `battery` takes it
+    threads    replicas of the layout `dp`, which is one process · shorter  as `battery` takes it
+    per_node   ranks that are taken to share a machine; 0: as it is
     """
     torch.set_num_threads(1)
-    return battery(case, **shorter).prove(
-        world, {"strategy": layout, **({"threads": threads} if threads else {})}
-    )
+    words = {"strategy": layout, **({"threads": threads} if threads else {})}
+    local_size = world.local_size
+    world.local_size = per_node or local_size
+    try:
+        return battery(case, **shorter).prove(world, words, {"reshard": reshard})
+    finally:
+        world.local_size = local_size

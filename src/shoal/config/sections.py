@@ -18,6 +18,7 @@ from shoal.base.policies import (
     CompilePolicy,
     CompressPolicy,
     DeferSyncPolicy,
+    FsdpPolicy,
     LoopPolicy,
     MemoryPolicy,
     OptimizerPolicy,
@@ -184,6 +185,7 @@ class Config:
     layout: LayoutSection = LayoutSection()
     precision: PrecisionPolicy = PrecisionPolicy()
     memory: MemoryPolicy = MemoryPolicy()
+    fsdp: FsdpPolicy = FsdpPolicy()
     islands: IslandsPolicy = IslandsPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     run: RunSection = RunSection()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.overrides import _get_current_function_mode_stack
@@ -25,6 +26,7 @@ __all__ = [
     "function_modes",
     "generators",
     "in_backward",
+    "keep_among",
     "keep_saved_tensors",
     "pytree",
     "send_unused",
@@ -116,6 +118,23 @@ def unwatched() -> Iterator[None]:
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         yield
+
+
+def keep_among(unit: Any, mesh: DeviceMesh) -> None:
+    """Let a unit of `fully_shard` lie cut over the last of two mesh axes between its passes.
+
+    unit   wrapped with `reshard_after_forward`; given a number, torch makes groups for each unit
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    state = unit._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        group.post_forward_mesh_info = info
+        for held in group.fsdp_params:
+            held.post_forward_mesh_info = info
+            whole = torch.empty(held._orig_size, device="meta")
+            held._init_sharded_post_forward_param_metadata(whole)
 
 
 def send_unused(shard: Any) -> None:

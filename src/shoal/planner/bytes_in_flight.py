@@ -24,7 +24,7 @@ from shoal.base.schedules import canonical, copies
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.model_states import WIDTHS, Elements, shard_counts
 from shoal.planner.stage_cut import Stage, is_bare, is_block
-from shoal.planner.transient_memory import gathered_elements, head_elements, rank_sum
+from shoal.planner.transient_memory import gathered_elements, head_elements, kept_over, rank_sum
 
 BUCKETS_IN_FLIGHT = 1
 """Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
@@ -140,7 +140,11 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
     own = 1 / shard_counts(case)[0]
     sizes, root = gathered_elements(case, stage)
     held, head = wide * root, wide * head_elements(case, stage)
-    moments = []
+    moments, over = [], kept_over(case)
+    if sizes and over == 1:
+        return _kept_on_gloo(case, root, head, sizes)
+    if over < shard_counts(case)[0]:
+        held += width * sum(sizes) / over
     if sizes:
         block, ahead = max(zip(sizes, [0.0, *sizes[:-1]], strict=True), key=sum)
         # flat bytes, gloo's copy of them or parameters: of the block, then of the one ahead
@@ -165,6 +169,23 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
             )
         )
     return OnGloo(held, moments, reduced * root * (2 + summed))
+
+
+def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> OnGloo:
+    """The same where blocks stay gathered until their backward pass has sent what it made.
+
+    root, sizes   elements, of the rest and of each block · head  bytes of its gradient
+    """
+    width = WIDTHS[case.plan.compute]
+    wide = max(4, width)
+    reduced, own = case.reduce_bytes or wide, 1 / shard_counts(case)[0]
+    kept, block = wide * root + width * sum(sizes), max(sizes)
+    moments = [
+        Moment(kept + width * block, head),  # flat bytes beside the parameters, in the forward pass
+        Moment(kept, head, works=True),
+        Moment(kept - width * block, head + reduced * block * (2 + own), through=1),
+    ]
+    return OnGloo(kept, moments, reduced * root * (2 + (own if case.accumulate > 1 else 0.0)))
 
 
 def _called_often(case: Case, stage: Stage) -> float:

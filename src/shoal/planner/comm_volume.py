@@ -35,9 +35,9 @@ def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
         each = travel.exchanges[stage]
         sent += tensor_traffic(each, layout.tp, micro_batches=1, recomputed=again).times(passes)
     first = rank * (layout.processes // layout.pp)
-    for each_of in (gradient_sums, weight_gathers):
-        for one in each_of(case.plan, first):
-            sent += collective_traffic(*one)
+    gathers = weight_gathers(case.plan, first, case.cluster.per_node)
+    for one in (*gradient_sums(case.plan, first), *gathers):
+        sent += collective_traffic(*one)
     return sent
 
 

@@ -66,6 +66,8 @@ def shape_text(case: Case) -> str:
         words.append(f"recompute {case.plan.recompute}")
     if case.plan.offload != "none":
         words.append(f"offload {case.plan.offload}")
+    if case.plan.reshard != "yes":
+        words.append(f"reshard {case.plan.reshard}")
     return ", ".join(words)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shoal.base.placement import Placement
 from shoal.base.plan import Bucket, Plan
+from shoal.base.resharding import kept_over
 from shoal.base.shards import bytes_of
 from shoal.planner.buckets import BUCKET_BYTES, cut_buckets, plan_buckets
 from shoal.planner.model_states import States
@@ -101,8 +102,11 @@ def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
     yield from _shared(here)
 
 
-def weight_gathers(plan: Plan, rank: int) -> Iterator[Collective]:
-    """Every collective that gives ranks weights which others stepped, in one step of a rank."""
+def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]:
+    """Every collective that gives ranks weights which others stepped, in one step of a rank.
+
+    per_node   ranks of a node, among which `fsdp.reshard = node` keeps blocks
+    """
     here, layout = _Rank(plan, rank), plan.layout
     for bucket in here.buckets:
         row = here.rows[bucket.names[0]]
@@ -116,7 +120,10 @@ def weight_gathers(plan: Plan, rank: int) -> Iterator[Collective]:
         # A block before every call, and again before its backward; in a pipeline the rest stays.
         passes = 1 if layout.pp > 1 else plan.accumulate
         if unit:
-            passes = 2 * plan.accumulate * rows[0].calls
+            passes = plan.accumulate * rows[0].calls
+            dealt = layout.ep if rows[0].is_expert else 1
+            kept = kept_over(plan.reshard, inner, per_node, layout.cp * layout.tp * dealt)
+            yield from [Collective("all_gather", size, kept)] * (passes if kept > 1 else 0)
         yield from [Collective("all_gather", size, inner)] * passes
 
 

@@ -10,7 +10,7 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
     starting text ("" where the best layout starts),
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
-              accumulate, recompute, offload, verdict fits|tight|no, starts, after
+              accumulate, recompute, offload, reshard, verdict fits|tight|no, starts, after
               fits|tight|no (the steps alone), instant, place (where another instant is worse than
               they are), told, instants [{name, device_bytes, host_bytes, files_bytes}],
               margin_bytes (of the steps),
@@ -142,6 +142,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "accumulate": case.accumulate,
         "recompute": case.plan.recompute,
         "offload": case.plan.offload,
+        "reshard": case.plan.reshard,
         "verdict": candidate.verdict.word,
         "starts": candidate.verdict.starts,
         "after": candidate.verdict.after,

@@ -71,11 +71,15 @@ def settle_layout(
 def check_together(plan: Plan) -> None:
     """Refuse policies of a plan that its layout, or each other, cannot carry.
 
-    Looks at splits under tp and cp, recompute, compile and compress.
+    Looks at splits under tp and cp, resharding, recompute, compile and compress.
     Errors   PlanError, ConfigError with the nearest legal choice
     """
     layout = plan.layout
     plan.check_split(layout.tp, layout.cp)
+    if plan.reshard != "yes":
+        from shoal.base.resharding import check_reshard
+
+        check_reshard(plan.reshard, layout.zero, layout.pp)
     check_recompute(layout.schedule, plan.recompute)
     check_compile(plan.compile, plan.recompute)
     check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)

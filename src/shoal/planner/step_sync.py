@@ -5,8 +5,9 @@ With A micro-batches per rank, gradients of G bytes and weights of W bytes on a 
     ddp      all-reduce of G, once, beside the last backward pass
     zero1    reduce-scatter of G, once; all-gather of W after the update
     zero2    reduce-scatter of G per micro-batch; all-gather of W after the update
-    zero3    per micro-batch and block: gather before forward, gather before backward,
-             reduce-scatter after it; what is in no block is gathered once
+    zero3    per micro-batch and block: gather before forward, gather before backward (nothing,
+             or in its node, as `fsdp.reshard` says), reduce-scatter after it; what is in no block
+             is gathered once
     zero3 in a pipeline   the whole stage gathered once per step and kept, gradients scattered once:
              stages change micro-batches too often to gather again; nothing hides the gather here
     hsdp     zero3, and an all-reduce of each rank's part over the replicas
@@ -29,8 +30,9 @@ from dataclasses import dataclass
 from shoal.base.estimate import Case
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.collectives import NOTHING, Cost, Group, all_gather, all_reduce, group_of
-from shoal.planner.model_states import Elements
+from shoal.planner.model_states import Elements, shard_counts
 from shoal.planner.peers import Habits
+from shoal.planner.transient_memory import kept_over
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Sync:
 
     gradients   of one reduction · reductions  per step · last_share  of it, what nothing can hide
     update      weights once per step (zero 1 and 2; zero 3 in a pipeline)
-    gather      one block's weights (zero 3), `blocks` of them, twice per micro-batch
+    gather      one block's weights (zero 3), `blocks` of them, before their forward passes
+    again       the same before their backward passes: nothing where they were kept
     scatter     one block's gradients, `scatters` times per step
     root        weights outside blocks, once per micro-batch
     suffix      how the groups lie in their nodes (see collectives.Group)
@@ -50,6 +53,7 @@ class Sync:
     last_share: float = 1.0
     update: Cost = NOTHING
     gather: Cost = NOTHING
+    again: Cost = NOTHING
     scatter: Cost = NOTHING
     root: Cost = NOTHING
     blocks: float = 0.0
@@ -58,7 +62,7 @@ class Sync:
 
     def total(self, micro_batches: int) -> Cost:
         """All of it in one step."""
-        gathers = self.gather.times(2 * self.blocks) + self.root
+        gathers = (self.gather + self.again).times(self.blocks) + self.root
         return (
             self.gradients.times(self.reductions)
             + self.update
@@ -156,9 +160,21 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
         gradients=rest,
         reductions=each_time,
         gather=gathered,
+        again=_again(case, block, narrow, gathered, gather),
         scatter=scattered,
         root=root,
         blocks=blocks,
         scatters=each_time,
         suffix=suffix,
     )
+
+
+def _again(case: Case, block: Elements, width: float, gathered: Cost, slower: float) -> Cost:
+    """Gathering a block for its backward pass, from the ranks that kept it (`fsdp.reshard`)."""
+    layout, over = case.layout, kept_over(case)
+    if over == 1:
+        return NOTHING
+    if over == shard_counts(case)[0]:
+        return gathered
+    near = group_of(case.cluster, over, layout.tp * layout.cp)
+    return all_gather(near, sum(block) * width).slower(slower)

@@ -195,8 +195,9 @@ def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
     gather_s, scatter_s = sync.gather.seconds * sync.blocks, sync.scatter.seconds * sync.blocks
     waits.add(gathers, gather_s, m, 1 / sync.blocks, fore)
     # beside the backward pass weights come first: the next block cannot start without them
-    waits.add(gathers, gather_s, m, 0.0, beside)
-    left = max(0.0, beside - gather_s * waits.table[gathers])
+    again_s = sync.again.seconds * sync.blocks
+    waits.add(gathers, again_s, m, 0.0, beside)
+    left = max(0.0, beside - again_s * waits.table[gathers])
     waits.add(sends, scatter_s, sync.scatters, 1 / sync.blocks, left)
     waits.add(sends, sync.gradients.seconds, sync.reductions, 1.0, 0.0)
 

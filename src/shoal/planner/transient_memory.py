@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.base import resharding
 from shoal.base.estimate import Case, UnitFacts
 from shoal.planner.activations import (
     boundary_bytes,
@@ -109,7 +110,10 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
     if case.framework == "shoal":  # whose root is gathered as it is kept
         rooted = max(4, width)
     ahead = min(2, len(sizes)) * largest  # the next block is gathered ahead
-    kept = rooted * root + width * ahead
+    over = kept_over(case)
+    kept = rooted * root + width * (ahead if over > 1 else sum(sizes))
+    if 1 < over < shard_counts(case)[0]:
+        kept += width * sum(sizes) / over
     if keeps_gathered(case):  # else every micro-batch would gather again
         kept = width * sum(rank_sum(case, stage.units, stage.tied))
     return Sharded(
@@ -119,6 +123,14 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
         head=rooted * head_elements(case, stage),  # waits for the rest of the root
         root=(scatter - width + rooted) * root,
     )
+
+
+def kept_over(case: Case) -> int:
+    """Returns the ranks that hold a block between its passes (`fsdp.reshard`); 1: whole."""
+    layout = case.layout
+    apart = layout.cp * layout.tp
+    shards = shard_counts(case)[0]
+    return resharding.kept_over(case.plan.reshard, shards, case.cluster.per_node, apart)
 
 
 def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:

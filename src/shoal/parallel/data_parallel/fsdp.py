@@ -4,6 +4,7 @@ Every block of the model is a unit: its parameters lie cut by rows over `dp_shar
 before its forward and before its backward pass, and its gradients are reduce-scattered after it.
 What is in no block (embedding, head, final norm, and blocks that share a tied parameter with them)
 is gathered once per pass and kept from forward to backward: the loss may still need the head.
+`fsdp.reshard` keeps blocks from forward to backward too, whole or cut over a node's ranks.
 Under hsdp parts are then summed over `dp_replicate`. Experts that ranks have dealt out (`ep`) are
 units of their own, over the ranks that hold the same ones.
 
@@ -21,7 +22,7 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,13 +40,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
+from shoal.base.resharding import kept_over
 from shoal.base.units import bytes_text
 from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
 from shoal.machine.memory import trim_heap
-from shoal.parallel._torch import forget_groups, pytree, send_unused
+from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
@@ -70,10 +72,10 @@ def apply(program: Program) -> Program:
     if own and layout.expert_shard > 1:
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
-        over = mesh(world, layout.expert_degrees, [*among, "expert_shard"])
+        over = [*among, "expert_shard"]
         for part in _experts(program, own):
-            detours += _wrap(program, [part], over, scatters[1])
-    detours += _wrap(program, [*units, module], mesh(world, layout.degrees, axes), scatter)
+            detours += _wrap(program, [part], layout.expert_degrees, over, scatters[1])
+    detours += _wrap(program, [*units, module], layout.degrees, axes, scatter)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     detours += watch_units(shards, program)
     parameters = trainable(module)
@@ -180,10 +182,15 @@ def _experts(program: Program, names: list[str]) -> list[nn.Module]:
 
 
 def _wrap(
-    program: Program, wrapped: list[nn.Module], over: DeviceMesh, scatter: ScatterGradients
+    program: Program,
+    wrapped: list[nn.Module],
+    degrees: Mapping[str, int],
+    axes: list[str],
+    scatter: ScatterGradients,
 ) -> list[RemovableHandle]:
-    """Shard some units, the root last; gives the hooks of ours that this needs."""
-    module, plan = program.module, program.plan
+    """Shard some units over the last of `axes`, the root last; gives our hooks that this needs."""
+    module, plan, over = program.module, program.plan, mesh(program.world, degrees, axes)
+    kept = _kept(program, degrees, axes[-1])
     parked = plan.parks_parameters and program.world.device.type != "cpu"
     host = CPUOffloadPolicy() if parked else OffloadPolicy()
     detours = []
@@ -197,10 +204,12 @@ def _wrap(
             unit,
             mesh=over,
             ignored_params=ignored,
-            reshard_after_forward=unit is not module,
+            reshard_after_forward=unit is not module and kept is not False,
             mp_policy=_formats(unit, program, root=unit is module),
             offload_policy=host,
         )
+        if unit is not module and isinstance(kept, DeviceMesh):
+            keep_among(unit, kept)
         for parameter, data in before:
             # What the optimizer was built over goes back to the host, from where torch moved it:
             # until it has been given the rows, it would hold the whole model on the device.
@@ -224,6 +233,22 @@ def _wrap(
         send_unused(shard)
         holds_groups(shard, forget_groups)
     return detours
+
+
+def _kept(program: Program, degrees: Mapping[str, int], axis: str) -> bool | DeviceMesh:
+    """How a unit lies between its passes: cut as ever, whole (False), or over a part of `axis`.
+
+    The part is the last axis of the mesh; all units share it, where torch would make groups anew.
+    """
+    layout, shards = program.plan.layout, degrees[axis]
+    apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
+    kept = kept_over(program.plan.reshard, shards, program.world.local_size, apart)
+    if kept in (1, shards):
+        return kept == shards
+    split: dict[str, int] = {}
+    for name, degree in degrees.items():
+        split |= {"nodes": shards // kept, "node": kept} if name == axis else {name: degree}
+    return mesh(program.world, split, ["nodes", "node"])
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
