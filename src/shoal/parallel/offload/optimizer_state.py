@@ -39,6 +39,8 @@ Piece = list[tuple[int, nn.Parameter]]
 class Travelling(Protocol):
     """Parameters that wait on the host between steps, as their state does."""
 
+    lane: Lane
+
     def bring(self, parameter: nn.Parameter) -> list[Any]:
         """Start a parameter and its gradient on their way to the device: events of their ends."""
 
@@ -87,7 +89,8 @@ def stream_state(
     Errors        PlanError, at the first step, for an optimizer that counts in its groups: pieces
                   would make it count several times
     """
-    stepper = HostState(optimizer, Lane(device), piece_bytes, least_bytes, weights)
+    lane = Lane(device) if weights is None else weights.lane  # whose end it waits for
+    stepper = HostState(optimizer, lane, piece_bytes, least_bytes, weights)
     return _instead(optimizer, stepper)
 
 
