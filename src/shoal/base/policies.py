@@ -159,7 +159,7 @@ class OffloadPolicy:
     """What waits elsewhere while unused: none, optimizer, parameters, activations; and where.
 
     offload_to   host: its memory, where a run on a CPU has everything already · files: mapped ones
-                 without names in TMPDIR, of runs on a CPU; states may be larger than the memory then
+                 without names in TMPDIR, of runs on a CPU; states may be larger than memory then
     """
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})

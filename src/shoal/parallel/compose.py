@@ -149,8 +149,9 @@ def materialise(program: Program, derived: Derived) -> Program:
     """
     if program.plan.layout.is_derived:
         program = _cut(program, derived)
-    if program.plan.layout.zero < 3:
-        _to(program.module, program.world.device)
+    plan, device = program.plan, program.world.device
+    if plan.layout.zero < 3 and not waits_on_host(plan, device):
+        _to(program.module, device)
     return program
 
 
@@ -204,6 +205,12 @@ def check_here(plan: Plan, device: torch.device) -> None:
             check(plan, device)
 
 
+def waits_on_host(plan: Plan, device: torch.device) -> bool:
+    """Whether a whole module never goes to the device: one that cannot hold it trains it."""
+    techniques = [one for one in _asked(plan, AROUND_BLOCKS) if hasattr(one, "streams_parameters")]
+    return any(one.streams_parameters(plan, device) for one in techniques)
+
+
 def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
     """Let memory.offload=optimizer take over the optimizer, once that steps this rank's parts.
 
@@ -239,6 +246,10 @@ def wrap(program: Program) -> Program:
 
 def _by_layout(program: Program) -> Program:
     layout = program.plan.layout
+    if waits_on_host(program.plan, program.world.device):
+        from shoal.parallel.offload import parameters
+
+        return parameters.apply(program)
     if layout.zero == 3:
         from shoal.parallel.data_parallel import fsdp
 

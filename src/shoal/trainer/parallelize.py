@@ -31,7 +31,14 @@ from shoal.machine.memory import trim_heap
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
+from shoal.parallel.compose import (
+    hand_to_policies,
+    materialise,
+    place,
+    prepare,
+    record,
+    wrap,
+)
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.settle import Words, leaves_open, settle, words_of

@@ -176,6 +176,11 @@ def _tally(
 
 def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
     """This rank's share of the squared norm of the whole gradient: every element counts once."""
+    held = reducer.sums()
+    if program.world.size == 1 and held and held[0].device != program.world.device:
+        # They left the device, where they were measured: the host would add up in another order.
+        norms = [norm.to(torch.float64) for norm in reducer.local_norms()]
+        return torch.stack(norms).square().sum()
     by_copies: dict[int, list[torch.Tensor]] = {}
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
         by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)

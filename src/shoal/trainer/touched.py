@@ -317,6 +317,8 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors, start=1):
+        if not _here(tensor).untyped_storage().nbytes():
+            continue  # on the host between its passes, where it is another of them
         flat = tensor.detach().contiguous().reshape(-1)
         if not whole:
             flat = flat[:: max(1, flat.numel() // LOOKED_AT)].contiguous()

@@ -4,7 +4,8 @@
                   just before its turn (activations.py)
     optimizer     its state waits; a step goes through it a piece after the other
                   (optimizer_state.py)
-    parameters    weights, gradients and state wait. Under fsdp by FSDP2's `CPUOffloadPolicy`, set
+    parameters    weights, gradients and state wait. Of one device: blocks come for their passes, a
+                  step is streamed (parameters.py). Under fsdp by FSDP2's `CPUOffloadPolicy`, set
                   where parameters are split: the optimizer runs on the host
 
 Where they wait is `memory.offload_to`. A run that computes on the CPU has everything on the host
@@ -29,6 +30,7 @@ from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
 from shoal.parallel.offload.activations import Activations
 from shoal.parallel.offload.optimizer_state import LEAST_BYTES, keep_in_files, stream_state
 from shoal.parallel.program import Program
+from shoal.planner.offload import piece_bytes
 
 
 def check_here(plan: Plan, device: torch.device) -> None:
@@ -57,7 +59,8 @@ def check(plan: Plan, device: torch.device) -> None:
     """
     check_here(plan, device)
     layout = plan.layout
-    if plan.parks_parameters and layout.zero < 3 and device.type != "cpu":
+    on_device = plan.parks_parameters and device.type != "cpu"
+    if on_device and not streams_parameters(plan, device) and layout.zero < 3:
         raise PlanError(
             f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "
             f"device; nearest: layout.strategy=fsdp, or memory.offload=optimizer"
@@ -92,9 +95,16 @@ def apply(program: Program) -> Program:
     )
 
 
+def streams_parameters(plan: Plan, device: torch.device) -> bool:
+    """Whether one device trains a model that waits on the host."""
+    alone = plan.layout.processes == plan.layout.threads == 1
+    return plan.parks_parameters and alone and device.type != "cpu"
+
+
 def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
     """Keep the optimizer's state on the host or in files, and gradients in files, if so planned."""
     plan, device = program.plan, program.world.device
+    streamed = plan.offload == "optimizer" or streams_parameters(plan, device)
     if plan.states_in_files:
         undo = keep_in_files(optimizer)
         if plan.parks_parameters:
@@ -103,8 +113,11 @@ def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
                 for local in program.local.values()
             ]
             undo = _all(undo, *(hook.remove for hook in hooks))
-    elif plan.offload == "optimizer" and device.type != "cpu":
-        undo = stream_state(optimizer, device)
+    elif streamed and device.type != "cpu":
+        module = torch.get_device_module(device)
+        size_bytes = piece_bytes(module.get_device_properties(device).total_memory)
+        weights = getattr(program.reducer, "weights", None) if plan.parks_parameters else None
+        undo = stream_state(optimizer, device, weights, piece_bytes=size_bytes)
     else:
         return program
     return replace(program, on_close=(*program.on_close, undo))

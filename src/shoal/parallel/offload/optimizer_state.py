@@ -27,15 +27,25 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
 from shoal.parallel.offload.lane import Lane
+from shoal.planner.offload import PIECE_BYTES
 
 LEAST_BYTES = 2**20
 """Smaller state stays where it is: biases, step counts."""
 
-PIECE_BYTES = 64 * 2**20
-"""Of parameters that are stepped together."""
-
 Piece = list[tuple[int, nn.Parameter]]
 """Parameters with the numbers of their groups."""
+
+
+class Travelling(Protocol):
+    """Parameters that wait on the host between steps, as their state does."""
+
+    lane: Lane
+
+    def bring(self, parameter: nn.Parameter) -> list[Any]:
+        """Start a parameter and its gradient on their way to the device: events of their ends."""
+
+    def send(self, parameter: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
+        """Start it on its way home, stepped: (tensor on the device, event of its end) pairs."""
 
 
 class Stepper(Protocol):
@@ -64,12 +74,14 @@ def keep_in_files(
 def stream_state(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
+    weights: Travelling | None = None,
     *,
     piece_bytes: int = PIECE_BYTES,
     least_bytes: int = LEAST_BYTES,
 ) -> Callable[[], None]:
     """Keep an optimizer's state on the host from its next step on; gives the way back.
 
+    weights       moves its parameters to the device and back, if they wait on the host too
     piece_bytes   of parameters that are stepped together; three pieces' state is on the device at
                   most
     least_bytes   smaller state stays on the device (biases, step counts)
@@ -77,7 +89,9 @@ def stream_state(
     Errors        PlanError, at the first step, for an optimizer that counts in its groups: pieces
                   would make it count several times
     """
-    return _instead(optimizer, HostState(optimizer, Lane(device), piece_bytes, least_bytes))
+    lane = Lane(device) if weights is None else weights.lane  # whose end it waits for
+    stepper = HostState(optimizer, lane, piece_bytes, least_bytes, weights)
+    return _instead(optimizer, stepper)
 
 
 def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[], None]:
@@ -194,9 +208,14 @@ class HostState:
     """Steps an optimizer on the device piece by piece; between steps its state is on the host."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, lane: Lane, piece_bytes: int, least_bytes: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        lane: Lane,
+        piece_bytes: int,
+        least_bytes: int,
+        weights: Travelling | None = None,
     ) -> None:
-        self.lane = lane
+        self.lane, self.weights = lane, weights
         self.pieces = Pieces(optimizer, piece_bytes, least_bytes)
         self.state = optimizer.state
         self.hosts: dict[tuple[int, str], torch.Tensor] = {}
@@ -223,14 +242,17 @@ class HostState:
         self.lane.finish()
 
     def take_back(self) -> None:
-        """The state is on the device again."""
+        """The state is where the parameters are."""
         for piece in self.pieces:
             for parameter, key, host in self.pieces.large(piece):
-                self.state[parameter][key] = host.to(self.lane.device)
+                self.state[parameter][key] = host.to(parameter.device)
         self.hosts = {}
 
     def _bring(self, piece: Piece) -> list[Any]:
         events = []
+        if self.weights is not None:
+            for _, parameter in piece:
+                events += self.weights.bring(parameter)
         for parameter, key, host in self.pieces.large(piece):
             if self.hosts.get((id(parameter), key)) is not host:
                 continue  # a checkpoint put it here
@@ -245,6 +267,9 @@ class HostState:
             self.hosts[place], event = self.lane.send(tensor, self.hosts.get(place))
             self.state[parameter][key] = self.hosts[place]
             sent.append((tensor, event))
+        if self.weights is not None:
+            for _, parameter in piece:
+                sent += self.weights.send(parameter)
         return sent
 
     def _let_go(self, sent: list[tuple[torch.Tensor, Any]]) -> None:

@@ -1,0 +1,395 @@
+"""One device trains what it cannot hold: weights, gradients and optimizer state wait on the host.
+
+    weights     a block's come before its forward and its backward pass, while its neighbour
+                computes, and go after it: three blocks' are there at most. What is in no block stays
+    gradients   are summed in the plan's buckets, one after the other, and leave; a later
+                micro-batch brings the sum so far back, and adds to it
+    step        a piece's masters, gradients and state come, are stepped, and leave; the copies that
+                forward passes read are renewed on the way (optimizer_state.py)
+
+Bits    those of the run without: the same kernels on the same numbers, gradients added up in the
+        same order, norms of the same buckets, taken where they were added up
+Weights keep their tensors: what autograd saved points to memory that is given back after a block's
+forward pass and filled again before its backward pass, as FSDP2 does it.
+Source: Ren et al. 2021 (ZeRO-Offload); torch's FSDPParam (resized storages)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.offload.lane import Lane
+from shoal.parallel.program import Local, Program, laid_out_like
+
+
+def apply(program: Program) -> Program:
+    """Move a program's trainable parameters to the host; give it the reducer that goes with that.
+
+    Frozen parameters and buffers go to the device and stay there.
+    """
+    lane = Lane(program.world.device)
+    weights = HostWeights(program, lane)
+    reducer = StreamedGradients(program, weights, lane)
+    masters = {name: one.master for name, one in weights.by_name.items()}
+    return replace(
+        program,
+        reducer=reducer,
+        local={name: Local(master, program.place(name)) for name, master in masters.items()},
+        parts={name: (m.detach(), program.place(name)) for name, m in masters.items()},
+        on_close=(*program.on_close, reducer.close, weights.close),
+    )
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter in three places.
+
+    parameter   the module's; its memory on the device comes and goes
+    here        the same memory, as a tensor of its own: filling it is no change of the weight
+    master      on the host, what is stepped · copy  on the host, what forward passes read
+    """
+
+    parameter: nn.Parameter
+    here: torch.Tensor
+    master: nn.Parameter
+    copy: torch.Tensor
+    resident: bool
+
+
+@dataclass(eq=False)
+class Unit:
+    """A block's weights: whether their memory is on the device, and the copies that fill it."""
+
+    weights: list[Weight]
+    present: bool = False
+    arriving: list[Any] = field(default_factory=list)
+
+
+class HostWeights:
+    """Brings weights to the device unit by unit, in the order of the blocks."""
+
+    def __init__(self, program: Program, lane: Lane) -> None:
+        self.lane, self.module = lane, program.module
+        formats = {n: b.compute for b in program.plan.buckets if b.compute for n in b.names}
+        blocks = [program.module.get_submodule(name) for name in program.blocks]
+        holders: dict[int, int] = {}
+        for block in blocks:
+            for parameter in block.parameters():
+                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+        for tensor in (*program.frozen.values(), *program.module.buffers()):
+            tensor.data = tensor.data.to(lane.device)
+        self.by_name = {
+            # What several blocks share belongs to none of them.
+            name: self._moved(parameter, formats.get(name, ""), holders.get(id(parameter)) != 1)
+            for name, parameter in program.parameters.items()
+        }
+        of = {id(one.parameter): one for one in self.by_name.values() if not one.resident}
+        self.units = [Unit([of[id(p)] for p in b.parameters() if id(p) in of]) for b in blocks]
+        self.by_master = {id(one.master): one for one in self.by_name.values()}
+        self.homes: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.stepped = False
+        self.hooks: list[Any] = []
+        for place, block in enumerate(blocks):
+            self.hooks += [
+                block.register_forward_pre_hook(self._before(place)),
+                block.register_forward_hook(self._after(place)),
+            ]
+
+    def need(self, place: int, then: int) -> None:
+        """Compute needs a unit from here on; the next one, `then` places on, starts on its way."""
+        self._start(place)
+        unit = self.units[place]
+        for event in unit.arriving:
+            self.lane.wait(event)
+        unit.arriving = []
+        if 0 <= place + then < len(self.units):
+            self._start(place + then)
+
+    def release(self, place: int) -> None:
+        """Give a unit's memory back; what was launched before still reads it."""
+        unit = self.units[place]
+        for event in unit.arriving:  # on its way, and nobody came to need it
+            self.lane.wait(event)
+        unit.arriving = []
+        for one in unit.weights if unit.present else ():
+            one.here.untyped_storage().resize_(0)
+        unit.present = False
+
+    def release_all(self) -> None:
+        """No unit is on the device."""
+        for place in range(len(self.units)):
+            self.release(place)
+
+    def first(self) -> None:
+        """A forward pass comes."""
+        if self.units:
+            self._start(0)
+
+    # ---- what the optimizer's step does with masters (`optimizer_state.Travelling`)
+
+    def bring(self, master: nn.Parameter) -> list[Any]:
+        """Bring a master and its gradient to the device."""
+        home, gradient = master.data, master.grad
+        self.homes[id(master)] = (home, gradient)
+        master.grad = None
+        master.data, arrived = self.lane.bring(home)
+        events = [arrived]
+        if gradient is not None:
+            master.grad, arrived = self.lane.bring(gradient)
+            events.append(arrived)
+        return events
+
+    def send(self, master: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
+        """Send a stepped master home, and the copy of it that forward passes read."""
+        one, stepped = self.by_master[id(master)], master.data
+        self.stepped = True
+        home, gradient = self.homes.pop(id(master))
+        master.grad = None
+        master.data, master.grad = home, gradient
+        sent = [(stepped, self.lane.send(stepped, home)[1])]
+        if one.copy is not home:
+            narrow = stepped.to(one.copy.dtype)
+            sent.append((narrow, self.lane.send(narrow, one.copy)[1]))
+        if one.resident:
+            one.here.copy_(stepped)
+        return sent
+
+    def publish(self) -> None:
+        """Masters were written by somebody else, on the host: copies follow."""
+        for one in self.by_name.values():
+            if one.copy.data_ptr() != one.master.data_ptr():
+                one.copy.copy_(one.master.detach())
+            if one.resident:
+                one.here.copy_(one.master.detach())
+
+    def close(self) -> None:
+        """The module's parameters are the masters, on the host."""
+        for hook in self.hooks:
+            hook.remove()
+        for one in self.by_name.values():
+            one.parameter.data = one.master.data
+
+    def _moved(self, parameter: nn.Parameter, compute: str, resident: bool) -> Weight:
+        home = self.lane.host_like(parameter.detach()).copy_(parameter.detach())
+        copy = home
+        if compute:
+            narrow = home.to(getattr(torch, compute))
+            copy = self.lane.host_like(narrow).copy_(narrow)
+        here = torch.empty_like(copy, device=self.lane.device)
+        if resident:
+            here.copy_(copy)
+        parameter.data = here
+        here = here.detach()
+        if not resident:
+            here.untyped_storage().resize_(0)
+        return Weight(parameter, here, nn.Parameter(home), copy, resident)
+
+    def _start(self, place: int) -> None:
+        unit = self.units[place]
+        if unit.present:
+            return
+        unit.present = True
+        for one in unit.weights:
+            span_bytes = one.copy.untyped_storage().nbytes()
+            one.here.untyped_storage().resize_(span_bytes)
+            unit.arriving.append(self.lane.bring(one.copy, into=one.here)[1])
+
+    def _before(self, place: int) -> Callable[[nn.Module, Any], None]:
+        def need(block: nn.Module, inputs: Any) -> None:
+            self.need(place, 1)
+
+        return need
+
+    def _after(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
+        def again(gradient: torch.Tensor) -> None:
+            # Of the unit behind all gradients that it gives are there: its backward pass is over.
+            if place + 1 < len(self.units):
+                self.release(place + 1)
+            self.need(place, -1)
+
+        def release(block: nn.Module, inputs: Any, outputs: Any) -> None:
+            self.release(place)
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(again)
+
+        return release
+
+
+class StreamedGradients:
+    """The reducer of one device whose gradients wait on the host; see `program.Reducer`.
+
+    hosts    a flat sum per bucket, on the host · staged  those that are on the device now
+    """
+
+    def __init__(self, program: Program, weights: HostWeights, lane: Lane) -> None:
+        self.parameters, self.plan = program.parameters, program.plan.buckets
+        self.weights, self.lane = weights, lane
+        self.bucket_of = {name: n for n, bucket in enumerate(self.plan) for name in bucket.names}
+        self.narrow = any(bucket.compute for bucket in self.plan)
+        self.hosts: list[torch.Tensor] = []
+        for bucket in self.plan:
+            like = torch.empty(bucket.elements, dtype=getattr(torch, bucket.dtype), device="meta")
+            self.hosts.append(lane.host_like(like))
+        self.gradients = {
+            name: view for number in range(len(self.plan)) for name, view in self._views(number)
+        }
+        self.staged: dict[int, Sum] = {}
+        self.leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self.missing: dict[int, int] = {}
+        self.norms: dict[str, torch.Tensor] = {}
+        self.seen: set[str] = set()
+        self.begun: set[int] = set()
+        self.measured: set[str] = set()
+        self.active = self.last = False
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in self.parameters.items()
+        ]
+
+    def begin(self, rounds: int) -> None:
+        """No bucket has a sum yet."""
+        for one in self.weights.by_name.values():
+            one.parameter.grad = one.master.grad = None
+        self.active = True
+        self.seen, self.begun, self.measured, self.norms = set(), set(), set(), {}
+
+    def arm(self, last: bool) -> None:
+        """A pass comes; its first weights are on their way."""
+        self.last = last
+        self.missing = {number: len(bucket.names) for number, bucket in enumerate(self.plan)}
+        self.weights.first()
+
+    def passed(self, counted: bool) -> None:
+        """Send the buckets that the pass left incomplete."""
+        for number, bucket in enumerate(self.plan):
+            measured = not self.last or bucket.names[0] in self.measured
+            if number in self.staged or not measured:
+                self._stage(number)  # what no pass reached counts as zero
+                self._leave(number, then=False)
+        self.weights.release_all()
+
+    def finish(self) -> None:
+        """All sums are on the host, where the host may read them."""
+        while self.leaving:
+            self._let_go()
+        self.lane.finish()
+        self.active = False
+        for name, one in self.weights.by_name.items():
+            one.master.grad = self.gradients[name]
+
+    def publish(self) -> None:
+        """The step itself renewed the copies, unless the masters were loaded."""
+        if not self.weights.stepped:
+            self.weights.publish()
+        self.weights.stepped = False
+
+    def close(self) -> None:
+        """No hooks, no views of buffers."""
+        for hook in self.hooks:
+            hook.remove()
+        for one in self.weights.by_name.values():
+            one.parameter.grad = one.master.grad = None
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient."""
+        return [name in self.seen for name in self.parameters]
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Norms of the sums, taken on the device: of buckets, or of parameters where none is cast."""
+        order = self.summed() if self.narrow else self.parameters
+        return [self.norms[name] for name in order if name in self.norms]
+
+    def sums(self) -> list[torch.Tensor]:
+        """The sums, on the host."""
+        return self.hosts
+
+    def summed(self) -> list[str]:
+        """The first parameter of every bucket."""
+        return [bucket.names[0] for bucket in self.plan]
+
+    def _views(
+        self, number: int, flat: torch.Tensor | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """A bucket's gradients as views of its flat sum."""
+        flat, start = self.hosts[number] if flat is None else flat, 0
+        for name in self.plan[number].names:
+            parameter = self.parameters[name]
+            stop = start + parameter.numel()
+            yield name, laid_out_like(parameter, flat[start:stop])
+            start = stop
+
+    def _start(self, number: int) -> Sum:
+        """A bucket's sum on the device: zeros at first, then what earlier micro-batches left."""
+        if number not in self.staged:
+            if number in self.begun:
+                while self.leaving:  # its last copy out may still be under way
+                    self._let_go()
+                flat, arrived = self.lane.bring(self.hosts[number])
+            else:
+                flat, arrived = torch.zeros_like(self.hosts[number], device=self.lane.device), None
+            self.begun.add(number)
+            self.staged[number] = Sum(flat, dict(self._views(number, flat)), arrived)
+        return self.staged[number]
+
+    def _stage(self, number: int) -> dict[str, torch.Tensor]:
+        """The views of a bucket's sum, which is there."""
+        found = self._start(number)
+        if found.arrived is not None:
+            self.lane.wait(found.arrived)
+            found.arrived = None
+        return found.views
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        number = self.bucket_of[name]
+
+        def ready(parameter: torch.Tensor) -> None:
+            if not self.active or parameter.grad is None:
+                return
+            self.seen.add(name)
+            self._stage(number)[name].add_(parameter.grad)
+            parameter.grad = None
+            self.missing[number] -= 1
+            if not self.missing[number]:
+                self._leave(number, then=True)
+
+        return ready
+
+    def _leave(self, number: int, *, then: bool) -> None:
+        """Send a bucket's sum to the host; then: the next one's, if it has one, comes meanwhile."""
+        one = self.staged.pop(number)
+        if self.last:
+            names = self.plan[number].names
+            parts = {names[0]: one.flat} if self.narrow else one.views
+            parts = {n: part for n, part in parts.items() if self.narrow or n in self.seen}
+            self.norms.update(zip(parts, torch._foreach_norm(list(parts.values())), strict=True))
+            self.measured.add(names[0])
+        if then and number + 1 in self.begun and number + 1 not in self.staged:
+            self._start(number + 1)
+        self.leaving.append((one.flat, self.lane.send(one.flat, self.hosts[number])[1]))
+        while len(self.leaving) > AHEAD:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        _, gone = self.leaving.popleft()
+        self.lane.wait(gone)
+
+
+AHEAD = 1
+"""Buckets on their way out while the next is filled."""
+
+
+@dataclass(eq=False)
+class Sum:
+    """A bucket's gradients on the device, flat and as views; the event of their coming, if any."""
+
+    flat: torch.Tensor
+    views: dict[str, torch.Tensor]
+    arrived: Any
