@@ -26,6 +26,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
 from shoal.fabric import World
 from shoal.parallel import (
+    ALONG_AXES,
     batch_norm,
     compare_weights,
     dropout_rng,
@@ -109,17 +110,12 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
-        from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
         from shoal.parallel.comm_volume import travel_of
         from shoal.trace.flops import meta_twin
 
-        # Experts are found by how whole parts of the model call each other.
-        experts = expert_parallel.plan(program, record)
-        # Where stages end is seen on whole layers; what a stage holds of a layer is its part.
-        cut = pipeline.plan(program, record)
-        split = tensor_parallel.plan(program, record)
-        units = context_parallel.plan(program, record)
-        derived = Derived(split, cut, experts, units)
+        found = {axis: each.plan(program, record) for axis, each in _along_axes(plan)}
+        split, cut = found.get("tp"), found.get("pp")
+        derived = Derived(split, cut, found.get("ep", ()), found.get("cp"))
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
             program = replace(program, travel=travel_of(split, cut, samples))
         program = replace(program, twin=meta_twin(module))
@@ -139,15 +135,26 @@ def materialise(program: Program, derived: Derived) -> Program:
 
     derived   as `place` gave it; rows are the program's
     """
-    if not program.plan.layout.is_derived:
-        return program
-    from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
+    along = dict(_along_axes(program.plan))
+    if "tp" in along:
+        program = along["tp"].apply(program, derived.split)
+    if "cp" in along:
+        program = along["cp"].apply(program, derived.units)
+    if "pp" in along:
+        from shoal.parallel.tensor_parallel import Crossing
 
-    program = tensor_parallel.apply(program, derived.split)
-    program = context_parallel.apply(program, derived.units)
-    program = pipeline.apply(program, derived.cut, tensor_parallel.Crossing(program.tensor))
-    # After the last forward pass of a single rank: from here on tokens travel.
-    return expert_parallel.apply(program, derived.experts)
+        program = along["pp"].apply(program, derived.cut, Crossing(program.tensor))
+    if "ep" in along:
+        # After the last forward pass of a single rank: from here on tokens travel.
+        program = along["ep"].apply(program, derived.experts)
+    return program
+
+
+def _along_axes(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Import what divides a model along each axis of the plan's layout: (axis, technique)."""
+    for axis, name in ALONG_AXES:
+        if getattr(plan.layout, axis) > 1:
+            yield axis, importlib.import_module(f"shoal.parallel.{name}")
 
 
 AROUND_BLOCKS: tuple[tuple[type, str], ...] = (
