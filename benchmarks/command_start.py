@@ -54,7 +54,7 @@ def start_of_command(
             process = subprocess.Popen(
                 [*command, f"run.folder={folder}", "run.name=start"],
                 env={
-                    **os.environ,
+                    **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
                     "PYTHONPATH": str(source / "src"),
                     "SHOAL_CACHE": str(cache),
                     "OMP_NUM_THREADS": "1",

@@ -129,6 +129,8 @@ def _pairs(other: Path, rounds: int, deadline_s: float) -> None:
     }
     for name, words in STARTS.items():
         taken: dict[str, list[float]] = {"ours": [], "theirs": [], "ours again": [], "torch": []}
+        for source in (HERE.parent, other):  # leaves byte code, as an installation does
+            first_step_s(source, words, deadline_s)
         for turn in range(rounds):
             order = list(taken) if turn % 2 else list(taken)[::-1]
             for one in order:

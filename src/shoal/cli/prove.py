@@ -91,7 +91,7 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
             emit=events.emit,
             on_tick=lambda: waiting.show(read_doing(folder)),
             environ=environ,
-            imports=imports_of(config.model.name),
+            imports=imports_of(config.model.name, prepared.plan.layout),
         )
         waiting.finish()
         if outcome.exit_code:

@@ -243,7 +243,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 emit=events.emit,
                 on_tick=view.tick,
                 environ=environ,
-                imports=imports_of(config.model.name),
+                imports=imports_of(config.model.name, prepared.plan.layout),
             )
         finally:
             view.finish()

@@ -9,20 +9,25 @@ import os
 import sys
 from pathlib import Path
 
+from shoal.base.layout import Layout
 from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
+from shoal.parallel import modules_of
 from shoal.planner.huggingface import is_foreign
 
 
-def imports_of(model: str) -> tuple[str, ...]:
+def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
     """What every worker of a command needs and what takes seconds, for `model.name = model`.
 
+    layout   its techniques are imported too; None where it is still open
     torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
 
     >>> imports_of("llama")
     ('shoal.trainer.loop', 'shoal.proof.quick', 'torch._dynamo')
     """
-    own = ("shoal.trainer.loop", "shoal.proof.quick", "torch._dynamo")
+    own: tuple[str, ...] = ("shoal.trainer.loop", "shoal.proof.quick", "torch._dynamo")
+    if layout is not None:
+        own = (*own, *modules_of(layout))
     return (*own, "transformers.modeling_utils") if is_foreign(model) else own
 
 

@@ -27,6 +27,7 @@ from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, Re
 from shoal.fabric import World
 from shoal.fabric.device import what_is_missing
 from shoal.parallel import (
+    ALONG_AXES,
     batch_norm,
     compare_weights,
     dropout_rng,
@@ -116,17 +117,19 @@ def _placed(program: Program, record: Record | None, samples: int) -> tuple[Prog
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
-        from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
         from shoal.parallel.comm_volume import travel_of
         from shoal.trace.flops import meta_twin
 
-        # Experts are found by how whole parts of the model call each other.
-        experts = expert_parallel.plan(program, record)
-        # Where stages end is seen on whole layers; what a stage holds of a layer is its part.
-        cut = pipeline.plan(program, record)
-        split = tensor_parallel.plan(program, record)
-        units = context_parallel.plan(program, record, split)
-        derived = Derived(split, cut, experts, units)
+        along, found = dict(_along_axes(plan)), Derived()
+        if "ep" in along:
+            found = replace(found, experts=along["ep"].plan(program, record))
+        if "pp" in along:
+            found = replace(found, cut=along["pp"].plan(program, record))
+        if "tp" in along:
+            found = replace(found, split=along["tp"].plan(program, record))
+        if "cp" in along:  # its ranks may divide layers that tp divides: those parts are its wholes
+            found = replace(found, units=along["cp"].plan(program, record, found.split))
+        derived, split, cut = found, found.split, found.cut
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
             program = replace(program, travel=travel_of(split, cut, samples))
         program = replace(program, twin=meta_twin(module))
@@ -147,9 +150,9 @@ def materialise(program: Program, derived: Derived) -> Program:
 
     derived   as `place` gave it; rows are the program's
     """
-    if program.plan.layout.is_derived:
-        program = _cut(program, derived)
     plan, device = program.plan, program.world.device
+    if plan.layout.is_derived:
+        program = _cut(program, derived)
     if plan.layout.zero < 3 and not waits_on_host(plan, device):
         _to(program.module, device)
     return program
@@ -161,15 +164,28 @@ def _to(module: nn.Module, device: torch.device) -> None:
 
 
 def _cut(program: Program, derived: Derived) -> Program:
-    from shoal.parallel import context_parallel, expert_parallel, pipeline, tensor_parallel
-    from shoal.parallel.spmd.crossing import Crossing
+    along, kinds = dict(_along_axes(program.plan)), []
+    if "tp" in along:
+        program = along["tp"].apply(program, derived.split)
+        kinds += along["tp"].kinds(program)
+    if "cp" in along:
+        program = along["cp"].apply(program, derived.units)
+        kinds += along["cp"].kinds(derived.units)
+    if "pp" in along:
+        from shoal.parallel.spmd.crossing import Crossing
 
-    program = tensor_parallel.apply(program, derived.split)
-    program = context_parallel.apply(program, derived.units)
-    kinds = [*tensor_parallel.kinds(program), *context_parallel.kinds(derived.units)]
-    program = pipeline.apply(program, derived.cut, Crossing(kinds))
-    # After the last forward pass of a single rank: from here on tokens travel.
-    return expert_parallel.apply(program, derived.experts)
+        program = along["pp"].apply(program, derived.cut, Crossing(kinds))
+    if "ep" in along:
+        # After the last forward pass of a single rank: from here on tokens travel.
+        program = along["ep"].apply(program, derived.experts)
+    return program
+
+
+def _along_axes(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Import what divides a model along each axis of the plan's layout: (axis, technique)."""
+    for axis, name in ALONG_AXES:
+        if getattr(plan.layout, axis) > 1:
+            yield axis, importlib.import_module(f"shoal.parallel.{name}")
 
 
 AROUND_BLOCKS: tuple[tuple[type, str], ...] = (

@@ -65,14 +65,21 @@ def derive(record: Record, plan: Plan) -> Derived:
 
     Errors   PlanError where it cannot, naming the part and the nearest legal choice
     """
-    from shoal.parallel.expert_parallel import dealt
-    from shoal.parallel.pipeline import stages_of_model
-    from shoal.parallel.tensor_parallel import split_by
-
     layout = plan.layout
-    experts = dealt(record, layout) if layout.ep > 1 else ()
-    cut = stages_of_model(record, layout) if layout.pp > 1 else None
-    split = split_by(plan, record, layout.tp, staged=layout.pp > 1) if layout.tp > 1 else None
+    split, cut = None, None
+    experts: Sequence[ExpertLayer] = ()
+    if layout.ep > 1:
+        from shoal.parallel.expert_parallel import dealt
+
+        experts = dealt(record, layout)
+    if layout.pp > 1:
+        from shoal.parallel.pipeline import stages_of_model
+
+        cut = stages_of_model(record, layout)
+    if layout.tp > 1:
+        from shoal.parallel.tensor_parallel import split_by
+
+        split = split_by(plan, record, layout.tp, staged=layout.pp > 1)
     called = called_of(record) if layout.zero == 3 else Called()
     return Derived(split, cut, experts, called=called)
 

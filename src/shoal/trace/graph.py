@@ -34,6 +34,9 @@ from shoal.trace.shared_attention import is_attention_with_dropout, share, write
 
 aten = torch.ops.aten
 
+FUNCTION = "autograd_function"
+"""The module that such functions are said to be of."""
+
 
 class Untraceable(Exception):
     """A layer that does not become a graph; the text is the reason."""
@@ -187,8 +190,13 @@ def _function(cls: Any) -> Callable[..., Any]:
         return cls.apply(*args)
 
     run.__name__ = run.__qualname__ = cls.__name__
-    run.__module__ = "autograd_function"
+    run.__module__ = FUNCTION
     return run
+
+
+def is_function(target: object) -> bool:
+    """Tell whether a node's target is a custom autograd.Function: one object per class of it."""
+    return getattr(target, "__module__", "") == FUNCTION
 
 
 def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:

@@ -39,6 +39,7 @@ from shoal.machine.measure import QUICK, measure_machine
 from shoal.machine.memory import forget_peak
 from shoal.parallel.compose import check_here
 from shoal.parallel.program import dtype_of
+from shoal.parallel.spmd.passed import checked_once
 from shoal.planner.settle import Words, is_open
 from shoal.trace.flops import backward_flops
 from shoal.trainer.auto_layout import choose
@@ -91,6 +92,7 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
             signal.signal(number, handler)
 
 
+@checked_once()
 def _prepare(
     config: Config, folder: Path, world: World, prove: Prove
 ) -> tuple[Run, Source, int, Joined | None]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hf_modules import HF_EXAMPLES
 from torch import nn
 from user_modules import EXAMPLES, Example, made
@@ -13,6 +17,7 @@ from user_modules import EXAMPLES, Example, made
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.record import Record
+from shoal.trace.shapes import tensors_of
 
 
 def cut_of(example: Example, stages: int) -> tuple[nn.Module, StageCut]:
@@ -69,3 +74,27 @@ def test_every_parameter_and_buffer_lives_somewhere() -> None:
         module, cut = cut_of(example, 2)
         state = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
         assert frozenset().union(*cut.keep) == state
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt", "nested", "encoder"])
+def test_a_cut_is_told_to_another_rank(name: str) -> None:
+    module, cut = cut_of(EXAMPLES[name], 2)
+    told = json.loads(json.dumps(cut.to_json()))
+    again = StageCut.from_json(told, module, torch.device("cpu"))
+    for key in ("crossings", "keep", "ties", "between", "costs"):
+        assert getattr(again, key) == getattr(cut, key)
+    for one, other in zip(again.calls, cut.calls, strict=True):
+        plain = [(c.name, c.stage, c.block, c.devices, c.written) for c in (one, other)]
+        assert plain[0] == plain[1]
+        for mine, theirs in ((one.inputs, other.inputs), (one.outputs, other.outputs)):
+            assert forms(mine) == forms(theirs)
+
+
+def forms(tree: Any) -> list[Any]:
+    return [(t.shape, t.dtype, t.device.type) for t in tensors_of(tree)]
+
+
+def test_what_only_a_class_can_make_is_not_told() -> None:
+    _, cut = cut_of(EXAMPLES["mlp"], 2)
+    odd = replace(cut.calls[0], outputs=OrderedDict(state=cut.calls[0].outputs))
+    assert replace(cut, calls=(odd, *cut.calls[1:])).to_json() is None

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from user_modules import FlatLayer
 
 from shoal.parallel.spmd import label
+from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.check import Finding, check_class
-from shoal.parallel.spmd.model_split import plan_split
+from shoal.parallel.spmd.model_split import BlockClass, plan_split
+from shoal.parallel.spmd.passed import checked_once
+from shoal.parallel.spmd.trial import Trial
 from shoal.trace.record import Record
 
 
@@ -116,3 +119,60 @@ def test_a_layer_without_float64_is_checked_in_float32() -> None:
     split = plan_split(Record(module, lambda m: m(x)), 2)
     (group,) = split.classes
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
+
+
+class Plain(nn.Module):
+    """A layer without casts; `scale` is a number in its code."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(x).relu())
+
+
+def test_what_passed_in_a_start_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(
+        dtype: torch.dtype, scale: float = 1.0, samples: int = 2
+    ) -> tuple[nn.Module, BlockClass]:
+        module = nn.Sequential(Plain(scale), Plain(scale)).to(dtype)
+        x = torch.randn(samples, 4, 8, dtype=dtype)
+        (group,) = plan_split(Record(module, lambda m: m(x)), 2).classes
+        return module, group
+
+    proof, run = split(torch.float64), split(torch.float32)
+    others = [split(torch.float32, scale=2.0), split(torch.float32, samples=3)]
+    ran: list[int] = []
+    alone = Trial.alone
+    monkeypatch.setattr(Trial, "alone", lambda trial: (ran.append(1), alone(trial))[1])
+
+    def trials(given: list[tuple[nn.Module, BlockClass]]) -> int:
+        ran.clear()
+
+        def on_a_rank(axis: Axis) -> None:
+            with checked_once():
+                assert [check_class(*one, axis) for one in given] == [None] * len(given)
+
+        on_ranks(2, on_a_rank)
+        return len(ran) // 2
+
+    assert trials([proof, run]) == 1
+    assert trials([proof, *others]) == 3
+    assert trials([run]) == 1  # another start
+    on_ranks(2, lambda axis: [check_class(*run, axis) for _ in range(2)])
+    assert len(ran) == 2 + 4  # no start at all
+
+
+def test_a_block_that_failed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
+    monkeypatch.setattr(label, "may_stay_split", lambda _: True)
+    split = plan_split(Record(module, lambda m: m(x)), 2, sequence=True)
+    (group,) = [one for one in split.classes if one.names[0].endswith("experts")]
+
+    def twice(axis: Axis) -> list[Finding | None]:
+        with checked_once():
+            return [check_class(module, group, axis) for _ in range(2)]
+
+    for found in on_ranks(2, twice):
+        assert None not in found

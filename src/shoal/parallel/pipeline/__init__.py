@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages
 from shoal.parallel.program import Program, frozen, trainable
 from shoal.planner.schedules import make_schedule
+from shoal.trace.alone import CollectiveAlone, alone
 from shoal.trace.record import Record
 
 
@@ -44,11 +46,31 @@ from shoal.trace.record import Record
 def plan(program: Program, record: Record) -> StageCut | None:
     """Where the stages begin and end; None without a pipeline.
 
+    One rank of a machine follows the model and checks the cut, and tells the others; a model that
+    talks to other ranks is followed by all, as is one whose blocks give more than plain values.
+
     Errors   PlanError for more stages than blocks, a model that cannot be cut, or a schedule that
              does not go with recompute
     """
-    layout = program.plan.layout
-    return stages_of_model(record, layout) if layout.pp > 1 else None
+    layout, world = program.plan.layout, program.world
+    if layout.pp == 1:
+        return None
+    own: list[StageCut] = []
+
+    def first() -> Any:
+        try:
+            with alone():
+                own.append(stages_of_model(record, layout))
+        except CollectiveAlone:
+            return None
+        return own[0].to_json()
+
+    told = world.told_on_machine(first)
+    if own:
+        return own[0]
+    if told is None:  # or the first rank failed: the others then fail alike
+        return stages_of_model(record, layout)
+    return StageCut.from_json(told, record.module, world.device)
 
 
 def stages_of_model(record: Record, layout: Layout) -> StageCut:

@@ -32,7 +32,8 @@ from shoal.trace.shapes import map_tensors, tensors_of
 class CallPlan:
     """One call of a unit, as every stage knows it.
 
-    inputs, outputs   shapes of the sample's (args, kwargs) and result, on the meta device
+    inputs    the sample's (args, kwargs), on the meta device, or the tensors in them, in order
+    outputs   its result, on the meta device
     devices           where the returned tensors were · written  those that are written into later
     """
 
@@ -73,9 +74,90 @@ class StageCut:
         """How many."""
         return len(self.keep)
 
+    def to_json(self) -> Any:
+        """The cut as JSON values for another rank; None where a call gives more than plain values.
+
+        Plain are tensors, numbers and words in tuples, lists and dicts: others only their classes
+        can make anew.
+        """
+        try:
+            calls = [
+                [
+                    *(call.name, call.stage, call.block),
+                    [_told(tensor) for tensor in tensors_of(call.inputs)],
+                    _told(call.outputs),
+                    [device.type for device in call.devices],
+                    sorted(call.written),
+                ]
+                for call in self.calls
+            ]
+        except TypeError:
+            return None
+        keep, between = [sorted(names) for names in self.keep], sorted(self.between)
+        return [calls, self.crossings, keep, self.ties, between, self.costs]
+
+    @staticmethod
+    def from_json(told: Any, module: nn.Module, device: torch.device) -> StageCut:
+        """Read what `to_json` of another rank gave, of the same `module`.
+
+        device   of this rank: what was on the other one's is on this one here
+        """
+        calls, crossings, keep, ties, between, costs = told
+        return StageCut(
+            tuple(
+                CallPlan(
+                    *(name, stage, block),
+                    [_understood(one) for one in inputs],
+                    _understood(outputs),
+                    tuple(device if kind == device.type else torch.device(kind) for kind in where),
+                    frozenset(written),
+                )
+                for name, stage, block, inputs, outputs, where, written in calls
+            ),
+            tuple(tuple((call, leaf) for call, leaf in stage) for stage in crossings),
+            tuple(map(frozenset, keep)),
+            {name: tuple(where) for name, where in ties.items()},
+            frozenset(between),
+            tuple(costs),
+            meta_twin(module),
+        )
+
     def blocks(self, stage: int) -> list[str]:
         """Names of the trunk's blocks that a stage calls, in order."""
         return list(dict.fromkeys(c.name for c in self.calls if c.block and c.stage == stage))
+
+
+def _told(tree: Any) -> Any:
+    """A structure of tensors as JSON values. Errors: TypeError for what `_understood` cannot make.
+
+    >>> _told((1, {"a": [None, torch.empty(2, device="meta")]}))
+    ['tuple', 1, ['dict', 'a', ['list', None, ['tensor', [2], 'float32']]]]
+    """
+    if isinstance(tree, torch.Tensor):
+        return ["tensor", list(tree.shape), str(tree.dtype).removeprefix("torch.")]
+    if type(tree) in (tuple, list):
+        return [type(tree).__name__, *map(_told, tree)]
+    if type(tree) is dict and all(type(key) is str for key in tree):
+        return ["dict", *(part for key, one in tree.items() for part in (key, _told(one)))]
+    if tree is None or type(tree) in (bool, int, float, str):
+        return tree
+    raise TypeError(type(tree).__name__)
+
+
+def _understood(told: Any) -> Any:
+    """The structure that was told, its tensors on the meta device.
+
+    >>> _understood(_told((1, {"a": [None, "b"]})))
+    (1, {'a': [None, 'b']})
+    """
+    if not isinstance(told, list):
+        return told
+    kind, *parts = told
+    if kind == "tensor":
+        return torch.empty(parts[0], dtype=getattr(torch, parts[1]), device="meta")
+    if kind == "dict":
+        return dict(zip(parts[::2], map(_understood, parts[1::2]), strict=True))
+    return (tuple if kind == "tuple" else list)(map(_understood, parts))
 
 
 def deal(

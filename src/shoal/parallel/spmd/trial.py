@@ -22,6 +22,7 @@ from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut,
 from shoal.parallel.spmd.model_split import BlockClass
 from shoal.parallel.spmd.sequence import handed_on, whole_of
 from shoal.parallel.spmd.split_block import again
+from shoal.trace.casts import NARROW
 from shoal.trace.copies import copied_module
 
 HOST = torch.device("cpu")
@@ -74,7 +75,9 @@ class Trial:
         self.numbers = {n: self._perturbed(p) for n, p in block.named_parameters()}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
-        self.program = again(group.split, self.block, self.args, self.kwargs)
+        self.program = group.split
+        if not _computes_in(group, dtype):
+            self.program = again(group.split, self.block, self.args, self.kwargs)
         self.splits = [one for one in (group.split, group.split.inner) if one is not None]
         self.programs = [one for one in (self.program, self.program.inner) if one is not None]
         self.pulls: list[Tensor] = []
@@ -225,6 +228,14 @@ class Trial:
         for axis, label in reversed(list(zip(self.axes, labels, strict=True))):
             part = whole_of(handed_on(part, label, axis))
         return part
+
+
+def _computes_in(group: BlockClass, dtype: torch.dtype) -> bool:
+    """Whether the split's own program computes in this format, and casts to no narrower one."""
+    given = [*group.bare.parameters(), *group.bare.buffers()]
+    given += pytree.tree_leaves((group.call.args, group.call.kwargs))
+    formats = {t.dtype for t in given if isinstance(t, Tensor) and t.is_floating_point()}
+    return formats == {dtype} and not any(str(one) in group.split.run.code for one in NARROW)
 
 
 def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
