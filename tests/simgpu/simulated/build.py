@@ -58,7 +58,8 @@ def library() -> Path:
 
 def _compile(sources: list[Path], target: Path) -> None:
     spec = find_spec("torch")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     torch = Path(spec.submodule_search_locations[0])
     include = torch / "include"
     paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
