@@ -1,0 +1,95 @@
+"""Builds the simulated device once per version of torch, Python and its own source, into a cache.
+
+python tests/simgpu/simulated/build.py     the library's path on the last line
+SHOAL_SIMGPU_CACHE=folder                  where builds lie; default: build/simgpu of the repository
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "csrc"
+ROOT = Path(__file__).parents[3]
+MADE_FOR = "2.13"
+FLAGS = ("-std=c++20", "-fPIC", "-O1", "-w")
+COMPILER = os.environ.get("CXX", "g++")
+
+
+class CannotBuild(Exception):
+    """What this machine lacks, in one line."""
+
+
+def library() -> Path:
+    """The built library, built now if this source was not yet.
+
+    Errors: CannotBuild without a compiler, with another torch, or where the compiler fails
+    """
+    torch_version = version("torch")
+    if not torch_version.startswith(MADE_FOR):
+        raise CannotBuild(
+            f"the simulated device is written for torch {MADE_FOR}, here is {torch_version}"
+        )
+    digest = hashlib.sha256(f"{torch_version} {sys.version} {FLAGS}".encode())
+    sources = sorted(SOURCE.iterdir())
+    for path in sources:
+        digest.update(path.read_bytes())
+    cache = Path(os.environ.get("SHOAL_SIMGPU_CACHE") or ROOT / "build" / "simgpu")
+    target = cache / f"{torch_version}-{digest.hexdigest()[:16]}" / "libsimgpu.so"
+    if target.exists():
+        return target
+    if shutil.which(COMPILER) is None:
+        raise CannotBuild(f"the simulated device needs a C++20 compiler ({COMPILER}); none is here")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile([p for p in sources if p.suffix == ".cpp"], target)
+    return target
+
+
+def _compile(sources: list[Path], target: Path) -> None:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    torch = Path(spec.submodule_search_locations[0])
+    include = torch / "include"
+    paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    flags = [*FLAGS, *(f"-I{path}" for path in paths)]
+    objects = [target.parent / f"{source.stem}.o" for source in sources]
+    steps = [
+        subprocess.Popen(
+            [COMPILER, *flags, "-c", source, "-o", made], stderr=subprocess.PIPE, text=True
+        )
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    told = [step.communicate()[1] for step in steps]
+    if any(step.returncode for step in steps):
+        raise CannotBuild("the simulated device does not compile:\n" + "".join(told)[:4000])
+    whole = target.with_suffix(".new")
+    libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch", "-ltorch_python")
+    linked = subprocess.run(
+        [COMPILER, "-shared", "-o", whole, *objects, *libraries, f"-Wl,-rpath,{torch / 'lib'}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if linked.returncode:
+        raise CannotBuild("the simulated device does not link:\n" + linked.stderr[:4000])
+    whole.rename(target)
+    for made in objects:
+        made.unlink()
+
+
+if __name__ == "__main__":
+    try:
+        print(library())
+    except CannotBuild as why:
+        raise SystemExit(str(why)) from None

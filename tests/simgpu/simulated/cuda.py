@@ -1,0 +1,438 @@
+"""`torch.cuda` in a torch without CUDA, answered by the simulated device.
+
+Loaded once, right after torch, by `site/sitecustomize.py`. What `torch.cuda` does in Python over
+C functions that this build lacks is set here; all else is torch's own.
+
+    SIM_DEVICES=2 · SIM_MEMORY_BYTES=4294967296 · SIM_MODE=drawn|lazy|eager · SIM_SEED=0 · SIM_TICK_MS=5
+    SIM_RACES=raise    at the second access | report: on stderr, and status 86 at exit | off
+    SIM_UNPINNED=allow | refuse: an asynchronous copy whose host side is not pinned is an error
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import sysconfig
+import types
+
+import torch
+
+EXIT_STATUS = 86
+LIBRARY = os.environ["SIM_LIBRARY"]
+if torch.version.cuda:
+    raise RuntimeError("this torch has CUDA of its own: nothing to simulate")
+
+lib = ctypes.CDLL(LIBRARY)
+for _name, _result, _arguments in (
+    ("sim_seed", None, [ctypes.c_long]),
+    ("sim_mode", None, [ctypes.c_char_p]),
+    ("sim_answer", None, [ctypes.c_char_p]),
+    ("sim_digest", ctypes.c_uint64, []),
+    ("sim_foreign", None, [ctypes.c_char_p]),
+    ("sim_untold", ctypes.c_size_t, []),
+    ("sim_told", ctypes.c_size_t, []),
+    ("sim_clear_reports", None, []),
+    ("sim_watch_host", None, []),
+    ("sim_register", None, [ctypes.c_void_p, ctypes.c_size_t]),
+    ("sim_unregister", None, [ctypes.c_void_p]),
+    ("sim_limit", None, [ctypes.c_int, ctypes.c_size_t]),
+    ("sim_snapshot", ctypes.c_char_p, []),
+):
+    getattr(lib, _name).restype = _result
+    getattr(lib, _name).argtypes = _arguments
+
+for _prefix in (
+    os.path.dirname(torch.__file__),
+    os.path.dirname(__file__),
+    sysconfig.get_path("stdlib"),
+):
+    lib.sim_foreign((os.path.abspath(_prefix) + os.sep).encode())
+lib.sim_watch_host()
+
+DEVICES = int(os.environ.get("SIM_DEVICES", 2))
+_limits = [int(os.environ.get("SIM_MEMORY_BYTES", 4 << 30))] * DEVICES
+
+
+# ---- for tests ---------------------------------------------------------------------------------
+def seed_schedule(seed: int) -> None:
+    """Begin the drawn schedule anew."""
+    lib.sim_seed(seed)
+
+
+def set_mode(name: str) -> None:
+    """eager, lazy or drawn, from now on."""
+    lib.sim_mode(name.encode())
+
+
+def answer_races(how: str) -> None:
+    """raise, report or off, from now on."""
+    lib.sim_answer(how.encode())
+
+
+def order_of_work() -> int:
+    """A digest of the order in which all work ran since the schedule began."""
+    return lib.sim_digest()
+
+
+def set_limit(device: int, limit_bytes: int) -> None:
+    """The memory that a device has."""
+    _limits[device] = limit_bytes
+    lib.sim_limit(device, limit_bytes)
+
+
+def counts() -> dict[str, int]:
+    """Launches by operation; those that wait for their stream say so."""
+    lines = (line.rsplit("\t", 1) for line in torch.ops.sim.counts().splitlines())
+    return {name: int(times) for name, times in lines}
+
+
+def races_told() -> int:
+    """How many conflicts were raised or reported."""
+    return lib.sim_told()
+
+
+@atexit.register  # early, so it is among the last to run
+def _verdict() -> None:
+    if lib.sim_untold():
+        sys.stdout.flush()
+        sys.stderr.write(f"simulated device: {lib.sim_untold()} reports, see above\n")
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)
+
+
+# ---- devices and streams --------------------------------------------------------------------------
+def _index(device=None) -> int:
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        return current_device() if device < 0 else device
+    index = torch.device(device).index
+    return current_device() if index is None else index
+
+
+def current_device() -> int:
+    return torch._C._accelerator_getDeviceIndex()
+
+
+def set_device(device) -> None:
+    torch._C._accelerator_setDeviceIndex(_index(device))
+
+
+def _exchange_device(index: int) -> int:
+    before = current_device()
+    if index >= 0:
+        set_device(index)
+    return before
+
+
+class device:
+    def __init__(self, device) -> None:
+        self.idx, self.prev_idx = _index(device), -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = _exchange_device(self.idx)
+
+    def __exit__(self, *_) -> None:
+        set_device(self.prev_idx)
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority=0, **kw):
+        if kw:
+            return super().__new__(cls, **kw)
+        return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+
+
+class stream:
+    def __init__(self, stream) -> None:
+        self.stream = stream
+
+    def __enter__(self):
+        if self.stream is not None:
+            self.device_before = current_device()
+            self.before = torch.accelerator.current_stream(self.stream.device)
+            torch.accelerator.set_stream(self.stream)
+
+    def __exit__(self, *_) -> None:
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.before)
+            set_device(self.device_before)
+
+
+def _stream(handle) -> Stream:
+    return Stream(
+        stream_id=handle.stream_id, device_index=handle.device_index, device_type=handle.device_type
+    )
+
+
+def synchronize(device=None) -> None:
+    torch._C._accelerator_synchronizeDevice(_index(device))
+
+
+def current_stream(device=None) -> Stream:
+    return _stream(torch._C._accelerator_getStream(_index(device)))
+
+
+def default_stream(device=None) -> Stream:
+    kind = torch._C._accelerator_getStream(0).device_type
+    return Stream(stream_id=0, device_index=_index(device), device_type=kind)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+def _stats(device=None):
+    return torch._C._accelerator_getDeviceStats(_index(device))
+
+
+def memory_stats(device=None) -> dict[str, int]:
+    flat: dict[str, int] = {}
+
+    def walk(prefix, value):
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(f"{prefix}.{name}" if prefix else str(name), inner)
+        else:
+            flat[prefix] = value
+
+    walk("", _stats(device))
+    return flat
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    total = _limits[_index(device)]
+    return total - memory_reserved(device), total
+
+
+def memory_snapshot(*_, **__) -> list[dict]:
+    segments: list[dict] = []
+    for line in lib.sim_snapshot().decode().splitlines():
+        kind, *rest = line.split()
+        if kind == "S":
+            number, address, total, on, small = map(int, rest)
+            segments.append(
+                {"device": number, "address": address, "total_size": total, "stream": on}
+                | {"segment_type": "small" if small else "large", "blocks": []}
+                | {
+                    "allocated_size": 0,
+                    "active_size": 0,
+                    "requested_size": 0,
+                    "is_expandable": False,
+                }
+            )
+            continue
+        address, size, asked, state = rest
+        segment = segments[-1]
+        segment["blocks"].append(
+            {
+                "address": int(address),
+                "size": int(size),
+                "requested_size": int(asked),
+                "state": state,
+            }
+        )
+        if state != "inactive":
+            segment["active_size"] += int(size)
+        if state == "active_allocated":
+            segment["allocated_size"] += int(size)
+            segment["requested_size"] += int(asked)
+    return segments
+
+
+def set_per_process_memory_fraction(fraction: float, device=None) -> None:
+    set_limit(_index(device), int(_limits[_index(device)] * fraction))
+
+
+def get_device_properties(device=None):
+    return types.SimpleNamespace(
+        name="simulated",
+        total_memory=_limits[_index(device)],
+        major=9,
+        minor=0,
+        multi_processor_count=1,
+        uuid="0",
+        L2_cache_size=0,
+        warp_size=32,
+        gcnArchName="",
+        is_integrated=0,
+    )
+
+
+def _current(name):
+    return lambda device=None: _stats(device)[name]["all"]["current"]
+
+
+def _peak(name):
+    return lambda device=None: _stats(device)[name]["all"]["peak"]
+
+
+memory_allocated, max_memory_allocated = _current("allocated_bytes"), _peak("allocated_bytes")
+memory_reserved, max_memory_reserved = _current("reserved_bytes"), _peak("reserved_bytes")
+
+
+class _Runtime:
+    """The few calls of libcudart in use."""
+
+    class cudaError:
+        success = 0
+
+    @staticmethod
+    def cudaHostRegister(address, size, flags):
+        lib.sim_register(address, size)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address):
+        lib.sim_unregister(address)
+        return 0
+
+    cudaMemGetInfo = staticmethod(mem_get_info)
+
+
+# ---- generators --------------------------------------------------------------------------------
+default_generators = tuple(torch.ops.sim.default_generator(i) for i in range(DEVICES))
+
+
+def _generator(device="cuda"):
+    return default_generators[_index(device)]
+
+
+def set_rng_state(state, device="cuda") -> None:
+    _generator(device).set_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    _generator().manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    for generator in default_generators:
+        generator.manual_seed(int(seed))
+
+
+def set_rng_state_all(states) -> None:
+    for generator, state in zip(default_generators, states, strict=True):
+        generator.set_state(state)
+
+
+NAMES = {
+    **{
+        f.__name__: f
+        for f in (
+            *(current_device, set_device, _exchange_device, device, Stream, Event, stream),
+            *(synchronize, current_stream, default_stream, memory_stats, mem_get_info),
+            *(memory_snapshot, set_per_process_memory_fraction, get_device_properties),
+            *(set_rng_state, manual_seed, manual_seed_all, set_rng_state_all),
+        )
+    },
+    "_maybe_exchange_device": _exchange_device,
+    "default_generators": default_generators,
+    "_initialized": True,
+    "_is_compiled": lambda: True,
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "_is_in_bad_fork": lambda: False,
+    "_lazy_init": lambda: None,
+    "init": lambda: None,
+    "_lazy_call": lambda function, **_: function(),
+    "device_count": lambda: DEVICES,
+    "set_stream": torch.accelerator.set_stream,
+    "cudart": lambda: _Runtime,
+    "get_rng_state": lambda device="cuda": _generator(device).get_state(),
+    "get_rng_state_all": lambda: [g.get_state() for g in default_generators],
+    "initial_seed": lambda: _generator().initial_seed(),
+    "memory_allocated": memory_allocated,
+    "max_memory_allocated": max_memory_allocated,
+    "memory_reserved": memory_reserved,
+    "max_memory_reserved": max_memory_reserved,
+    "memory_stats_as_nested_dict": _stats,
+    "reset_peak_memory_stats": lambda device=None: torch._C._accelerator_resetPeakStats(
+        _index(device)
+    ),
+    "reset_accumulated_memory_stats": lambda device=None: (
+        torch._C._accelerator_resetAccumulatedStats(_index(device))
+    ),
+    "empty_cache": lambda: torch._C._accelerator_emptyCache(),
+    "utilization": lambda device=None: 50,
+    "is_bf16_supported": lambda *_, **__: True,
+    "is_current_stream_capturing": lambda: False,
+    "get_device_name": lambda device=None: "simulated",
+    "get_device_capability": lambda device=None: (9, 0),
+}
+for _module in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
+    for _name, _value in NAMES.items():
+        if _module is torch.cuda or hasattr(_module, _name):
+            setattr(_module, _name, _value)
+torch.cuda.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+torch._C._has_cuda = True
+torch._C._cuda_getDeviceCount = lambda: DEVICES
+torch._C._cuda_getDevice = current_device
+torch._C._cuda_getCurrentRawStream = lambda index: 0
+torch._C._cuda_exchangeDevice = torch._C._cuda_maybeExchangeDevice = _exchange_device
+
+# ---- storages: torch's own need CUDA at compile time ---------------------------------------------
+_resize, _new = torch.UntypedStorage.resize_, torch.UntypedStorage.__new__
+
+
+def _resize_storage(self, size_bytes):
+    if self.device.type != "cuda":
+        return _resize(self, size_bytes)
+    whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+    whole.set_(self)
+    torch.ops.sim.resize_storage(whole, size_bytes)
+    return self
+
+
+def _new_storage(cls, *arguments, device=None, **kw):
+    if device is not None and torch.device(device).type == "cuda":
+        size_bytes = arguments[0] if arguments else 0
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    return (
+        _new(cls, *arguments, **kw)
+        if device is None
+        else _new(cls, *arguments, device=device, **kw)
+    )
+
+
+torch.UntypedStorage.resize_ = _resize_storage
+torch.UntypedStorage.__new__ = _new_storage
+
+# ---- collectives under NCCL's name ---------------------------------------------------------------
+if torch.distributed.is_available():
+    from torch.distributed import distributed_c10d
+
+    _loader = importlib.machinery.ExtensionFileLoader("_simgpu_collectives", LIBRARY)
+    _spec = importlib.util.spec_from_loader("_simgpu_collectives", _loader)
+    _collectives = importlib.util.module_from_spec(_spec)
+    _loader.exec_module(_collectives)
+
+    class _IsBackend(type):
+        def __instancecheck__(cls, value):
+            return type(value) is torch._C._distributed_c10d.Backend
+
+    class ProcessGroupNCCL(metaclass=_IsBackend):
+        class Options:
+            def __init__(self, is_high_priority_stream=False):
+                self.is_high_priority_stream = is_high_priority_stream
+                self._timeout = distributed_c10d.default_pg_timeout
+                self.global_ranks_in_group, self.group_name = [], ""
+
+        def __new__(cls, store, rank, size, options):
+            gloo = torch.distributed.ProcessGroupGloo(store, rank, size, options._timeout)
+            return _collectives.over(gloo)
+
+    for _module in (torch.distributed, distributed_c10d):
+        _module.ProcessGroupNCCL = ProcessGroupNCCL
+        _module.is_nccl_available = lambda: True
+    distributed_c10d._NCCL_AVAILABLE = True

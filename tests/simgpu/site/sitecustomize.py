@@ -1,0 +1,48 @@
+"""On PYTHONPATH with SIM_LIBRARY set: a process's `cuda` is the simulated device once it imports torch.
+
+The library must be loaded before torch's own, so that its answers are found first.
+"""
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+
+LIBRARY = os.environ.get("SIM_LIBRARY", "")
+
+
+class BeforeTorch(importlib.abc.MetaPathFinder):
+    """Finds torch itself, once, with the library loaded before and the names set after."""
+
+    def find_spec(self, name, path, target=None):
+        """The plain spec of torch, its loader wrapped."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            ctypes.CDLL(LIBRARY, ctypes.RTLD_GLOBAL)
+            load(module)
+            home = os.path.join(
+                os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "simulated"
+            )
+            place = importlib.util.spec_from_file_location(
+                "simulated_cuda", os.path.join(home, "cuda.py")
+            )
+            names = importlib.util.module_from_spec(place)
+            sys.modules["simulated_cuda"] = names
+            place.loader.exec_module(names)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if LIBRARY:
+    import importlib.util
+
+    sys.meta_path.insert(0, BeforeTorch())
