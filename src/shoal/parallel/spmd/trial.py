@@ -215,7 +215,7 @@ class Trial:
 
     def _whole_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:
         for axis, split, label in reversed(
-            list(zip(self.axes, self.programs, labels, strict=True))
+            list(zip(self.axes, self.splits, labels, strict=True))
         ):
             if name in split.partial or isinstance(label, Partial):
                 part = self.summed(part, axis)
