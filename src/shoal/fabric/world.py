@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError
 from shoal.base.systems import loopback
+from shoal.fabric import messages
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
 from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
 from shoal.fabric.process_info import Place, find_place
@@ -174,25 +175,36 @@ class World:
         with self.traffic.waiting():
             dist.broadcast(tensor, group_src=source, group=self.group)
 
+    def all_reduce_least(self, tensor: torch.Tensor) -> None:
+        """All-reduce a tensor, in place, by its least values over ranks."""
+        if self.group is not None:
+            self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
+            with self.traffic.waiting():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+
     def gather_json(self, message: Any) -> list[Any]:
-        """Every rank's message, by rank, on every rank. Messages are JSON values."""
+        """Every rank's message, by rank, on every rank. Messages are JSON values.
+
+        For words of a rank's own, which are short: what grows with the model and is the same on
+        all ranks is compared (`differing`), or told by one (`broadcast_json`).
+        """
         if self.group is None:
             return [json.loads(json.dumps(message))]
-        raw = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        raw = raw.to(self.messages)
-        lengths = (
-            self.all_gather(torch.tensor([raw.numel()], device=self.messages)).flatten().tolist()
-        )
-        padded = raw.new_zeros(max(lengths))
-        padded[: raw.numel()] = raw
-        rows = self.all_gather(padded).cpu().numpy()
-        return [
-            json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)
-        ]
+        return messages.gather(self, message)
 
     def broadcast_json(self, message: Any, source: int = 0) -> Any:
         """Rank `source`'s message on every rank."""
-        return self.gather_json(message if self.rank == source else None)[source]
+        if self.group is None:
+            return json.loads(json.dumps(message))
+        return messages.broadcast(self, message, source)
+
+    def differing(self, message: Any) -> tuple[int, Any, Any] | None:
+        """The first rank whose message is not rank 0's: (rank, rank 0's, its own); None if none."""
+        return None if self.group is None else messages.differing(self, message)
+
+    def differing_places(self, numbers: Sequence[int]) -> list[int]:
+        """Places at which ranks' whole numbers differ; every rank gives as many."""
+        return [] if self.group is None else messages.differing_places(self, numbers)
 
     def all_true(self, flag: bool) -> bool:
         """Whether the flag is true on every rank; the same answer everywhere."""
@@ -347,11 +359,13 @@ def _await_all(store: dist.Store, place: Place) -> None:
     """
     keys = [f"here/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], "")
+    if store.add("here", 1) == place.size:  # one key is awaited: all keys of all ranks are ranks²
+        store.set("all here", "")
     until_s = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:
         left_s = until_s - time.monotonic()
         try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(TELL_AFTER_S, left_s))))
+            store.wait(["all here"], timedelta(seconds=max(0.001, min(TELL_AFTER_S, left_s))))
             return
         except dist.DistStoreError:
             away = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]

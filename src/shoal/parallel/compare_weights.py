@@ -1,13 +1,15 @@
 """All ranks start from the same module: same names and shapes, same bits.
 
-Every rank hashes its tensors (SHA-256) and compares. Another structure is an error that names the
-first difference; other values are replaced by rank 0's, and one line says so, since a model that
-was built with an unseeded generator would otherwise train as many different models.
+Every rank hashes its tensors (SHA-256); ranks compare one digest of all, then one of each. Another
+structure is an error that names the first difference; other values are replaced by rank 0's, and
+one line says so, since a model that was built with an unseeded generator would otherwise train as
+many different models.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,16 +33,12 @@ def apply(program: Program) -> Program:
         n: [list(t.shape), str(t.dtype), t.requires_grad, list(t.stride())]
         for n, t in tensors.items()
     }
-    everyone = world.gather_json(hashlib.sha256(repr(structure).encode()).hexdigest())
-    if len(set(everyone)) > 1:
-        raise PlanError(_structure_line(world.gather_json(structure)))
+    unlike = world.differing(structure)
+    if unlike is not None:
+        raise PlanError(_structure_line(*unlike))
     own = counting("compare weights", len(tensors), tensors.values())
-    digests = world.gather_json([tensor_digest(t) for t in own])
-    differing = [
-        name
-        for name, column in zip(tensors, zip(*digests, strict=True), strict=True)
-        if len(set(column)) > 1
-    ]
+    names = list(tensors)
+    differing = [names[place] for place in world.differing_places([_number(t) for t in own])]
     if differing:
         for name in differing:
             value = tensors[name].detach().contiguous().to(world.device)
@@ -64,21 +62,22 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
-def _structure_line(structures: list[dict[str, list[object]]]) -> str:
-    first = structures[0]
-    for rank, other in enumerate(structures[1:], start=1):
-        for name in [*first, *other]:
-            here, there = first.get(name), other.get(name)
-            if here != there:
-                strides = here is not None and there is not None and here[:3] == there[:3]
-                return (
-                    f"model: {name} is {_shape(here, strides)} on rank 0 and "
-                    f"{_shape(there, strides)} on rank {rank}; every rank must build the same "
-                    f"model: look for a builder that reads the rank or the environment"
-                )
-        if list(first) != list(other):
-            return f"model: ranks 0 and {rank} name the same parameters in another order"
-    return "model: the structure differs between ranks"
+def _number(tensor: torch.Tensor) -> int:
+    """The first 64 bits of a tensor's digest."""
+    return int.from_bytes(bytes.fromhex(tensor_digest(tensor)[:16]), "big", signed=True)
+
+
+def _structure_line(rank: int, first: dict[str, Any], other: dict[str, Any]) -> str:
+    for name in [*first, *other]:
+        here, there = first.get(name), other.get(name)
+        if here != there:
+            strides = here is not None and there is not None and here[:3] == there[:3]
+            return (
+                f"model: {name} is {_shape(here, strides)} on rank 0 and "
+                f"{_shape(there, strides)} on rank {rank}; every rank must build the same "
+                f"model: look for a builder that reads the rank or the environment"
+            )
+    return f"model: ranks 0 and {rank} name the same parameters in another order"
 
 
 def _shape(entry: list[object] | None, with_strides: bool) -> str:

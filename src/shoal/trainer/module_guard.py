@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.data.fetch import digest_of
 from shoal.fabric import World
 from shoal.parallel.program import Program
 
@@ -75,10 +74,10 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     """
     if world.size == 1:
         return
-    said = layers_of(module)
-    told = world.gather_json([len(said), digest_of(said)])
-    if all(one == told[0] for one in told):
+    unlike = world.differing(layers_of(module))
+    if unlike is None:
         return
+    rank, first, other = unlike
     where, nearest = (
         (f"step {step}: the model changed", "nearest: the same change on every rank")
         if step
@@ -88,16 +87,10 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
             "environment",
         )
     )
-    all_said = world.gather_json(said)
-    for rank, other in enumerate(all_said):
-        if told[rank] == told[0]:
-            continue
-        place = next(
-            (n for n, (a, b) in enumerate(zip(all_said[0], other, strict=False)) if a != b),
-            min(len(all_said[0]), len(other)),  # one has a layer more
-        )
-        first, second = ([*one, "not there"][place] for one in (all_said[0], other))
-        at, there = world.ranks[0], world.ranks[rank]
-        raise PlanError(
-            f"{where}: layer {first} on rank {at}, and {second} on rank {there}; {nearest}"
-        )
+    place = next(
+        (n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),  # one has a layer more
+    )
+    here, there = ([*one, "not there"][place] for one in (first, other))
+    at, away = world.ranks[0], world.ranks[rank]
+    raise PlanError(f"{where}: layer {here} on rank {at}, and {there} on rank {away}; {nearest}")

@@ -289,14 +289,16 @@ def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:
 
 def _agree(world: World, said: Mapping[str, Any]) -> None:
     """Errors: ConfigError, the same on all ranks, for an argument that differs between ranks."""
-    told = world.gather_json({name: str(value) for name, value in said.items()})
-    for rank, other in enumerate(told):
-        for name, value in told[0].items():
-            if other[name] != value:
-                raise ConfigError(
-                    f"shoal.parallelize: {name} is {value} on rank 0 and {other[name]} on rank "
-                    f"{rank}; every rank must say the same, and run.loader deals the samples"
-                )
+    unlike = world.differing({name: str(value) for name, value in said.items()})
+    if unlike is None:
+        return
+    rank, first, other = unlike
+    for name, value in first.items():
+        if other[name] != value:
+            raise ConfigError(
+                f"shoal.parallelize: {name} is {value} on rank 0 and {other[name]} on rank "
+                f"{rank}; every rank must say the same, and run.loader deals the samples"
+            )
 
 
 @phase("build")
