@@ -3,6 +3,9 @@
 Every rank hashes its tensors (SHA-256) and compares. Another structure is an error that names the
 first difference; other values are replaced by rank 0's, and one line says so, since a model that
 was built with an unseeded generator would otherwise train as many different models.
+
+What all ranks have mapped from one rank's files is equal, and is not read for that: under most
+layouts a rank needs a part of it only.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.phases import counting
+from shoal.fabric import World
+from shoal.parallel.mmap_init import is_shared
 from shoal.parallel.program import Program
 
 
@@ -34,11 +39,13 @@ def apply(program: Program) -> Program:
     everyone = world.gather_json(hashlib.sha256(repr(structure).encode()).hexdigest())
     if len(set(everyone)) > 1:
         raise PlanError(_structure_line(world.gather_json(structure)))
-    own = counting("compare weights", len(tensors), tensors.values())
+    shared = _shared(tensors, world)
+    read = {name: t for name, t in tensors.items() if name not in shared}
+    own = counting("compare weights", len(read), read.values())
     digests = world.gather_json([tensor_digest(t) for t in own])
     differing = [
         name
-        for name, column in zip(tensors, zip(*digests, strict=True), strict=True)
+        for name, column in zip(read, zip(*digests, strict=True), strict=True)
         if len(set(column)) > 1
     ]
     if differing:
@@ -51,6 +58,15 @@ def apply(program: Program) -> Program:
             f"{differing[0]}; rank 0's are used (seed the generator before building the model)"
         )
     return program
+
+
+def _shared(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
+    """Names of tensors that all ranks have from files of one of them; all are of one machine."""
+    if world.local_size < world.size:
+        return set()
+    here = [name for name, tensor in tensors.items() if is_shared(tensor)]
+    told = world.gather_json(hashlib.sha256(repr(here).encode()).hexdigest())
+    return set(here) if len(set(told)) == 1 else set()
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

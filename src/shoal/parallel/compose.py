@@ -111,9 +111,7 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
         return _placed(program, record, samples)
 
 
-def _placed(
-    program: Program, record: Record | None, samples: int
-) -> tuple[Program, Derived]:
+def _placed(program: Program, record: Record | None, samples: int) -> tuple[Program, Derived]:
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
