@@ -126,6 +126,20 @@ def _with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
     return model
 
 
+def checkpoint_of(module: nn.Module) -> Path | None:
+    """The folder whose safetensors a model, or a part of one, was made from."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel) and part.name_or_path:
+            folder = Path(part.name_or_path)
+            if next(folder.glob("*.safetensors"), None) is not None:
+                return folder
+    return None
+
+
 @contextmanager
 def pretrained_shapes() -> Iterator[None]:
     """Inside, transformers' own `from_pretrained` builds a model from its config, without weights.

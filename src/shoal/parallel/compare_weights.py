@@ -4,6 +4,9 @@ Every rank hashes its tensors (SHA-256); ranks compare one digest of all, then o
 structure is an error that names the first difference; other values are replaced by rank 0's, and
 one line says so, since a model that was built with an unseeded generator would otherwise train as
 many different models.
+
+What all ranks have mapped from one rank's files is equal, and is not read for that: under most
+layouts a rank needs a part of it only.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.phases import counting
+from shoal.fabric import World
+from shoal.parallel.mmap_init import is_shared
 from shoal.parallel.program import Program
 
 
@@ -36,8 +41,10 @@ def apply(program: Program) -> Program:
     unlike = world.differing(structure)
     if unlike is not None:
         raise PlanError(_structure_line(*unlike))
-    own = counting("compare weights", len(tensors), tensors.values())
-    names = list(tensors)
+    shared = _shared(tensors, world)
+    read = {name: t for name, t in tensors.items() if name not in shared}
+    own = counting("compare weights", len(read), read.values())
+    names = list(read)
     differing = [names[place] for place in world.differing_places([_number(t) for t in own])]
     if differing:
         for name in differing:
@@ -49,6 +56,14 @@ def apply(program: Program) -> Program:
             f"{differing[0]}; rank 0's are used (seed the generator before building the model)"
         )
     return program
+
+
+def _shared(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
+    """Names of tensors that all ranks have from files of one of them; all are of one machine."""
+    if world.local_size < world.size:
+        return set()
+    here = [name for name, tensor in tensors.items() if is_shared(tensor)]
+    return set(here) if world.differing(here) is None else set()
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -89,7 +89,7 @@ def is_mapped(tensor: Tensor) -> bool:
     """
     if not _is_plain(tensor):
         return False
-    if tensor.__dict__.get(IN_FILE) == tensor.data_ptr():
+    if is_shared(tensor):
         return True
     path = tensor.untyped_storage().filename
     return path is not None and os.path.basename(path).startswith(PREFIX)
@@ -98,6 +98,11 @@ def is_mapped(tensor: Tensor) -> bool:
 def belongs_to_file(tensor: Tensor) -> None:
     """Note that a tensor lies in a file that is mapped privately, of which torch tells no name."""
     setattr(tensor, IN_FILE, tensor.data_ptr())
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor still lies in a file that another rank may have mapped too."""
+    return _is_plain(tensor) and tensor.__dict__.get(IN_FILE) == tensor.data_ptr()
 
 
 def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:

@@ -7,6 +7,8 @@ machine would draw the same numbers eight times, and hold them eight times for a
                    machine where each tensor lies; small tensors go into one more file
     the others     run the builder on the meta device, which makes the modules without numbers, and
                    put the mapped tensors into the objects that it made: ties and references stay
+    a checkpoint   whose reader maps its files (safetensors does) is not read at all for that: where
+                   a tensor still lies in such a file, the others map it from there
     every rank     maps the files privately: what it writes is its own, and pages that nobody writes
                    are there once per machine, in the page cache
 
@@ -25,9 +27,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +48,8 @@ from shoal.trace.alone import alone
 LEAST_BYTES = 64 * 2**20
 """Smaller models are built by every rank: that takes less time than telling where tensors lie."""
 
-FILES = Path("/proc/self/fd")
-"""Where Linux shows a process's files."""
+FILES, SMAPS = Path("/proc/self/fd"), Path("/proc/self/smaps")
+"""Where Linux shows a process's files, and what it has mapped."""
 
 Build = Callable[[], nn.Module]
 Table = dict[str, Any]
@@ -164,6 +168,7 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
     if sum(each.values()) < least_bytes:
         return None
     storages: dict[int, Any] = {}
+    widths: dict[int, int] = {}
     tensors: dict[str, list[Any]] = {}
     for name, tensor in named.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
@@ -173,34 +178,93 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
         if tensor.device.type != "cpu":
             raise CannotShare(f"{name} is on {tensor.device}")
         storage = tensor.untyped_storage()
-        storages.setdefault(storage.data_ptr() if storage.nbytes() else 0, storage)
-    places, small = [], 0
-    for storage in storages.values():
+        key = storage.data_ptr() if storage.nbytes() else 0
+        storages.setdefault(key, storage)
+        widths[key] = max(widths.get(key, 1), tensor.element_size())
+    places: list[dict[str, Any]] = []
+    small, read = 0, _files_as_read()
+    for key, storage in storages.items():
+        found = next((one for one in read if one.start <= key < one.stop), None)
         if storage.filename in files:
             descriptor = files[storage.filename]
             places.append({"file": descriptor, "at": 0, "bytes": storage.nbytes()})
+        elif found is not None and found.place(key) % widths[key] == 0:
+            told = {"path": found.path, "at": found.place(key), "node": found.node}
+            places.append({**told, "bytes": storage.nbytes()})
         else:
             places.append({"file": -1, "at": small, "bytes": storage.nbytes()})
             small += storage.nbytes()
     rest = _packed(storages, places, small, files)
     for place in places:
-        place["file"] = rest if place["file"] < 0 else place["file"]
+        if place.get("file", 0) < 0:
+            place["file"] = rest
     numbers = {key: number for number, key in enumerate(storages)}
     for name, tensor in named.items():
         storage = tensor.untyped_storage()
         key = storage.data_ptr() if storage.nbytes() else 0
         tensors[name] = [numbers[key], tensor.storage_offset(), *_form(tensor)]
-    nodes = {d: os.fstat(d).st_ino for d in {place["file"] for place in places}}
+    nodes = {d: os.fstat(d).st_ino for d in {p["file"] for p in places if "file" in p}}
     return {"process": os.getpid(), "nodes": nodes, "storages": places, "tensors": tensors}
 
 
+def made_beside(module: nn.Module, folder: Path) -> list[str]:
+    """Names of tensors that do not lie in files of a folder as they are saved there.
+
+    They were converted when they were read, or merged, or are no part of the checkpoint.
+    """
+    read = [one for one in _files_as_read() if Path(one.path).parent == folder.resolve()]
+
+    def lies_there(tensor: Tensor) -> bool:
+        at = tensor.untyped_storage().data_ptr()
+        return any(one.start <= at < one.stop for one in read)
+
+    return [name for name, p in module.named_parameters() if p.numel() and not lies_there(p)]
+
+
+@dataclass(frozen=True)
+class _AsRead:
+    """A file that is mapped privately, and into which nothing was written.
+
+    start, stop   addresses · offset  of the file's part there · node  of the file
+    """
+
+    start: int
+    stop: int
+    offset: int
+    node: int
+    path: str
+
+    def place(self, address: int) -> int:
+        """Where in the file an address is."""
+        return self.offset + address - self.start
+
+
+MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (r..p) ([0-9a-f]+) \S+ (\d+) +(/.*)")
+"""First line of a mapping in smaps, of a file, private."""
+
+
+def _files_as_read() -> list[_AsRead]:
+    """Every file that this process maps privately and has not written into."""
+    found, last = [], None
+    for line in SMAPS.read_text().splitlines():
+        if told := MAPPING.fullmatch(line):
+            start, stop, _, offset, node, path = told.groups()
+            last = _AsRead(int(start, 16), int(stop, 16), int(offset, 16), int(node), path)
+            last = None if path.endswith(" (deleted)") else last
+        elif line[0] in "0123456789abcdef":
+            last = None
+        elif line.startswith("Anonymous:") and last is not None and int(line.split()[1]) == 0:
+            found.append(last)
+    return found
+
+
 def _packed(
-    storages: dict[int, Any], places: list[dict[str, int]], size_bytes: int, files: dict[str, int]
+    storages: dict[int, Any], places: list[dict[str, Any]], size_bytes: int, files: dict[str, int]
 ) -> int:
     """Write the storages that lie in no file into one; gives its descriptor."""
     held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)
     for storage, place in zip(storages.values(), places, strict=True):
-        if place["file"] < 0 and place["bytes"]:
+        if place.get("file", 0) < 0 and place["bytes"]:
             part = held.narrow(0, place["at"], place["bytes"])
             part.copy_(_raw(storage, 0, place["bytes"]))
     return files[str(held.untyped_storage().filename)]
@@ -246,7 +310,8 @@ def put_in(module: nn.Module, table: Table) -> None:
     forms = {name: row[2:] for name, row in table["tensors"].items()}
     if forms != {name: _form(tensor) for name, tensor in named.items()}:
         raise CannotShare("without numbers the builder makes other tensors")
-    storages = [_storage(place, table) for place in table["storages"]]
+    known: dict[str, Any] = {}
+    storages = [_storage(place, table, known) for place in table["storages"]]
     done: set[int] = set()
     for name, (number, offset, *_) in table["tensors"].items():
         tensor = named[name]
@@ -260,21 +325,28 @@ def put_in(module: nn.Module, table: Table) -> None:
         belongs_to_file(tensor)
 
 
-def _storage(place: dict[str, int], table: Table) -> Any:
+def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
     """Map a file privately, or copy a small storage out of the one that holds all of them.
 
+    known    files of a checkpoint that are mapped already: one holds many tensors
     Errors   CannotShare where this process does not see the other one's file
     """
-    path = f"/proc/{table['process']}/fd/{place['file']}"
+    read = "path" in place
+    path = place["path"] if read else f"/proc/{table['process']}/fd/{place['file']}"
+    node = place["node"] if read else table["nodes"][str(place["file"])]
     try:
-        same = os.stat(path).st_ino == table["nodes"][str(place["file"])]
+        told = os.stat(path)
     except OSError as failure:
         raise CannotShare(f"{path}: {failure.strerror}") from failure
-    if not same:
+    if told.st_ino != node:
         raise CannotShare(f"{path} is another process's")
     end = place["at"] + place["bytes"]
+    if read:
+        if path not in known:
+            known[path] = torch.UntypedStorage.from_file(path, shared=False, nbytes=told.st_size)
+        return known[path][place["at"] : end]  # a storage of its own over the same pages
     whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=max(end, 1))
-    if not place["at"] and place["bytes"] == os.stat(path).st_size:
+    if not place["at"] and place["bytes"] == told.st_size:
         return whole
     return _raw(whole, place["at"], place["bytes"]).clone().untyped_storage()
 

@@ -1,15 +1,14 @@
-"""Runs a module's layers on a device that cannot hold the module: each operation borrows its weights.
+"""Runs a module on a device that cannot hold it: each operation borrows the weights that it reads.
 
 What is asked about a model before it is divided (`trace.record`, the checks of what was found) runs
 on the device that will train it, with its kernels; the weights stay on the host. Inside of `lent`
 an operation of torch that takes a parameter or buffer of the module gets a copy of it on the
-device, which is let go when nobody needs it any more. The device holds what one operation reads, and
-what a pass keeps.
+device, which is let go when nobody needs it any more. The device holds what one operation reads,
+and what a pass keeps.
 
     asked where it is       a lent tensor says: on the device; so does what is made there like it
     shape, format, views    are the host's own: nothing is copied for them
     written in place        the copy is, and then the host's tensor is made equal to it
-    derivatives             flow through the copy to the parameter, whose gradient is on the host
 
 Source    torch.overrides.TorchFunctionMode: it sees calls before autograd and autocast do, so both
           treat the copy as they would treat a parameter on the device

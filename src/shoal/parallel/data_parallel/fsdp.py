@@ -198,6 +198,7 @@ def _wrap(
     ignored = {p for p in module.parameters() if p.is_meta} | set(_whole(program))
     for unit in wrapped:
         before = [(p, p.data) for p in unit.parameters()]
+        _bring_rows([p for p, _ in before if p not in ignored], over, program.world.device)
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
         fully_shard(
@@ -249,6 +250,23 @@ def _kept(program: Program, degrees: Mapping[str, int], axis: str) -> bool | Dev
     for name, degree in degrees.items():
         split |= {"nodes": shards // kept, "node": kept} if name == axis else {name: degree}
     return mesh(program.world, split, ["nodes", "node"])
+
+
+def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
+    """Copy this rank's rows of a unit to the device; the other rows are made there, unread.
+
+    torch moves whole units, and cuts them there: of a checkpoint in mapped files every rank would
+    read all. What it cuts off may be any numbers.
+    """
+    ranks, rank = over.size(over.ndim - 1), over.get_local_rank(over.ndim - 1)
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) or parameter.device == device:
+            continue
+        rows = -(-len(parameter) // ranks)
+        own = slice(rank * rows, (rank + 1) * rows)
+        whole = torch.empty_like(parameter.detach(), device=device)
+        whole[own].copy_(parameter.detach()[own])
+        parameter.data = whole
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:

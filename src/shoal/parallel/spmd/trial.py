@@ -214,9 +214,7 @@ class Trial:
         return whole.clone()
 
     def _whole_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:
-        for axis, split, label in reversed(
-            list(zip(self.axes, self.splits, labels, strict=True))
-        ):
+        for axis, split, label in reversed(list(zip(self.axes, self.splits, labels, strict=True))):
             if name in split.partial or isinstance(label, Partial):
                 part = self.summed(part, axis)
             elif isinstance(label, Split | Tiled):
