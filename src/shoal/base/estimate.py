@@ -181,6 +181,7 @@ class MemoryEstimate:
     stage       number of the pipeline rank that holds it
     low_bytes, high_bytes   interval of the peak
     start_bytes  on the fullest device before the first step, context included; 0: not predicted
+    host_bytes, disk_bytes   of states that wait on the host, or in files, for a rank
     """
 
     parts: dict[str, float]
@@ -191,6 +192,8 @@ class MemoryEstimate:
     low_bytes: float = 0.0
     high_bytes: float = 0.0
     start_bytes: float = 0.0
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
 
     @property
     def most_bytes(self) -> float:

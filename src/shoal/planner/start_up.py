@@ -70,6 +70,8 @@ def holds_whole(case: Case) -> bool:
     """Returns whether all weights are on a device at some moment of the start."""
     layout = case.layout
     on_host = layout.zero == 3 and not layout.is_derived
+    if case.plan.parks_parameters and layout.processes == 1:
+        return case.cluster.device.kind == "cpu" and not case.plan.states_in_files
     if case.cluster.device.kind == "cpu":
         return not (on_host or layout.zero == 3 or layout.tp * layout.pp > 1)
     return not on_host
