@@ -200,6 +200,7 @@ class MemoryEstimate:
     when        the moment of the peak: "loss", "backward", "update"
     stage       number of the pipeline rank that holds it
     low_bytes, high_bytes   interval of the peak
+    host_bytes, disk_bytes   of states that wait on the host, or in files, for a rank
     instants    of the whole run, in order, where they were asked for (`instants.predict_run`)
     """
 
@@ -210,6 +211,8 @@ class MemoryEstimate:
     stage: int = 0
     low_bytes: float = 0.0
     high_bytes: float = 0.0
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
     instants: tuple[Instant, ...] = ()
 
     @property

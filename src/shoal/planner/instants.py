@@ -34,6 +34,7 @@ from shoal.base.estimate import Case, Instant, MemoryEstimate, ModelFacts
 from shoal.planner.measured import PROCESS_BYTES
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_states import WIDTHS, shard_counts
+from shoal.planner.offload import streams_parameters
 from shoal.planner.stage_cut import Stage, cut
 from shoal.planner.transient_memory import gathered_elements, local_elements, rank_sum
 
@@ -81,7 +82,7 @@ def predict_run(case: Case) -> MemoryEstimate:
         _loading(case),
         *_proving(case),
         _first_step(case, step),
-        Instant("step", step.peak_bytes, _offloaded(case)),
+        Instant("step", step.peak_bytes, _offloaded(case, step)),
         _saving(case, step),
         _exporting(case),
     ]
@@ -117,7 +118,7 @@ def _building(case: Case) -> Instant:
     on_cpu = case.cluster.device.kind == "cpu"
     if case.handed == "device" and not on_cpu and not holds_whole(case):
         here += whole
-    kept, unit = (0.0, 0.0) if holds_whole(case) else (_most_kept(case), _largest_unit(case))
+    kept, unit = (_most_kept(case), _largest_unit(case)) if is_divided(case) else (0.0, 0.0)
     ranks, host = local_ranks(case), 0.0
     if on_cpu:  # what is kept is what was built; a unit is counted where it is gathered
         host = ranks * width * whole if case.handed != "builder" and is_divided(case) else 0.0
@@ -158,7 +159,9 @@ def _loading(case: Case) -> Instant:
         found = max(found, width * (weights + buffers) + (state - width) * own)
         found_host = max(found_host, state * own)
     largest = width * _largest_tensor(case)
-    on_device = found if case.plan.offload == "none" else width * _most_kept(case)
+    on_device = found
+    if case.plan.offload != "none":
+        on_device = 0.0 if waits_elsewhere(case) else width * _most_kept(case)
     return Instant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
 
 
@@ -209,14 +212,14 @@ def _first_step(case: Case, step: MemoryEstimate) -> Instant:
     born = state * case.optimizer_bytes / (case.optimizer_bytes + 4) if narrow else state
     staying = sum(step.parts.get(part, 0.0) for part in ("weights", "gradients", "context"))
     before = step.peak_bytes - (born if step.when != "update" else 0.0)
-    return Instant("first step", max(before, staying + state), _offloaded(case))
+    return Instant("first step", max(before, staying + state), _offloaded(case, step))
 
 
 def _saving(case: Case, step: MemoryEstimate) -> Instant:
     """Training goes on; beside it a copy on the host of what this rank writes."""
     total = _checkpoint_bytes(case) * float(case.model.trainable)
     copied = total / case.layout.processes * local_ranks(case)
-    return Instant("saving", step.peak_bytes, _offloaded(case) + copied)
+    return Instant("saving", step.peak_bytes, _offloaded(case, step) + copied)
 
 
 def _exporting(case: Case) -> Instant:
@@ -224,13 +227,14 @@ def _exporting(case: Case) -> Instant:
     return Instant("exporting", 0.0, _width(case) * _largest_tensor(case))
 
 
-def _offloaded(case: Case) -> float:
+def _offloaded(case: Case, step: MemoryEstimate) -> float:
     """Bytes of a node's memory that hold what `memory.offload` takes from the devices."""
     if case.plan.offload == "none" or case.cluster.device.kind == "cpu":
         return 0.0
-    there, here = (predict_memory(c).parts for c in (case.but(offload="none"), case))
-    kinds = ("weights", "gradients", "optimizer", "activations")
-    moved = sum(max(0.0, there.get(kind, 0.0) - here.get(kind, 0.0)) for kind in kinds)
+    moved = step.host_bytes
+    if case.plan.offload == "activations":
+        there = predict_memory(case.but(offload="none")).parts.get("activations", 0.0)
+        moved = max(0.0, there - step.parts.get("activations", 0.0))
     return local_ranks(case) * moved
 
 
@@ -279,8 +283,14 @@ def is_divided(case: Case) -> bool:
 
 
 def holds_whole(case: Case) -> bool:
-    """Returns whether all weights are what a rank keeps: ddp, zero 1, zero 2."""
-    return not is_divided(case)
+    """Returns whether a device keeps all weights: ddp, zero 1, zero 2 without offload."""
+    return not is_divided(case) and not waits_elsewhere(case)
+
+
+def waits_elsewhere(case: Case) -> bool:
+    """Returns whether a whole model is on the host of one device, or in files."""
+    in_files = case.plan.parks_parameters and case.plan.states_in_files
+    return streams_parameters(case) or in_files
 
 
 def files_bytes(case: Case) -> float:

@@ -23,6 +23,7 @@ from shoal.planner.activations import Activations, activations, shares, waiting_
 from shoal.planner.bytes_in_flight import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
 from shoal.planner.frameworks import Framework, framework
 from shoal.planner.model_states import WIDTHS, Elements, States, state_bytes
+from shoal.planner.offload import acts, elsewhere, on_device, streams_parameters
 from shoal.planner.placed import states
 from shoal.planner.stage_cut import Stage, cut, is_block
 from shoal.planner.transient_memory import (
@@ -93,7 +94,14 @@ def predict_memory(
     _check(case)
     habits = habits or framework(case.framework)
     found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
-    return max(found, key=lambda estimate: estimate.peak_bytes)
+    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
+    waits = elsewhere(case, local_elements(case, _largest(case, fullest.stage)))
+    return replace(fullest, host_bytes=waits.host_bytes, disk_bytes=waits.disk_bytes)
+
+
+def _largest(case: Case, rank: int) -> Elements:
+    stage = cut(case, rank)
+    return rank_sum(case, stage.units, stage.tied)
 
 
 def _check(case: Case) -> None:
@@ -127,10 +135,17 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     elements = rank_sum(case, stage.units, stage.tied)
     weights, gradients, optimizer = _states(case, stage, elements)
     sharded = sharded_bytes(case, stage)
+    streamed = on_device(case, stage, elements)
+    if streams_parameters(case):
+        weights, sharded = streamed.weights, Sharded(streamed.gathered, block=streamed.gradients)
     if gathers_on_gloo(case):
         instants = _instants_on_gloo(case, habits, stage, elements)
     else:
         instants = _instants(case, habits, stage, elements, sharded)
+    instants = [
+        one._replace(working=one.working + streamed.pieces) if one.when == "update" else one
+        for one in instants
+    ]
     best = max(instants, key=lambda instant: instant.size + instant.made * gradients)
     parts = {
         "weights": weights,
@@ -155,7 +170,7 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
 def _states(case: Case, stage: Stage, elements: Elements) -> States:
     """What stays from step to step: by the plan's rows where it is placed, else by units."""
     plan, layout = case.plan, case.layout
-    if plan.placements and plan.offload == "none" and case.framework == "shoal":
+    if plan.placements and not acts(case) and case.framework == "shoal":
         return states(plan, stage.rank * (layout.processes // layout.pp), case.optimizer_bytes)
     found = state_bytes(case, elements, wide_elements(case, stage))
     return found._replace(weights=found.weights + frozen_bytes(case, stage))

@@ -87,7 +87,7 @@ def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
     """Predict bytes of weights, gradients and optimizer state of a pipeline stage on one rank.
 
     An average of the weights counts as optimizer state. Under offload = parameters all three are 0,
-    under offload = optimizer the last.
+    under offload = optimizer the moments; on a CPU only where they go to files (`offload.py`).
 
     elements   of the stage before the data-parallel split, which is made here
     wide       of the dense ones: those of which no narrow copy is made
@@ -133,6 +133,10 @@ def _per_element(case: Case, n: float, width: int) -> States:
         gradients = wide + wide / n
     if case.plan.average:
         optimizer += wide / n if zero else wide
-    if case.plan.offload == "parameters":
+    if case.cluster.device.kind == "cpu" and not case.plan.states_in_files:
+        return States(weights, gradients, optimizer)
+    if case.plan.parks_parameters:
         return States(0.0, 0.0, 0.0)
-    return States(weights, gradients, 0.0 if case.plan.offload == "optimizer" else optimizer)
+    if case.plan.offload == "optimizer":  # masters are parameters, and stay
+        optimizer -= moments / n if zero else moments
+    return States(weights, gradients, optimizer)

@@ -23,6 +23,7 @@ from shoal.base.estimate import Case, UnitFacts
 from shoal.base.schedules import canonical, copies
 from shoal.planner.collectives import Cost, Group, all_reduce, group_of
 from shoal.planner.model_states import Elements, shard_counts
+from shoal.planner.offload import copies as copies_of_offload
 from shoal.planner.peers import Habits, habits_of
 from shoal.planner.stage_cut import root_share
 from shoal.planner.step_parts import (
@@ -242,13 +243,9 @@ def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
     memory = on_ladder(device.stream_ladder, each_bytes, device.stream_bytes_per_s)
     per_element = 8 + 2 * (4 + case.optimizer_bytes) + case.model.element_bytes
     host = case.cluster.host_bytes_per_s or HOST_BYTES_PER_S
-    waits = {"optimizer": owned * per_element / memory}
-    if case.plan.offload == "optimizer":
-        moved = owned * (4 + case.model.element_bytes)
-        return {"optimizer": 0.0, "offload": (moved + owned * per_element) / host}, 0.0
-    if case.plan.offload == "parameters":
-        return waits, 2 * case.accumulate * owned * case.model.element_bytes / host
-    if case.plan.offload == "activations":
-        kept = stage.saved_bytes * case.micro_batch / layout.cp
-        return waits, 2 * case.accumulate * kept / host
-    return waits, 0.0
+    saved = stage.saved_bytes * case.micro_batch / layout.cp
+    found = copies_of_offload(case, owned, saved, owned * per_element / memory, host)
+    waits = {"optimizer": found.optimizer_s}
+    if found.offload_s:
+        waits["offload"] = found.offload_s
+    return waits, found.beside_s

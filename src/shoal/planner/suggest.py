@@ -29,6 +29,7 @@ CHANGES: tuple[Change, ...] = (
     ("{stage}", lambda c: _stage(c, 2)),
     ("{stage}", lambda c: _stage(c, 3)),
     ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
+    ("memory.offload=parameters", lambda c: _offload(c, "parameters")),
 )
 """Settings that lower the peak, one at a time."""
 
@@ -103,4 +104,6 @@ def _stage(case: Case, stage: int) -> Case | None:
 
 def _offload(case: Case, what: str) -> Case | None:
     on_gpu = case.cluster.device.kind == "gpu"
+    if what == "parameters" and case.layout.processes > 1 and case.layout.zero < 3:
+        return None
     return case.but(offload=what) if on_gpu and case.plan.offload == "none" else None

@@ -59,7 +59,7 @@ def frozen_bytes(case: Case, stage: Stage) -> float:
 
     No narrow copy is made of them; zero 3 shards them with the rest.
     """
-    if case.framework != "shoal" or case.plan.offload == "parameters":
+    if case.framework != "shoal" or (case.plan.parks_parameters and case.layout.processes > 1):
         return 0.0
     elements = sum(unit.frozen_parameters * count for unit, count in stage.units) / case.layout.tp
     shards = shard_counts(case)[0] if case.layout.zero == 3 else 1

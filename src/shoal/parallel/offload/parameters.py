@@ -1,7 +1,7 @@
 """One device trains what it cannot hold: weights, gradients and optimizer state wait on the host.
 
     weights     a block's come before its forward and its backward pass, while its neighbour
-                computes, and go after it: three blocks' are there at most. What is in no block stays
+                computes, and go after it: three blocks' at most. What is in no block stays
     gradients   are summed in the plan's buckets, one after the other, and leave; a later
                 micro-batch brings the sum so far back, and adds to it
     step        a piece's masters, gradients and state come, are stepped, and leave; the copies that
@@ -303,7 +303,7 @@ class StreamedGradients:
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norms of the sums, taken on the device: of buckets, or of parameters where none is cast."""
+        """Norms of sums, taken on the device: of buckets, or of parameters if none is cast."""
         order = self.summed() if self.narrow else self.parameters
         return [self.norms[name] for name in order if name in self.norms]
 
