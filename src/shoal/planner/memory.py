@@ -14,6 +14,7 @@ neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.0519
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.base.errors import PlanError, one_of
