@@ -1,4 +1,4 @@
-"""How full a device's caching allocator is, and how much of its memory lies in pieces nobody can use.
+"""How full a device's caching allocator is, and how much of its memory lies in useless pieces.
 
 Source: torch.cuda.memory_snapshot: segments, each a row of blocks that are active or inactive
 """
