@@ -9,7 +9,9 @@ the allocator.
     SIM_LIBRARY=$(python tests/simgpu/simulated/build.py) \\
     PYTHONPATH=tests/simgpu/site:src python benchmarks/planner/devices.py
 
-Writes benchmarks/planner/results/devices.json. Gate: within 8 % in every row.
+Writes benchmarks/planner/results/devices.json. Gate: within 8 % in every row. `--limits` trains
+under limits of the devices' memory instead, one world each: what "fits" must live, and at most
+a tenth of all may live that is called "no".
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ import shoal  # noqa: E402
 from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
 from shoal.base.estimate import Case  # noqa: E402
+from shoal.base.layout import Layout  # noqa: E402
+from shoal.base.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
 from shoal.models.catalog import build  # noqa: E402
 from shoal.models.loss import token_loss  # noqa: E402
+from shoal.planner.fits import verdict  # noqa: E402
 from shoal.planner.frameworks import framework  # noqa: E402
 from shoal.planner.instants import predict_run  # noqa: E402
 from shoal.planner.memory import predict_memory  # noqa: E402
@@ -48,6 +53,7 @@ SEQUENCE, VOCABULARY, ROWS, ROUNDS = 64, 2048, 2, 2
 LINK = Link("wire", 1e-6, 1e9)
 STATES_BYTES = 64 * 2**20
 HABITS = replace(framework("shoal"), workspace_bytes=0.0)  # no library has any on these devices
+HABIT_BYTES = framework("shoal").workspace_bytes
 DEVICE = Device("simulated", 1e12, {"fp32": 1e12, "fp64": 1e12}, 1e11, kind="gpu")
 
 
@@ -182,6 +188,81 @@ def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[st
     }
 
 
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=2),
+    "zero1": Layout(dp_shard=2, zero=1),
+    "zero2": Layout(dp_shard=2, zero=2),
+    "fsdp": Layout(dp_shard=2, zero=3),
+    "tp": Layout(tp=2),
+    "pp": Layout(pp=2, schedule="1f1b"),
+}
+SHARES = (0.8, 0.95, 1.05, 1.2)
+"""Limits of the devices, as shares of the foreseen peak."""
+
+
+def limited(name: str, kind: str, share: float, out: Path) -> None:
+    """Train under a limit of the device's memory; the verdict is written before it begins."""
+    import simulated_cuda
+
+    torch.set_num_threads(1)
+    world = start_world()
+    make, data, loss = MODELS[name]
+    torch.manual_seed(0)
+    inputs, targets = data(2)
+    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    layout = LAYOUTS[kind]
+    plan = Plan(layout, ROUNDS * ROWS * layout.data_degree, ROWS, ROUNDS, compute="fp32")
+    form = "chunked" if name in ("llama", "gpt") else "full"
+    case = Case(known, Cluster(DEVICE, 1, world.size, LINK, LINK), plan, loss=form)
+    told = predict_run(case)
+    limit = int(share * (told.most_bytes - HABIT_BYTES))
+    if world.is_first:
+        word = verdict(told, limit + HABIT_BYTES)
+        out.write_text(json.dumps({"verdict": word.word, "text": word.text, "limit": limit}))
+    world.barrier()
+    simulated_cuda.set_limit(world.device.index or 0, limit)
+    run = shoal.parallelize(
+        make,
+        lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+        loss,
+        layout={"tp": 2} if kind == "tp" else {"pp": 2} if kind == "pp" else kind,
+        batch=plan.batch,
+        micro_batch=ROWS,
+        precision="fp32",
+        sample=data(ROWS),
+        world=world,
+    )
+    torch.manual_seed(run.program.data.rank)
+    batch = data(ROUNDS * ROWS)
+    for _ in range(STEPS):
+        run.step(batch)
+    torch.cuda.synchronize(world.device)
+
+
+def limits(models: list[str], out: str) -> int:
+    """Layouts × models × limits: does what fits live, and what does not die?"""
+    rows = []
+    for name in models:
+        for kind in LAYOUTS:
+            for share in SHARES:
+                with tempfile.TemporaryDirectory() as folder:
+                    file = Path(folder) / "row.json"
+                    words = [str(HERE / "devices.py"), "--limited", name, kind, str(share)]
+                    lives = True
+                    try:
+                        run_together([*words, str(file)], PROCESSES, deadline_s=90)
+                    except (RuntimeError, TimeoutError):
+                        lives = False
+                    told = json.loads(file.read_text()) if file.exists() else {"verdict": "?"}
+                rows.append({"model": name, "layout": kind, "share": share, "lives": lives, **told})
+                print(name, kind, share, told["verdict"], "lives" if lives else "dies", flush=True)
+                Path(out).write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+    wrong = [r for r in rows if r["verdict"] == "fits" and not r["lives"]]
+    timid = [r for r in rows if r["verdict"] == "no" and r["lives"]]
+    print(f"{len(rows)} runs: {len(wrong)} die that fit; {len(timid)} live that do not")
+    return 1 if wrong or len(timid) > 0.1 * len(rows) else 0
+
+
 def worker(out: Path, chosen: str) -> None:
     """All rows, one after another, in one world."""
     torch.set_num_threads(1)
@@ -228,7 +309,15 @@ def main() -> int:
     parser.add_argument("--models", default="")
     parser.add_argument("--out", default=str(HERE / "results" / "devices.json"))
     parser.add_argument("--worker", default="")
+    parser.add_argument("--limits", action="store_true", help="run under limits instead")
+    parser.add_argument("--limited", nargs=4, metavar=("MODEL", "LAYOUT", "SHARE", "FILE"))
     options = parser.parse_args()
+    if options.limited:
+        name, kind, share, file = options.limited
+        limited(name, kind, float(share), Path(file))
+        return 0
+    if options.limits:
+        return limits(options.models.split(",") if options.models else list(MODELS), options.out)
     if options.worker:
         worker(Path(options.worker), options.models)
         return 0
