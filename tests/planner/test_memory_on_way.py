@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 from planned_case import case_of
+from torch.distributed import ProcessGroupGloo
 
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
 from shoal.parallel.data_parallel import zero
-from shoal.planner.bytes_in_flight import BUCKETS_IN_FLIGHT, arriving_bytes, on_way, sharded_on_gloo
+from shoal.planner.bytes_in_flight import (
+    BUCKETS_IN_FLIGHT,
+    GLOO_THREADS,
+    arriving_bytes,
+    on_way,
+    sharded_on_gloo,
+)
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_states import Elements
 from shoal.planner.stage_cut import cut
@@ -62,6 +69,15 @@ def test_zero1_receives_all_on_gloo_and_its_part_on_nccl() -> None:
     assert in_mib(on_way(case("zero1"), elements)) == [0.0, 0.0, 25.0, 40.0, 60.0]
     on_gpus = on_way(case("zero1", cluster=GPUS), elements)
     assert in_mib(on_gpus) == [0.0, 0.0, 12.5, 20.0, 20.0]
+
+
+def test_stepped_weights_travel_two_buckets_at_a_time_on_gloo() -> None:
+    """Each waits with its own part; gloo copies what its threads are at."""
+    assert ProcessGroupGloo._Options()._threads == GLOO_THREADS
+    elements = Elements(200 * MIB / 4, 0.0)
+    for layout in ("zero1", "zero2"):
+        assert on_way(case(layout), elements).published == (100 + 2 * 25) * MIB
+        assert on_way(case(layout, cluster=GPUS), elements).published == 100 * MIB
 
 
 def test_zero2_holds_buckets_of_earlier_micro_batches() -> None:

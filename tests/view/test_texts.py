@@ -100,7 +100,8 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
     log.emit("restarting", attempt=1, of=3)
     log.emit("step_skipped", step=2, rank=1)
     log.emit("validated", step=4, loss=4.5, targets=9, unigram_entropy=6.0, seconds=2.0)
-    log.emit("run_finished", how="finished", steps=4)
+    told = "10.0 GiB reserved, 9.0 GiB allocated, largest hole 1.0 GiB"
+    log.emit("run_finished", how="finished", steps=4, allocator=told)
     lines = summary(tmp_path).splitlines()
     assert lines[0] == "finished at step 4"
     assert lines[1] == "  trained      4 steps, 4.0K tokens in 9.3 s; last loss 4.6000"
@@ -108,6 +109,7 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
     assert lines[3:] == [
         "  step         100.0 ms median, 10.0K tokens/s, MFU 25.0%",
         "  memory       3.0 MiB peak per rank (1.0 MiB, 3.0 MiB by rank)",
+        f"  allocator    {told}",
         "  sent         1.0 MiB per step and rank (all_reduce 1.0 MiB, all_gather 512 B)",
         "  waited       per step 10.0 ms communication (0.4%), 0.0 ms data (0.0%)",
         "  restarts     1; last: rank 1 (pid 9): killed by SIGKILL",

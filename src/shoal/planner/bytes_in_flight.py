@@ -30,6 +30,10 @@ BUCKETS_IN_FLIGHT = 1
 """Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
 
 
+GLOO_THREADS = 2
+"""Collectives of a group that gloo works at at a time (torch: ProcessGroupGloo.Options.threads)."""
+
+
 class OnWay(NamedTuple):
     """Bytes at one moment each.
 
@@ -79,7 +83,9 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     own = 1 / shard_counts(case)[0] if layout.zero else 0.0
     gloo = case.cluster.device.kind == "cpu"
     received = 1.0 if gloo else own
-    published = (own + gloo) * WIDTHS[case.plan.compute] * sum(elements) if layout.zero else 0.0
+    # Every bucket's own part waits; gloo makes its copies of those that its threads are at.
+    copied = min(total, GLOO_THREADS * BUCKET_BYTES) if gloo else 0.0
+    published = WIDTHS[case.plan.compute] / wide * (own * total + copied) if layout.zero else 0.0
     if layout.zero < 2 or case.plan.defer_sync:
         each = narrow + (narrow or 1.0) * received if layout.zero else narrow
         before_last = total - (total % BUCKET_BYTES or min(total, BUCKET_BYTES))

@@ -10,7 +10,8 @@
 
     device while building   = width · (the rank's share + the largest unit)     zero 3, tp, pp, ep
                               zero 3: a unit is seen flat and as parameters, at its compute width
-                            = width · all elements                              ddp, zero 1, zero 2
+                              tp, pp, ep without it: at the end the share again, for gradients
+                            = width · all elements · 2                          ddp, zero 1, zero 2
                             + width · all elements for a module that stands there already
     host while building     = width · the largest unit           one build per machine, in files
                             = ranks · width · all elements       each rank builds, or has, a module
@@ -72,7 +73,7 @@ def predict_run(case: Case) -> MemoryEstimate:
     >>> building(replace(fsdp, handed="host"))
     ('building', 49, 2106)
     >>> building(fsdp.but(layout=Layout(tp=8)))
-    ('building', 37, 7)
+    ('building', 66, 7)
     """
     step = predict_memory(case)
     if case.framework != "shoal":
@@ -126,7 +127,10 @@ def _building(case: Case) -> Instant:
         host = ranks * width * whole
     elif case.handed == "builder":  # on its way into the files
         host = width * unit
-    device = width * (here + kept) + _moved(case, unit)
+    buffers = 0.0  # gradients' own, and flat weights under zero 1 and 2
+    if case.layout.zero < 3 and case.layout.processes > 1:
+        buffers = width * (whole if holds_whole(case) else kept)
+    device = width * (here + kept) + max(_moved(case, unit), buffers)
     return Instant("building", device, host, files_bytes(case))
 
 

@@ -11,7 +11,7 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
     fixes [{set, step_s, peak_bytes}], next text,
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
               accumulate, recompute, offload, reshard, verdict fits|tight|no, starts, after
-              fits|tight|no (the steps alone), instant, place (where another instant is worse than
+              fits|tight|no (the steps alone), instant, place (another that is worse than
               they are), told, instants [{name, device_bytes, host_bytes, files_bytes}],
               margin_bytes (of the steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},

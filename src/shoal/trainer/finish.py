@@ -10,6 +10,7 @@ import torch
 
 from shoal.base.phases import counting
 from shoal.data.sources import Source
+from shoal.machine.device_pool import device_pool, pool_text
 from shoal.models.llama import Llama
 from shoal.trainer.run import Run
 
@@ -35,6 +36,7 @@ def finish(
     """
     # Where parameters are gathered, a forward pass is everybody's.
     text = sample(run, source) if run.world.is_first or run.program.together else None
+    fullest = _fullest_pool(run)
     if not run.world.is_first:
         return
     emit = run.recorder.events.emit
@@ -47,7 +49,17 @@ def finish(
         steps_here=steps,
         wall_s=wall_s,
         validation_loss=_finite(values["loss"]) if values else None,
+        **({"allocator": fullest} if fullest else {}),
     )
+
+
+def _fullest_pool(run: Run) -> str:
+    """How full the allocator of the fullest device is; "" on a CPU. Every rank calls it."""
+    pool = device_pool(run.world.device)
+    if pool is None:
+        return ""
+    told = run.world.gather_json([pool.reserved_bytes, pool_text(pool)])
+    return str(max(told)[1])
 
 
 def _in_time(run: Run, times: int) -> Iterator[int]:

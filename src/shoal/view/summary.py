@@ -36,6 +36,7 @@ def summary(folder: Path, width: int = 80) -> str:
         ("took", lambda: _took(steps, events)),
         ("step", lambda: _speed(steps, plan)),
         ("memory", lambda: _memory(steps)),
+        ("allocator", lambda: _allocator(events)),
         ("sent", lambda: _sent(steps)),
         ("foreseen", lambda: _foreseen(plan, steps)),
         ("islands", lambda: islands_row(events, _islands_foreseen(plan))),
@@ -156,6 +157,12 @@ def _memory(steps: list[Record]) -> str:
     by_rank = [bytes_text(max(peaks)) for peaks in zip(*rows, strict=False)]
     each = f" ({', '.join(by_rank)} by rank)" if len(by_rank) > 1 else ""
     return f"{bytes_text(max(peaks))} peak per rank{each}"
+
+
+def _allocator(events: list[Record]) -> str:
+    """How full the fullest device's memory was at the end, as the run said it; "" on a CPU."""
+    told = [event["allocator"] for event in _named(events, "run_finished") if "allocator" in event]
+    return printable(str(told[-1])) if told else ""
 
 
 def _sent(steps: list[Record]) -> str:

@@ -1,0 +1,352 @@
+"""Foreseen beside measured memory on simulated devices: layouts × models × offload × reshard.
+
+Two processes, each with a device under the name `cuda` that has its own memory and counts it as
+CUDA's allocator does (tests/simgpu; no GPU is needed, none is tested). Every row begins with a
+function that builds the model and takes three steps; the most that the allocator held at any
+instant is put beside the most that the plan foresees over all instants, without what lies outside
+the allocator.
+
+    SIM_LIBRARY=$(python tests/simgpu/simulated/build.py) \\
+    PYTHONPATH=tests/simgpu/site:src python benchmarks/planner/devices.py
+
+Writes benchmarks/planner/results/devices.json. Gate: within 8 % in every row. `--limits` trains
+under limits of the devices' memory instead, one world each: what "fits" must live, and at most
+a tenth of all may live that is called "no".
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from processes import machine, run_together  # noqa: E402
+
+import shoal  # noqa: E402
+from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
+from shoal.base.errors import ShoalError  # noqa: E402
+from shoal.base.estimate import Case  # noqa: E402
+from shoal.base.layout import Layout  # noqa: E402
+from shoal.base.plan import Plan  # noqa: E402
+from shoal.fabric import start_world  # noqa: E402
+from shoal.models.catalog import build  # noqa: E402
+from shoal.models.loss import token_loss  # noqa: E402
+from shoal.planner.fits import verdict  # noqa: E402
+from shoal.planner.frameworks import framework  # noqa: E402
+from shoal.planner.instants import predict_run  # noqa: E402
+from shoal.planner.memory import predict_memory  # noqa: E402
+from shoal.trace.trace_facts import trace_facts  # noqa: E402
+
+GATE, PROCESSES, DEADLINE_S, STEPS = 0.08, 2, 1500, 3
+SEQUENCE, VOCABULARY, ROWS, ROUNDS = 64, 2048, 2, 2
+LINK = Link("wire", 1e-6, 1e9)
+STATES_BYTES = 64 * 2**20
+HABITS = replace(framework("shoal"), workspace_bytes=0.0)  # no library has any on these devices
+HABIT_BYTES = framework("shoal").workspace_bytes
+DEVICE = Device("simulated", 1e12, {"fp32": 1e12, "fp64": 1e12}, 1e11, kind="gpu")
+
+
+class Block(nn.Module):
+    """Two layers and what is added to them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def blocks(width: int = 384, inner: int = 1536, depth: int = 5) -> nn.Module:
+    """Equal blocks between two layers."""
+    middle = [Block(width, inner) for _ in range(depth)]
+    return nn.Sequential(nn.Linear(64, width), nn.Sequential(*middle), nn.Linear(width, 16))
+
+
+def wide() -> nn.Module:
+    """Layers in a row: nothing repeats that fsdp could gather apart."""
+    return nn.Sequential(
+        *(nn.Linear(64, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU()),
+        *(nn.Linear(1536, 1536), nn.ReLU(), nn.Linear(1536, 16)),
+    )
+
+
+def llama(**more: Any) -> nn.Module:
+    """Shoal's own."""
+    given = {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 4, **more}
+    return build("llama", given, vocabulary=VOCABULARY, sequence=SEQUENCE)
+
+
+def gpt() -> nn.Module:
+    """Shoal's GPT."""
+    given = {"dim": 256, "layers": 6, "heads": 4}
+    return build("gpt", given, vocabulary=VOCABULARY, sequence=SEQUENCE)
+
+
+def tokens(count: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a language model."""
+    drawn = torch.randint(0, VOCABULARY, (count, SEQUENCE))
+    return drawn, drawn
+
+
+def numbers(count: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the others."""
+    return torch.randn(count, 64), torch.randn(count, 16)
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss per element."""
+    return (outputs - targets) ** 2
+
+
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (llama, tokens, token_loss),
+    "gpt": (gpt, tokens, token_loss),
+    "blocks": (blocks, numbers, squares),
+    "wide": (wide, numbers, squares),
+}
+PLAIN: tuple[Any, ...] = ("ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2})
+MATRIX: list[tuple[str, Any, dict[str, str]]] = [
+    *((model, layout, {}) for model in MODELS for layout in PLAIN),
+    *((model, "fsdp", {"reshard": "no"}) for model in ("llama", "gpt", "blocks")),
+    *(
+        (model, layout, {"offload": "optimizer"})
+        for model in ("llama", "blocks", "wide")
+        for layout in ("ddp", "zero1", "fsdp", {"tp": 2})
+    ),
+    *((model, "fsdp", {"offload": "parameters"}) for model in ("llama", "gpt", "blocks")),
+    *((model, "fsdp", {"recompute": "full"}) for model in ("llama", "blocks")),
+    *((model, "ddp", {"recompute": "full"}) for model in ("llama", "gpt")),
+]
+
+
+def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[str, Any]:
+    """One row of this rank: what it held, and what was foreseen."""
+    make, data, loss = MODELS[name]
+    torch.manual_seed(0)
+    inputs, targets = data(2)
+    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    gc.collect()
+    torch.cuda.synchronize(world.device)
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated(world.device)
+    torch.cuda.reset_peak_memory_stats(world.device)
+    split = isinstance(layout, dict)
+    run = shoal.parallelize(
+        make,
+        lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+        loss,
+        layout=layout,
+        batch=ROUNDS * ROWS * (1 if split else world.size),
+        micro_batch=ROWS,
+        precision="fp32",
+        sample=data(ROWS),
+        world=world,
+        **policies,
+    )
+    torch.cuda.synchronize(world.device)
+    start = torch.cuda.max_memory_allocated(world.device) - base
+    torch.manual_seed(run.program.data.rank)
+    batch = data(ROUNDS * ROWS)
+    for _ in range(STEPS):
+        run.step(batch)
+    torch.cuda.synchronize(world.device)
+    held = torch.cuda.max_memory_allocated(world.device) - base
+    reserved = torch.cuda.max_memory_reserved(world.device)
+    case = Case(
+        known,
+        Cluster(DEVICE, 1, world.size, LINK, LINK),
+        run.plan,
+        loss="chunked" if name in ("llama", "gpt") else "full",
+    )
+    stage = run.program.pipe.rank
+    step = predict_memory(case, stage, HABITS)
+    building = predict_run(case).instants[0].device_bytes
+    for undo in run.program.on_close:
+        undo()
+    return {
+        "held": held,
+        "start": start,
+        "reserved": reserved,
+        "foreseen_step": step.allocated_bytes,
+        "foreseen_start": building,
+        "parts": step.parts,
+        "when": step.when,
+        "parameters": run.plan.parameters,
+    }
+
+
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=2),
+    "zero1": Layout(dp_shard=2, zero=1),
+    "zero2": Layout(dp_shard=2, zero=2),
+    "fsdp": Layout(dp_shard=2, zero=3),
+    "tp": Layout(tp=2),
+    "pp": Layout(pp=2, schedule="1f1b"),
+}
+SHARES = (0.8, 0.95, 1.05, 1.2)
+"""Limits of the devices, as shares of the foreseen peak."""
+
+
+def limited(name: str, kind: str, share: float, out: Path) -> None:
+    """Train under a limit of the device's memory; the verdict is written before it begins."""
+    import simulated_cuda
+
+    torch.set_num_threads(1)
+    world = start_world()
+    make, data, loss = MODELS[name]
+    torch.manual_seed(0)
+    inputs, targets = data(2)
+    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    layout = LAYOUTS[kind]
+    plan = Plan(layout, ROUNDS * ROWS * layout.data_degree, ROWS, ROUNDS, compute="fp32")
+    form = "chunked" if name in ("llama", "gpt") else "full"
+    case = Case(known, Cluster(DEVICE, 1, world.size, LINK, LINK), plan, loss=form)
+    told = predict_run(case)
+    limit = int(share * (told.most_bytes - HABIT_BYTES))
+    if world.is_first:
+        word = verdict(told, limit + HABIT_BYTES)
+        out.write_text(json.dumps({"verdict": word.word, "text": word.text, "limit": limit}))
+    world.barrier()
+    simulated_cuda.set_limit(world.device.index or 0, limit)
+    run = shoal.parallelize(
+        make,
+        lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+        loss,
+        layout={"tp": 2} if kind == "tp" else {"pp": 2} if kind == "pp" else kind,
+        batch=plan.batch,
+        micro_batch=ROWS,
+        precision="fp32",
+        sample=data(ROWS),
+        world=world,
+    )
+    torch.manual_seed(run.program.data.rank)
+    batch = data(ROUNDS * ROWS)
+    for _ in range(STEPS):
+        run.step(batch)
+    torch.cuda.synchronize(world.device)
+
+
+def limits(models: list[str], out: str) -> int:
+    """Layouts × models × limits: does what fits live, and what does not die?"""
+    rows = []
+    for name in models:
+        for kind in LAYOUTS:
+            for share in SHARES:
+                with tempfile.TemporaryDirectory() as folder:
+                    file = Path(folder) / "row.json"
+                    words = [str(HERE / "devices.py"), "--limited", name, kind, str(share)]
+                    lives = True
+                    try:
+                        run_together([*words, str(file)], PROCESSES, deadline_s=90)
+                    except (RuntimeError, TimeoutError):
+                        lives = False
+                    told = json.loads(file.read_text()) if file.exists() else {"verdict": "?"}
+                rows.append({"model": name, "layout": kind, "share": share, "lives": lives, **told})
+                print(name, kind, share, told["verdict"], "lives" if lives else "dies", flush=True)
+                Path(out).write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+    wrong = [r for r in rows if r["verdict"] == "fits" and not r["lives"]]
+    timid = [r for r in rows if r["verdict"] == "no" and r["lives"]]
+    print(f"{len(rows)} runs: {len(wrong)} die that fit; {len(timid)} live that do not")
+    return 1 if wrong or len(timid) > 0.1 * len(rows) else 0
+
+
+def worker(out: Path, chosen: str) -> None:
+    """All rows, one after another, in one world."""
+    torch.set_num_threads(1)
+    world = start_world()
+    found = []
+    for place, (name, layout, policies) in enumerate(MATRIX):
+        if chosen and name not in chosen.split(","):
+            continue
+        label = {"model": name, "layout": str(layout), **policies}
+        try:
+            told = row(world, name, layout, policies)
+        except ShoalError as failure:
+            told = {"why": f"{type(failure).__name__}: {failure}"}
+        ranks = world.gather_json(told)
+        if world.is_first:
+            found.append({**label, "ranks": ranks})
+            out.write_text(json.dumps(found))
+            print(place, line(found[-1]), flush=True)
+
+
+def line(one: dict[str, Any]) -> str:
+    """A row as it is read."""
+    label = " ".join(str(value) for key, value in one.items() if key not in ("ranks", "off"))
+    if any("why" in rank for rank in one["ranks"]):
+        return f"{label}: {next(r['why'] for r in one['ranks'] if 'why' in r)}"
+    held, foreseen = fullest(one)
+    first = max(rank["start"] for rank in one["ranks"])
+    told = max(rank["foreseen_start"] for rank in one["ranks"])
+    return (
+        f"{label}: {held / 2**20:.1f} MiB, foreseen {foreseen / 2**20:.1f} "
+        f"({foreseen / held - 1:+.1%}); start {first / 2**20:.1f}, {told / 2**20:.1f}"
+    )
+
+
+def fullest(one: dict[str, Any]) -> tuple[float, float]:
+    """Bytes of the fullest rank over all instants, and as foreseen."""
+    held = max(rank["held"] for rank in one["ranks"])
+    foreseen = max(max(rank["foreseen_step"], rank["foreseen_start"]) for rank in one["ranks"])
+    return held, foreseen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--models", default="")
+    parser.add_argument("--out", default=str(HERE / "results" / "devices.json"))
+    parser.add_argument("--worker", default="")
+    parser.add_argument("--limits", action="store_true", help="run under limits instead")
+    parser.add_argument("--limited", nargs=4, metavar=("MODEL", "LAYOUT", "SHARE", "FILE"))
+    options = parser.parse_args()
+    if options.limited:
+        name, kind, share, file = options.limited
+        limited(name, kind, float(share), Path(file))
+        return 0
+    if options.limits:
+        return limits(options.models.split(",") if options.models else list(MODELS), options.out)
+    if options.worker:
+        worker(Path(options.worker), options.models)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        words = [str(HERE / "devices.py"), "--worker", str(file), "--models", options.models]
+        try:
+            run_together(words, PROCESSES, deadline_s=DEADLINE_S)
+        except (RuntimeError, TimeoutError) as failure:
+            print(failure)
+        rows = json.loads(file.read_text()) if file.exists() else []
+    whole = [one for one in rows if not any("why" in rank for rank in one["ranks"])]
+    for one in whole:
+        held, foreseen = fullest(one)
+        one["off"] = foreseen / held - 1
+    document = {
+        "machine": machine(),
+        "device": "simulated (tests/simgpu)",
+        "mode": os.environ.get("SIM_MODE", ""),
+        "gate": GATE,
+        "rows": rows,
+    }
+    Path(options.out).write_text(json.dumps(document, indent=1))
+    outside = [one for one in whole if abs(one["off"]) > GATE]
+    print(f"{len(whole)} of {len(MATRIX)} rows, {len(outside)} outside of {GATE:.0%}")
+    for one in outside:
+        print("  ", line(one))
+    return 1 if outside or len(whole) < len(MATRIX) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

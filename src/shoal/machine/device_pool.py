@@ -1,0 +1,81 @@
+"""How full a device's caching allocator is, and how much of its memory lies in useless pieces.
+
+Source: torch.cuda.memory_snapshot: segments, each a row of blocks that are active or inactive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.base.units import bytes_text
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a device's caching allocator has of it, and what of that nobody can use.
+
+    allocated_bytes  of tensors · reserved_bytes  taken from the device, at most so far
+    free_bytes       reserved and not allocated, now · hole_bytes  the largest piece of it
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    hole_bytes: int
+
+
+FRAGMENTED = 0.1
+"""Share of the reserved memory that lies free between tensors, from which a setting is named."""
+
+SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""Lets the allocator join free pieces (torch: CUDACachingAllocator, ExpandableSegment)."""
+
+
+def device_pool(device: torch.device) -> Pool | None:
+    """Returns what the allocator of a CUDA device holds now; None for devices without one.
+
+    It walks over all blocks, so it takes milliseconds: for a run's end, never for a step.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    mine = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    return pool_of(mine, torch.cuda.max_memory_reserved(device))
+
+
+def pool_of(segments: Iterable[Mapping[str, Any]], reserved_bytes: int) -> Pool:
+    """Count a snapshot as `torch.cuda.memory_snapshot` gives it, of one device.
+
+    >>> held, free = "active_allocated", "inactive"
+    >>> told = ((6, held), (1, free), (2, held), (3, free))
+    >>> blocks = [{"size": size, "state": state} for size, state in told]
+    >>> pool_of([{"blocks": blocks}], 12)
+    Pool(allocated_bytes=8, reserved_bytes=12, free_bytes=4, hole_bytes=3)
+    """
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    free = [int(block["size"]) for block in blocks if block["state"] == "inactive"]
+    used = sum(int(block["size"]) for block in blocks if block["state"] != "inactive")
+    return Pool(used, reserved_bytes, sum(free), max(free, default=0))
+
+
+def pool_text(pool: Pool) -> str:
+    """Say how full the allocator's memory is, and the setting that mends it where it is in pieces.
+
+    >>> gib = 2**30
+    >>> pool_text(Pool(9 * gib, 10 * gib, gib, gib))
+    '10.0 GiB reserved, 9.0 GiB allocated, largest hole 1.0 GiB'
+    >>> pool_text(Pool(6 * gib, 10 * gib, 4 * gib, gib)).partition("; ")[2]
+    '4.0 GiB free in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them'
+    """
+    told = (
+        f"{bytes_text(pool.reserved_bytes)} reserved, {bytes_text(pool.allocated_bytes)} "
+        f"allocated, largest hole {bytes_text(pool.hole_bytes)}"
+    )
+    scattered = pool.free_bytes - pool.hole_bytes
+    if scattered < FRAGMENTED * pool.reserved_bytes:
+        return told
+    return f"{told}; {bytes_text(pool.free_bytes)} free in pieces: {SETTING} joins them"
