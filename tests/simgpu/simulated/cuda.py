@@ -48,9 +48,10 @@ for _name, _result, _arguments in (
 for _prefix in (
     os.path.dirname(torch.__file__),
     os.path.dirname(__file__),
+    os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "typing_extensions.py"),
     sysconfig.get_path("stdlib"),
-):
-    lib.sim_foreign((os.path.abspath(_prefix) + os.sep).encode())
+):  # frames of these files are no places for a report
+    lib.sim_foreign(os.path.abspath(_prefix).encode())
 lib.sim_watch_host()
 
 DEVICES = int(os.environ.get("SIM_DEVICES", 2))
@@ -376,6 +377,8 @@ for _module in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.str
             setattr(_module, _name, _value)
 torch.cuda.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 torch._C._has_cuda = True
+torch._C._nccl_version = lambda: 0  # asked for when a collective has failed
+torch._C._nccl_version_suffix = lambda: b"simulated"
 torch._C._cuda_getDeviceCount = lambda: DEVICES
 torch._C._cuda_getDevice = current_device
 torch._C._cuda_getCurrentRawStream = lambda index: 0
