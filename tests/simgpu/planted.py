@@ -57,7 +57,11 @@ def result_read_early(right: bool) -> bool:
 @bug
 def offloaded_before_computed(right: bool) -> bool:
     """A side stream copies out what the main one has not computed."""
-    computed, side, host = torch.ones(N, device="cuda") * 3, cuda.Stream(), torch.zeros(N).pin_memory()
+    computed, side, host = (
+        torch.ones(N, device="cuda") * 3,
+        cuda.Stream(),
+        torch.zeros(N).pin_memory(),
+    )
     if right:
         side.wait_stream(cuda.current_stream())
     with cuda.stream(side):
