@@ -1,0 +1,35 @@
+"""What ranks tell each other at start does not grow as ranks × tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MOST_BYTES, MOST_S = 4 * 2**20, 10.0
+PROGRAM = Path(__file__).parent / "many_ranks.py"
+
+
+LAYOUTS = [
+    "zero1",
+    {"pp": 4, "dp_replicate": 1024},
+    # torch itself cuts each tensor into 4,096 pieces, which takes most of the time
+    pytest.param("fsdp", marks=pytest.mark.proof),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_start_of_4096_ranks(layout: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(layout)],
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert sum(said["told_bytes"].values()) <= MOST_BYTES, said["told_bytes"]
+    assert said["told_bytes"]["differing"] >= 72 * 4  # arguments, layers, structure, optimizer
+    assert said["cpu_s"] <= MOST_S
