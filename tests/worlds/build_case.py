@@ -13,16 +13,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
-from shoal.fabric import World
+from shoal.checkpoint.export import export
+from shoal.fabric import World, start_world
 from shoal.models.catalog import build
 from shoal.models.huggingface import pretrained_shapes
 from shoal.parallel import shared_build
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.full_state import gather_weights
 from shoal.parallel.mmap_init import mmap_init
-from shoal.parallel.shared_build import build_once
+from shoal.parallel.shared_build import build_once, made_beside
+from shoal.trainer import parallelize as starting
 from shoal.trainer.parallelize import build_module, parallelize
 
 SEED = 3
@@ -179,6 +182,8 @@ def built(
         "apart": _apart(module, plain),
         "ties": _ties(module) == _ties(plain),
         "kept": _kept(module),
+        "made": made_beside(module, Path(checkpoint)) if checkpoint else [],
+        "files": len(list(Path(checkpoint).glob("*.safetensors"))) if checkpoint else 0,
         "alone": _alone(world, module),
     }
 
@@ -191,12 +196,16 @@ def _written(kind: str, folder: str) -> None:
     own: dict[str, dict[str, Any]] = {
         "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96},
         "mixtral": {**small, "intermediate_size": 96, "num_local_experts": 4},
+        "olmoe": {**small, "intermediate_size": 96, "num_experts": 4},
+        "qwen2": {**small, "intermediate_size": 96, "tie_word_embeddings": True},
+        "opt": {**small, "ffn_dim": 96, "word_embed_proj_dim": 64},
+        "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96},
     }
     config = transformers.AutoConfig.for_model(
         kind, **own.get(kind, {**small, "intermediate_size": 96})
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="64KB")
 
 
 def _apart(module: nn.Module, plain: nn.Module) -> list[str]:
@@ -243,29 +252,76 @@ def _alone(world: World, module: nn.Module) -> bool:
     return (tensor_digest(first) == before) == (world.rank != world.size - 1)
 
 
-def started(world: World, layout: Any, least_bytes: int) -> dict[str, Any]:
-    """A run whose model was built so: digests of its weights as gathered, and its lines."""
+@contextmanager
+def moves(found: list[int]) -> Iterator[None]:
+    """Inside, what a run's model holds whenever all of it is moved, once it is built: in bytes."""
+    roots: list[nn.Module] = []
+    prepare, apply = starting.prepare, nn.Module._apply
+
+    def prepared(module: nn.Module, *given: Any) -> Any:
+        roots.append(module)
+        return prepare(module, *given)
+
+    def applied(module: nn.Module, *given: Any, **named: Any) -> nn.Module:
+        if any(module is root for root in roots):
+            here = [p for p in module.parameters() if not p.is_meta]
+            found.append(sum(p.numel() * p.element_size() for p in here))
+        return apply(module, *given, **named)
+
+    with (
+        mock.patch.object(starting, "prepare", prepared),
+        mock.patch.object(nn.Module, "_apply", applied),
+    ):
+        yield
+
+
+def started(world: World, layout: Any, least_bytes: int, folder: str = "") -> dict[str, Any]:
+    """A run whose model was built so: digests of its weights as gathered, and its losses.
+
+    folder   to go on from, to save to, and to export the weights to
+    """
     tokens = torch.arange(8 * 16).view(8, 16) % 32
+    name = "moe" if "ep" in layout else "llama"
     kept, shared_build.LEAST_BYTES = shared_build.LEAST_BYTES, least_bytes
+    moved: list[int] = []
     try:
-        run = parallelize(
-            lambda: build("llama", {"dim": 32, "layers": 4}, vocabulary=32, sequence=16),
-            lambda p: torch.optim.AdamW(p, lr=1e-2),
-            layout=layout,
-            batch=8,
-            micro_batch=2,
-            precision="fp64",
-            sample=(tokens, tokens),
-            world=world,
-        )
+        with moves(moved):
+            run = parallelize(
+                lambda: build(name, {"dim": 32, "layers": 4}, vocabulary=32, sequence=16),
+                lambda p: torch.optim.AdamW(p, lr=1e-2),
+                layout=layout,
+                batch=8,
+                micro_batch=2,
+                precision="fp64",
+                sample=(tokens, tokens),
+                folder=folder or None,
+                world=start_world() if folder else world,
+            )
     finally:
         shared_build.LEAST_BYTES = kept
+    held_bytes = 8 * sum(p.numel() for p in run.program.parameters.values())
+    found = bool(folder) and run.restore()
     start = {name: tensor_digest(t) for name, t in gather_weights(run.program).items()}
     data = [((row + k) % 32, (row + k) % 32) for k in range(2) for row in tokens]
     losses = [run.step(batch).loss for batch in run.loader(data)]
     for undo in run.program.on_close:
         undo()
-    return {"start": start, "losses": losses}
+    if not folder:
+        return {"start": start, "losses": losses, "moved": moved, "held": held_bytes}
+    end = {name: t.cpu() for name, t in gather_weights(run.program).items()}
+    saved = run.save()
+    run.close()
+    if world.is_first:
+        export(saved, Path(folder, "exported.safetensors"), prefix="")
+    world.barrier()
+    exported = load_file(Path(folder, "exported.safetensors"))
+    return {
+        "found": found,
+        "start": start,
+        "end": {name: tensor_digest(t) for name, t in end.items()},
+        "exported": {name: tensor_digest(t) for name, t in exported.items()},
+        "losses": losses,
+    }
 
 
 @contextmanager
@@ -327,3 +383,78 @@ def held(world: World, layout: Any) -> dict[str, Any]:
         "peak": peak["anonymous"] - before,
         "after": after - before,
     }
+
+
+class Large(nn.Module):
+    """A model of transformers' of 96 MiB, in few large tensors, from a folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.inner = AutoModelForCausalLM.from_pretrained(FOLDER[0], dtype=torch.float32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def _large(folder: str, dtype: torch.dtype) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=2048, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=512,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(folder, max_shard_size="20MB")
+
+
+def read(world: World, layout: Any, folder: str, dtype: str = "float32") -> dict[str, Any]:
+    """What a rank has read of a checkpoint's files when it holds its part of the model.
+
+    Pages of the files that the system has mapped for this process, just before the module lets go
+    of them; the difference to plain weights; the lines.
+    """
+    FOLDER[0] = folder
+    if world.is_first:
+        _large(folder, getattr(torch, dtype))
+    world.barrier()
+    pages: list[int] = []
+    hand_over = starting.hand_over
+
+    def counted(*given: Any) -> None:
+        pages.append(_mapped_bytes(folder))
+        hand_over(*given)
+
+    with mock.patch.object(starting, "hand_over", counted):
+        run = parallelize(
+            Large,
+            lambda p: torch.optim.SGD(p, lr=1e-2),
+            layout=layout,
+            batch=4,
+            micro_batch=1,
+            precision="fp32",
+            world=world,
+        )
+    weights, plain = gather_weights(run.program), Large()
+    for undo in run.program.on_close:
+        undo()
+    return {
+        "read": pages[0],
+        "files": len(list(Path(folder).glob("*.safetensors"))),
+        "weights": 4 * run.plan.parameters,
+        "apart": [n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])],
+        "lines": [line for line in run.program.notices if line.startswith("model: ")],
+    }
+
+
+def _mapped_bytes(folder: str) -> int:
+    """Bytes of the files of a folder that lie in this process's page tables."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[0] in "0123456789abcdef":
+            inside = folder in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total

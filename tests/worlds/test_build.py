@@ -40,10 +40,18 @@ def test_one_rank_builds_and_all_have_the_bits_of_a_plain_build(
         assert told["alone"], "a rank sees what another one wrote"
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox", "mistral", "phi", "mixtral"]
-)
-def test_a_checkpoint_of_transformers_is_read_once(worlds: Any, tmp_path: Any, kind: str) -> None:
+FAMILIES = {
+    **dict.fromkeys(("llama", "gpt2", "qwen2", "qwen3", "gemma2", "gpt_neox"), ""),
+    **dict.fromkeys(("mistral", "phi", "opt", "bloom"), ""),
+    **dict.fromkeys(("mixtral", "olmoe"), ".mlp.experts."),
+}
+"""Of transformers, and in the names of which tensors their loading merges several of the files."""
+
+
+@pytest.mark.parametrize("kind", list(FAMILIES))
+def test_a_checkpoint_of_transformers_is_mapped_where_it_lies(
+    worlds: Any, tmp_path: Any, kind: str
+) -> None:
     """`from_pretrained` in a builder, tied weights and merged experts among them."""
     pytest.importorskip("transformers")
     asked = {"name": "pretrained", "checkpoint": str(tmp_path), "kind": kind}
@@ -52,6 +60,32 @@ def test_a_checkpoint_of_transformers_is_read_once(worlds: Any, tmp_path: Any, k
         assert told["apart"] == []
         assert told["asked"] == ["meta" if rank else "cpu"]
         assert told["ties"]
+        assert told["files"] > 2
+        assert bool(told["made"]) == bool(FAMILIES[kind])
+        assert all(FAMILIES[kind] in name for name in told["made"])
+
+
+def test_a_rank_reads_its_share_of_a_checkpoint(worlds: Any, tmp_path: Any) -> None:
+    """And pages around it, which the system maps at the ends of every part. It would be all."""
+    pytest.importorskip("transformers")
+    for told in worlds(2).call("build_case:read", layout="fsdp", folder=str(tmp_path)):
+        assert told["weights"] > 64 * 2**20
+        assert told["files"] > 3
+        assert told["apart"] == []
+        assert told["lines"] == []
+        assert 0.9 < told["read"] / (told["weights"] / 2) <= 1.05, told
+
+
+def test_weights_of_another_format_are_read_once_per_machine_and_named(
+    worlds: Any, tmp_path: Any
+) -> None:
+    pytest.importorskip("transformers")
+    asked = {"layout": "fsdp", "folder": str(tmp_path), "dtype": "bfloat16"}
+    for told in worlds(2).call("build_case:read", **asked):
+        assert told["apart"] == []
+        (line,) = told["lines"]
+        assert "as the model holds them (another format, merged, or missing), first: inner." in line
+        assert "one process of each machine reads those whole" in line
 
 
 @pytest.mark.parametrize("name", list(ALONE))
@@ -79,7 +113,11 @@ def test_a_builder_that_breaks_says_so_on_every_rank(worlds: Any) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp", "hsdp", {"tp": 4}, {"pp": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}],
+    [
+        *("fsdp", "hsdp", {"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}),
+        *({"pp": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}),
+        *({"ep": 2, "dp_replicate": 4}, {"ep": 2, "dp_shard": 4}),
+    ],
     ids=str,
 )
 def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) -> None:
@@ -87,6 +125,23 @@ def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) 
     shared = ask("build_case:started", layout=layout, least_bytes=0)
     plain = ask("build_case:started", layout=layout, least_bytes=2**40)
     assert shared == plain
+    for told in shared:  # a device is given what the rank keeps; under zero 3 unit by unit
+        rows = "fsdp" in layout or "hsdp" in layout or "dp_shard" in layout
+        assert told["moved"] == ([] if rows else [told["held"]])
+
+
+def test_runs_go_on_and_export_whatever_their_layouts(worlds: Any, tmp_path: Any) -> None:
+    """Each is built once per machine, and takes over what another layout saved."""
+    ask, folder = worlds(4).call, str(tmp_path)
+    whole = ask("build_case:started", layout="ddp", least_bytes=2**40)[0]
+    before: dict[str, str] = {}
+    for layout in ({"tp": 2, "pp": 2}, {"pp": 2, "dp_shard": 2}, {"tp": 4}, "fsdp", {"pp": 4}):
+        legs = ask("build_case:started", layout=layout, least_bytes=0, folder=folder)
+        for leg in legs:
+            assert leg["found"] == bool(before)
+            assert leg["start"] == (before or whole["start"])
+            assert leg["exported"] == leg["end"]
+        before = legs[0]["end"]
 
 
 @pytest.fixture

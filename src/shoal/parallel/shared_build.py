@@ -339,7 +339,7 @@ def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
     except OSError as failure:
         raise CannotShare(f"{path}: {failure.strerror}") from failure
     if told.st_ino != node:
-        raise CannotShare(f"{path} is another process's")
+        raise CannotShare(f"{path} is another file in this process")
     end = place["at"] + place["bytes"]
     if read:
         if path not in known:

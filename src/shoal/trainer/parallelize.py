@@ -291,7 +291,7 @@ def _settle(module: nn.Module, layout: Layout) -> None:
 
     Under zero 3 parameters stay in their files until their rows are taken.
     """
-    if layout.tp * layout.pp > 1 or layout.zero == 3:
+    if layout.tp * layout.pp * layout.ep > 1 or layout.zero == 3:
         from shoal.parallel.mmap_init import settle
 
         settle(module.buffers())

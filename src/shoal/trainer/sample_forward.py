@@ -33,12 +33,12 @@ SHORT = 256
 def divides(plan: Plan, said: Words | None) -> bool:
     """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
     if said is None:
-        return plan.layout.tp * plan.layout.pp > 1 or plan.layout.zero == 3
+        return plan.layout.tp * plan.layout.pp * plan.layout.ep > 1 or plan.layout.zero == 3
     words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
     if words.get("strategy", "auto") != "auto":
         named = words["strategy"]
         return named in ("tp", "3d", *PIPELINES) or STAGES.get(named) == 3
-    cut = any(words.get(axis, 1) != 1 for axis in ("tp", "pp"))
+    cut = any(words.get(axis, 1) != 1 for axis in ("tp", "pp", "ep"))
     return cut or (words.get("dp_shard", 1) != 1 and words.get("zero") in (None, 3))
 
 
