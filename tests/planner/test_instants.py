@@ -107,6 +107,9 @@ def test_what_is_offloaded_is_in_the_host() -> None:
     one = case_on(parse_machines("8xH100"), "llama-3-8b", Layout(dp_shard=8, zero=3))
     moved = instants(one.but(offload="optimizer"))["step"].host_bytes
     assert moved - instants(one)["step"].host_bytes == pytest.approx(8 * 8.03e9, rel=0.01)
+    there, here = (instants(c)["building"] for c in (one, one.but(offload="parameters")))
+    assert there.device_bytes - here.device_bytes == pytest.approx(4 * 8.03e9 / 8, rel=0.01)
+    assert here.host_bytes - there.host_bytes == pytest.approx(4 * 8.03e9, rel=0.01)
 
 
 def test_a_proof_counts_where_one_process_could_make_it() -> None:

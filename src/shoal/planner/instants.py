@@ -129,6 +129,8 @@ def _building(case: Case) -> Instant:
     buffers = 0.0  # gradients' own, and flat weights under zero 1 and 2
     if case.layout.zero < 3 and case.layout.processes > 1:
         buffers = width * (whole if holds_whole(case) else kept)
+    if case.plan.parks_parameters and case.layout.zero == 3 and not on_cpu:
+        host, kept = host + ranks * width * kept, 0.0
     device = width * (here + kept) + max(_moved(case, unit), buffers)
     return Instant("building", device, host, files_bytes(case))
 
