@@ -165,6 +165,8 @@ def _loading(case: Case) -> Instant:
         found_host = max(found_host, state * own)
     largest = width * _largest_tensor(case)
     on_device = found if case.plan.offload == "none" else width * _most_kept(case)
+    if case.cluster.device.kind == "cpu":  # the state that was read is the optimizer's from then on
+        on_device -= (state - width) * found_host / state
     return Instant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
 
 
