@@ -75,6 +75,11 @@ def blocks(width: int = 384, inner: int = 1536, depth: int = 5) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.Sequential(*middle), nn.Linear(width, 16))
 
 
+def deep() -> nn.Module:
+    """Narrower ones, and more of them."""
+    return blocks(256, 1024, 10)
+
+
 def wide() -> nn.Module:
     """Layers in a row: nothing repeats that fsdp could gather apart."""
     return nn.Sequential(
@@ -116,11 +121,12 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
     "gpt": (gpt, tokens, token_loss),
     "blocks": (blocks, numbers, squares),
     "wide": (wide, numbers, squares),
+    "deep": (deep, numbers, squares),
 }
 PLAIN: tuple[Any, ...] = ("ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2})
 MATRIX: list[tuple[str, Any, dict[str, str]]] = [
     *((model, layout, {}) for model in MODELS for layout in PLAIN),
-    *((model, "fsdp", {"reshard": "no"}) for model in ("llama", "gpt", "blocks")),
+    *((model, "fsdp", {"reshard": "no"}) for model in ("llama", "gpt", "blocks", "deep")),
     *(
         (model, layout, {"offload": "optimizer"})
         for model in ("llama", "blocks", "wide")

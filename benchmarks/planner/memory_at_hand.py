@@ -32,7 +32,9 @@ from processes import machine, run_together  # noqa: E402
 
 import shoal  # noqa: E402
 from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
-from shoal.base.estimate import Case  # noqa: E402
+from shoal.base.estimate import Case, MemoryEstimate, ModelFacts  # noqa: E402
+from shoal.base.layout import Layout  # noqa: E402
+from shoal.base.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
 from shoal.machine.memory import forget_peak, peak_memory_bytes  # noqa: E402
 from shoal.machine.states import peak_extra_bytes, state_bytes  # noqa: E402
@@ -193,15 +195,7 @@ def measure(name: str, layout: str, out: Path) -> None:
     )
     if not world.is_first:
         return
-    device = Device("cpu", 1e12, {}, 1e10, kind="cpu")
-    case = Case(
-        facts,
-        Cluster(device, 1, world.size, LINK, LINK),
-        run.plan,
-        loss="chunked" if name == "llama" else "full",
-    )
-    told = [predict_memory(case, stage) for stage in range(run.plan.layout.pp)]
-    foreseen = max(told, key=lambda one: one.allocated_bytes)
+    foreseen = foresee(facts, name, run.plan)
     held = max(sum(row["states"].values()) + row["extra"] for row in rows)
     answer = {
         "model": name,
@@ -218,6 +212,42 @@ def measure(name: str, layout: str, out: Path) -> None:
     out.write_text(json.dumps(answer))
 
 
+def foresee(facts: ModelFacts, name: str, plan: Plan) -> MemoryEstimate:
+    """Of the fullest stage."""
+    device = Device("cpu", 1e12, {}, 1e10, kind="cpu")
+    cluster = Cluster(device, 1, plan.layout.processes, LINK, LINK)
+    case = Case(facts, cluster, plan, loss="chunked" if name == "llama" else "full")
+    told = [predict_memory(case, stage) for stage in range(plan.layout.pp)]
+    return max(told, key=lambda one: one.allocated_bytes)
+
+
+PLANS = {
+    "ddp": Layout(dp_replicate=2),
+    "zero1": Layout(dp_shard=2, zero=1),
+    "zero2": Layout(dp_shard=2, zero=2),
+    "fsdp": Layout(dp_shard=2, zero=3),
+    "tp": Layout(tp=2),
+    "pp": Layout(pp=2, schedule="1f1b"),
+}
+
+
+def foresee_again(path: Path) -> None:
+    """Put today's prediction beside measurements that are stored."""
+    document = json.loads(path.read_text())
+    for name in {row["model"] for row in document["rows"]}:
+        make, data, loss = MODELS[name]
+        inputs, targets = data(2)
+        facts = trace_facts(make, (inputs,), kernels="cpu", loss=loss, targets=targets)
+        for row in (row for row in document["rows"] if row["model"] == name):
+            layout = PLANS[row["layout"]]
+            plan = Plan(layout, ROUNDS * ROWS * layout.data_degree, ROWS, ROUNDS, compute="fp32")
+            found = foresee(facts, name, plan)
+            row |= {"foreseen": found.allocated_bytes, "when": found.when, "parts": found.parts}
+            row["off"] = found.allocated_bytes / row["allocated"] - 1
+            print(f"{name:8} {row['layout']:6} {row['off']:+.1%}")
+    path.write_text(json.dumps(document, indent=1))
+
+
 def peak_before() -> int:
     """Resident before there is a model."""
     forget_peak(torch.device("cpu"))
@@ -230,7 +260,11 @@ def main() -> int:
     parser.add_argument("--layouts", default=LAYOUTS)
     parser.add_argument("--out", default=str(HERE / "results" / "memory-at-hand.json"))
     parser.add_argument("--row", nargs=3, metavar=("MODEL", "LAYOUT", "FILE"))
+    parser.add_argument("--again", action="store_true", help="foresee the stored rows anew")
     options = parser.parse_args()
+    if options.again:
+        foresee_again(Path(options.out))
+        return 0
     if options.row:
         measure(options.row[0], options.row[1], Path(options.row[2]))
         return 0

@@ -107,6 +107,9 @@ def test_what_is_offloaded_is_in_the_host() -> None:
     one = case_on(parse_machines("8xH100"), "llama-3-8b", Layout(dp_shard=8, zero=3))
     moved = instants(one.but(offload="optimizer"))["step"].host_bytes
     assert moved - instants(one)["step"].host_bytes == pytest.approx(8 * 8.03e9, rel=0.01)
+    there, here = (instants(c)["building"] for c in (one, one.but(offload="parameters")))
+    assert there.device_bytes - here.device_bytes == pytest.approx(4 * 8.03e9 / 8, rel=0.01)
+    assert here.host_bytes - there.host_bytes == pytest.approx(4 * 8.03e9, rel=0.01)
 
 
 def test_a_proof_counts_where_one_process_could_make_it() -> None:
@@ -149,3 +152,16 @@ def test_resharding_trades_memory_for_bytes() -> None:
 def test_what_gathers_no_blocks_cannot_keep_them(layout: Layout, nearest: str) -> None:
     with pytest.raises(PlanError, match=f"nearest: {nearest}$"):
         check_together(Plan(layout, 8, 1, reshard="no"))
+
+
+def test_on_cores_what_is_read_becomes_the_optimizers_state() -> None:
+    """A checkpoint is in memory once, not once for the host and once for the device."""
+    node = parse_machines("2xcpu")
+    layout = Layout(dp_replicate=2)
+    one = replace(case_on(node, "gpt2-xl", layout), loss="full").but(compute="fp32")
+    held = instants(one)
+    parameters = one.model.trainable
+    own = held["loading"].device_bytes - node.device.reserved_bytes
+    # weights, gradients' buffers, what was read (12 bytes an element), a tensor on its way
+    assert 20 * parameters < own < 20.5 * parameters
+    assert all(instant.host_bytes == 0 for name, instant in held.items() if name != "exporting")

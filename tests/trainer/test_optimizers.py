@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from trainer_small import assert_same_bits, bits, busy, linear, pair, run_of, sgd, squares
 
+import shoal
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.policies import OptimizerPolicy
+from shoal.trainer.weights_move import MovementCheck
 
 
 def test_parameters_of_another_model_are_refused() -> None:
@@ -330,3 +332,16 @@ def test_after_close_everything_is_plain_torch() -> None:
         assert_same_bits(*ends)
     with pytest.raises(ConfigError, match="run.step was called after run.close"):
         run.step(pair())
+
+
+def test_a_first_step_copies_little_of_a_model_with_few_large_tensors() -> None:
+    """Else its first update would hold all weights once more than any later one."""
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = shoal.parallelize(model, optimizer, lambda y, t: ((y - t) ** 2).sum(1))
+    run.forward_backward((torch.ones(4, 1024), torch.zeros(4, 1024)))
+    check = MovementCheck()
+    check.look(run.program, run.optimizer)
+    assert [parameter.numel() for parameter, _ in check.before] == [1024, 1024]
+    run.update()
+    assert check.moved()

@@ -164,15 +164,24 @@ def gathered(world: World, name: str) -> dict[str, Any]:
 
 
 def case_of(
-    known: ModelFacts, layout: Layout, ranks: int, batch: int, rows: int, loss: str = "full"
+    known: ModelFacts,
+    layout: Layout,
+    ranks: int,
+    batch: int,
+    rows: int,
+    loss: str = "full",
+    reshard: str = "yes",
 ) -> Case:
     """The run as the planner sees it."""
     machine = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, ranks, LINK, LINK)
-    return Case(known, machine, Plan(layout, batch, rows, compute="fp32"), loss=loss)
+    plan = Plan(layout, batch, rows, compute="fp32", reshard=reshard)
+    return Case(known, machine, plan, loss=loss)
 
 
 def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) -> dict[str, Any]:
-    """One layout."""
+    """One layout; after a space what fsdp does with blocks between their passes."""
+    layout, _, reshard = layout.partition(" ")
+    reshard = reshard or "yes"
     gc.collect()  # else a step may begin with the shards of the run before: modules are cycles
     torch.manual_seed(0)
     rows = MICRO_BATCH[name]
@@ -185,6 +194,7 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
         micro_batch=rows,
         sample=samples(name, rows),
         world=world,
+        reshard=reshard,
     )
     batch = samples(name, rounds * rows, world.rank)
     run.step(batch)
@@ -193,7 +203,7 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
     times = 9 if name == "layers" else 5
     extra_bytes = peak_extra_bytes(lambda: run.step(batch), world.device, times=times)
     loss = "chunked" if name == "llama" else "full"
-    case = case_of(known, run.plan.layout, world.size, run.plan.batch, rows, loss)
+    case = case_of(known, run.plan.layout, world.size, run.plan.batch, rows, loss, reshard)
     foreseen = predict_memory(case)
     at_once = validation_micro_batch(case, foreseen)
     held_out = [samples(name, at_once, world.rank)]

@@ -37,11 +37,16 @@ def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
         assert max(found["validation"]["at_once"] for found in rank) > least
 
 
-@pytest.mark.parametrize("name", ["attributes", "often"])
-def test_what_fsdp_holds_is_foreseen(worlds, name: str) -> None:
-    """Of blocks that no list holds, on four ranks; a late thread of gloo holds more on one of them."""
+@pytest.mark.parametrize(
+    ("name", "layout"), [("attributes", "fsdp"), ("often", "fsdp"), ("attributes", "fsdp no")]
+)
+def test_what_fsdp_holds_is_foreseen(worlds, name: str, layout: str) -> None:
+    """Of blocks that no list holds, on four ranks; a late thread of gloo holds more on one of them.
+
+    Also where blocks stay gathered until their backward pass.
+    """
     answers = worlds(4).call(
-        "peak_case:held_and_foreseen", name=name, layouts=["fsdp"], rounds=1, deadline_s=120
+        "peak_case:held_and_foreseen", name=name, layouts=[layout], rounds=1, deadline_s=120
     )
     held = sorted(found["held"] for (found,) in answers)
     assert answers[0][0]["foreseen"] == pytest.approx(held[1], rel=0.08), held

@@ -217,8 +217,10 @@ class MemoryEstimate:
 
     @property
     def most_bytes(self) -> float:
-        """The peak of a device in a run, from its first moment to its last."""
-        return max([self.peak_bytes, *(one.device_bytes for one in self.instants)])
+        """The peak of a device from a start to the last step, without a proof and a resume."""
+        names = ("building", "first step")
+        before = [one.device_bytes for one in self.instants if one.name in names]
+        return max([self.peak_bytes, *before])
 
 
 @dataclass(frozen=True)

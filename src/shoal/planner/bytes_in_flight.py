@@ -187,7 +187,8 @@ def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> O
     reduced, own = case.reduce_bytes or wide, 1 / shard_counts(case)[0]
     kept, block = wide * root + width * sum(sizes), max(sizes)
     moments = [
-        Moment(kept + width * block, head),  # flat bytes beside the parameters, in the forward pass
+        # In the forward pass, flat bytes beside the parameters, and those of the block before.
+        Moment(kept + width * block * min(2, len(sizes)), head),
         Moment(kept, head, works=True),
         Moment(kept - width * block, head + reduced * block * (2 + own), through=1),
     ]

@@ -130,6 +130,8 @@ def _building(case: Case) -> Instant:
     buffers = 0.0  # gradients' own, and flat weights under zero 1 and 2
     if case.layout.zero < 3 and case.layout.processes > 1:
         buffers = width * (whole if holds_whole(case) else kept)
+    if case.plan.parks_parameters and case.layout.zero == 3 and not on_cpu:
+        host, kept = host + ranks * width * kept, 0.0
     device = width * (here + kept) + max(_moved(case, unit), buffers)
     return Instant("building", device, host, files_bytes(case))
 
@@ -166,6 +168,8 @@ def _loading(case: Case) -> Instant:
     on_device = found
     if case.plan.offload != "none":
         on_device = 0.0 if waits_elsewhere(case) else width * _most_kept(case)
+    elif case.cluster.device.kind == "cpu":  # what was read is the optimizer's from then on
+        on_device -= (state - width) * found_host / state
     return Instant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -21,7 +23,7 @@ class MovementCheck:
     may vanish (a warm-up that starts at lr 1e-9) prove nothing and are waited out.
     """
 
-    WATCHED = 8
+    WATCHED, WATCHED_BYTES = 8, 2**20
 
     def __init__(self) -> None:
         self.done = False
@@ -32,16 +34,20 @@ class MovementCheck:
         lr_of: dict[int, float] = {}
         for group in optimizer.param_groups:
             lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
-        self.before = []
+        self.before, copied_bytes = [], 0
         for parameter in sorted(_stepped(program), key=lambda p: p.numel()):
             gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
             if gradient is None or not parameter.numel():
                 continue
+            if self.before and copied_bytes + parameter.nbytes > self.WATCHED_BYTES:
+                return  # a model of few large tensors would be copied whole
             # Plain descent moves by lr · gradient, normalised methods by about lr.
-            reach = lr * min(1.0, float(gradient.abs().max()))
-            lost = 8 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
+            reach = lr * min(1.0, float(torch.linalg.vector_norm(gradient, math.inf)))
+            largest = float(torch.linalg.vector_norm(parameter.detach(), math.inf))
+            lost = 8 * torch.finfo(parameter.dtype).eps * largest
             if reach > lost:
                 self.before.append((parameter, parameter.detach().clone()))
+                copied_bytes += parameter.nbytes
             if len(self.before) == self.WATCHED:
                 return
 
