@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
@@ -14,7 +15,6 @@ from shoal.base.policies import OptimizerPolicy
 from shoal.checkpoint.tensorfile import check_savable
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
-from shoal.trainer.weights_move import MovementCheck
 
 
 @dataclass
@@ -127,3 +127,49 @@ class OptimizerGuard:
     def restored(self) -> None:
         """Rates are a checkpoint's now."""
         self._last_lr = []
+
+
+def _stepped(program: Program) -> list[nn.Parameter]:
+    return [local.parameter for local in program.local.values()]
+
+
+class MovementCheck:
+    """Proves once that the optimizer trains this model: some parameter with a gradient must move.
+
+    An optimizer that keeps its own copies, built before a model was cast or moved, steps happily
+    over tensors that nobody uses. Before the first real update a few small parameters are copied,
+    of those whose update cannot vanish in rounding; after it one of them must differ. Updates that
+    may vanish (a warm-up that starts at lr 1e-9) prove nothing and are waited out.
+    """
+
+    WATCHED = 8
+
+    def __init__(self) -> None:
+        self.done = False
+        self.before: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def look(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are final: remember the smallest parameters that must move now."""
+        lr_of: dict[int, float] = {}
+        for group in optimizer.param_groups:
+            lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
+        self.before = []
+        for parameter in sorted(_stepped(program), key=lambda p: p.numel()):
+            gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
+            if gradient is None or not parameter.numel():
+                continue
+            # Plain descent moves by lr · gradient, normalised methods by about lr.
+            reach = lr * min(1.0, float(gradient.abs().max()))
+            lost = 8 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
+            if reach > lost:
+                self.before.append((parameter, parameter.detach().clone()))
+            if len(self.before) == self.WATCHED:
+                return
+
+    def moved(self) -> bool | None:
+        """After the update: did a watched parameter move? None if none was worth watching."""
+        watched, self.before = self.before, []
+        if not watched:
+            return None
+        self.done = True
+        return any(not torch.equal(p.detach(), old) for p, old in watched)

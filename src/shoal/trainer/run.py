@@ -26,9 +26,9 @@ from shoal.trainer.brought import Brought
 from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
-from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.loaders import Feed
 from shoal.trainer.lockstep import count_forwards, meeting_of, together
+from shoal.trainer.module_guard import check_hooks, hooked
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.result import StepResult, counted, row_of

@@ -24,7 +24,7 @@ from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
-from shoal.trainer.weights_move import MovementCheck
+from shoal.trainer.optimizer_guard import MovementCheck
 
 
 @dataclass(frozen=True)

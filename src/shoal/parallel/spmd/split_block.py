@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.parallel.spmd.analogy import carried_over
 from shoal.parallel.spmd.gradients import Sums, place_sums
 from shoal.parallel.spmd.label import Labelling
 from shoal.parallel.spmd.labels import WHOLE, Label, Split
@@ -129,9 +128,12 @@ def again(
     shared = split.attention is not None
     traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
     problem = Problem(traced, RULES, split.degree, split.sequence_dim)
-    if split.labelling is not None and (alike := carried_over(split.labelling, problem)):
-        sums = place_sums(alike, split.partial)
-        return _made(traced, problem, alike, sums, {}, split.attention)
+    if split.labelling is not None:
+        from shoal.parallel.spmd.analogy import carried_over  # asked of split sequences only
+
+        if alike := carried_over(split.labelling, problem):
+            sums = place_sums(alike, split.partial)
+            return _made(traced, problem, alike, sums, {}, split.attention)
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
     labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
