@@ -38,6 +38,9 @@ from shoal.parallel.place import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
 
 if TYPE_CHECKING:
+    from shoal.base.comm_volume import Travel
+    from shoal.parallel.pipeline.partition_model import StageCut
+    from shoal.parallel.spmd.split_block import ModelSplit
     from shoal.trace.record import Record
 
 
@@ -110,14 +113,13 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
-        from shoal.parallel.comm_volume import travel_of
         from shoal.trace.flops import meta_twin
 
         found = {axis: each.plan(program, record) for axis, each in _along_axes(plan)}
         split, cut = found.get("tp"), found.get("pp")
         derived = Derived(split, cut, found.get("ep", ()), found.get("cp"))
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
-            program = replace(program, travel=travel_of(split, cut, samples))
+            program = replace(program, travel=partial(_travel_of, split, cut, samples))
         program = replace(program, twin=meta_twin(module))
     if record is not None and plan.layout.zero == 3:
         derived = replace(derived, called=called_of(record))
@@ -125,6 +127,12 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
         program = replace(program, passes=record.passes)
     rows = rows_of(module, plan, derived, program.world.device)
     return bind(program, rows.values()), derived
+
+
+def _travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
+    from shoal.parallel.comm_volume import travel_of  # asked for where a run is foreseen
+
+    return travel_of(split, cut, samples)
 
 
 def materialise(program: Program, derived: Derived) -> Program:
