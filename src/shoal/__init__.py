@@ -23,7 +23,7 @@ _HOMES = {
     "PlanError": "shoal.base.errors",
     "Run": "shoal.trainer.run",
     "ShoalError": "shoal.base.errors",
-    "StepResult": "shoal.trainer.result",
+    "StepResult": "shoal.trainer.step",
     "TrainingError": "shoal.base.errors",
     "World": "shoal.fabric",
     "linear_cross_entropy": "shoal.models.loss",
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from shoal.trainer.contract import mean_of_samples as mean_of_samples
     from shoal.trainer.parallelize import parallelize as parallelize
     from shoal.trainer.plan_ahead import plan as plan
-    from shoal.trainer.result import StepResult as StepResult
     from shoal.trainer.run import Run as Run
+    from shoal.trainer.step import StepResult as StepResult
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.base.errors import ConfigError, UserError
-from shoal.data.iterable import IterableLoader, open_loader
+from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
+from shoal.trainer.loaders import open_loader
 
 
 class Stream:

@@ -32,7 +32,7 @@ from shoal.trace.casts import CastsLifted
 from shoal.trace.record import Record
 from shoal.trainer.contract import call_model, split_batch
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.result import StepResult
+from shoal.trainer.step import StepResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 

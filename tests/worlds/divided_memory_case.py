@@ -123,7 +123,7 @@ def _foreseen(run: Run, tied: bool) -> dict[str, Any]:
     stage = cut(case, rank)
     elements = rank_sum(case, stage.units, stage.tied)
     peak = predict_memory(case, rank)
-    travel = run.program.travel
+    travel = run.program.travel() if run.program.travel else None
     return {
         "assigned": assigned_bytes(case, elements, wide_elements(case, stage))._asdict(),
         "foreseen": peak.allocated_bytes - sum(peak.parts.get(kind, 0.0) for kind in STATES),

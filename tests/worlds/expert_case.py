@@ -31,7 +31,7 @@ from shoal.proof import Battery, Side
 from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.result import StepResult
+from shoal.trainer.step import StepResult
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"dp_replicate": 2, "ep": 2},

@@ -18,8 +18,8 @@ from shoal.fabric import World
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
+from shoal.trainer.step import StepResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 

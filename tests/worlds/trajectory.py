@@ -14,7 +14,7 @@ import cases
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.proof import Battery, Side, Trial
-from shoal.trainer.result import StepResult
+from shoal.trainer.step import StepResult
 
 CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp")

@@ -19,7 +19,7 @@ from shoal.proof import Battery, Side
 from shoal.proof.battery import SGD
 from shoal.proof.quick import line
 from shoal.trace.flops import backward_flops
-from shoal.trainer.result import StepResult
+from shoal.trainer.step import StepResult
 
 WIDTH = 16
 

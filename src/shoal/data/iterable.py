@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from shoal.base.batches import steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Failure, from_workers, is_indexed
-from shoal.data.loader import Loader, check_numbers
+from shoal.data.fetch import Collate, Failure, from_workers
+from shoal.data.loader import check_numbers
 from shoal.data.reader import ReadStep, StepReader, is_resumable
 from shoal.data.step import StepBatch
 
@@ -184,28 +182,3 @@ def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
             read.raise_again()
         else:
             yield read
-
-
-def open_loader(dataset: Any, **settings: Any) -> Loader | IterableLoader:
-    """Make the loader for `dataset`: Loader if it is map-style, else IterableLoader.
-
-    Takes   settings: the keyword arguments of Loader; shuffle is for datasets with an index, and
-            otherwise dropped
-    Errors  ConfigError if it has neither an index and a length nor `__iter__`, if it is a
-            DataLoader, which makes batches itself, and what the loader refuses
-    """
-    name = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise ConfigError(
-            f"data.source: a {name} joins and orders samples itself; give the dataset inside it "
-            f"(loader.dataset), and train.batch, data.workers and data.collate to Shoal"
-        )
-    if is_indexed(dataset):
-        return Loader(dataset, **settings)
-    if hasattr(dataset, "__iter__"):
-        settings.pop("shuffle", None)
-        return IterableLoader(dataset, **settings)
-    has = "__getitem__ but no __len__" if hasattr(dataset, "__getitem__") else "neither"
-    raise ConfigError(
-        f"data.source: {name} has {has}; a dataset has __getitem__ and __len__, or __iter__"
-    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.base.comm_volume import Crossing, TensorExchange, Travel
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.spmd.labels import Split
-from shoal.parallel.spmd.splits import ModelSplit
+from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.trace.shapes import tensors_of
 
 

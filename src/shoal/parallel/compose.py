@@ -40,6 +40,9 @@ from shoal.parallel.program import Program, bind, undivided
 from shoal.trace.lend import lent
 
 if TYPE_CHECKING:
+    from shoal.base.comm_volume import Travel
+    from shoal.parallel.pipeline.partition_model import StageCut
+    from shoal.parallel.spmd.split_block import ModelSplit
     from shoal.trace.record import Record
 
 
@@ -117,7 +120,6 @@ def _placed(program: Program, record: Record | None, samples: int) -> tuple[Prog
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
-        from shoal.parallel.comm_volume import travel_of
         from shoal.trace.flops import meta_twin
 
         along, found = dict(_along_axes(plan)), Derived()
@@ -131,7 +133,7 @@ def _placed(program: Program, record: Record | None, samples: int) -> tuple[Prog
             found = replace(found, units=along["cp"].plan(program, record, found.split))
         derived, split, cut = found, found.split, found.cut
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
-            program = replace(program, travel=travel_of(split, cut, samples))
+            program = replace(program, travel=partial(_travel_of, split, cut, samples))
         program = replace(program, twin=meta_twin(module))
     if record is not None and plan.layout.zero == 3:
         derived = replace(derived, called=called_of(record))
@@ -139,6 +141,12 @@ def _placed(program: Program, record: Record | None, samples: int) -> tuple[Prog
         program = replace(program, passes=record.passes)
     rows = rows_of(module, plan, derived, program.world.device)
     return bind(program, rows.values()), derived
+
+
+def _travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
+    from shoal.parallel.comm_volume import travel_of  # asked for where a run is foreseen
+
+    return travel_of(split, cut, samples)
 
 
 def materialise(program: Program, derived: Derived) -> Program:

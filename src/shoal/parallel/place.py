@@ -26,7 +26,7 @@ from shoal.trace.blocks import gathered_blocks
 if TYPE_CHECKING:
     from shoal.parallel.context_parallel.split_units import Units
     from shoal.parallel.pipeline.partition_model import StageCut
-    from shoal.parallel.spmd.splits import ModelSplit
+    from shoal.parallel.spmd.split_block import ModelSplit
     from shoal.trace.find_experts import ExpertLayer
     from shoal.trace.record import Record
 

@@ -139,7 +139,7 @@ class Program:
     prepare       functions on the inputs of a micro-batch (device, dtype)
     around        context managers around a micro-batch's forward and backward pass, by
                   (step, micro-batch number)
-    travel        what tp and pp make travel, where that is stated
+    travel        tells what tp and pp make travel, where that is stated
     autocast      around the forward pass only
     moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
                   (True: and as they were before a step that is skipped)
@@ -170,7 +170,7 @@ class Program:
     together: bool = False
     twin: nn.Module | None = None
     passes: Mapping[str, int] = field(default_factory=dict)
-    travel: Travel | None = None
+    travel: Callable[[], Travel] | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

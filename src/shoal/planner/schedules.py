@@ -21,7 +21,6 @@ from dataclasses import replace
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import PlanError
 from shoal.base.schedules import canonical
-from shoal.planner.schedules_dualpipe import dualpipe_rank
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -44,6 +43,8 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) ->
         lists = [_zbv(rank, p, m) for rank in range(p)]
         return _schedule(known, lists, [*range(p), *reversed(range(p))], m)
     if known == "dualpipe":
+        from shoal.planner.schedules_dualpipe import dualpipe_rank
+
         both = [dualpipe_rank(rank, p, m) for rank in range(p)]
         acts = tuple(tuple(done) for done, _ in both)
         at = (*range(p), *reversed(range(p)))

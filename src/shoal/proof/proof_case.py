@@ -35,7 +35,7 @@ from shoal.planner.settle import Words, words_of
 from shoal.proof.side import Side, Trial
 from shoal.trainer.contract import Loss
 from shoal.trainer.job import build_model, import_loss
-from shoal.trainer.result import StepResult
+from shoal.trainer.step import StepResult
 
 OTHERS = (PrecisionPolicy, UpdatePolicy, CompressPolicy, CompilePolicy, LoopPolicy, KeepPolicy)
 """Policies that change numbers on purpose, and those that a proof sets for itself."""

@@ -25,8 +25,8 @@ from shoal.fabric import World
 from shoal.trainer.contract import BuildOptimizer, Loss
 from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.parallelize import start_run
-from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
+from shoal.trainer.step import StepResult
 
 JITTER = 2.0**-50
 """A share of a weight: its last bits in float64, about what adding dozens of numbers in another

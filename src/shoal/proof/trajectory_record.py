@@ -23,8 +23,8 @@ from shoal.parallel.full_state import gather_gradients, gather_weights
 from shoal.parallel.program import Program
 from shoal.proof.ownership import Apart, divided, replicas_apart
 from shoal.proof.side import Side, Trial
-from shoal.trainer.result import StepResult
 from shoal.trainer.run import Run
+from shoal.trainer.step import StepResult
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -163,6 +164,19 @@ def _marks_ignored(values: torch.Tensor, targets: Any) -> bool:
         targets.is_floating_point() or targets.is_complex()
     )
     return whole and targets.shape == values.shape
+
+
+def default_loss() -> Loss:
+    """Import the loss over token logits; a loop with a loss of its own does without."""
+    from shoal.models.loss import token_loss
+
+    return token_loss
+
+
+def is_default(loss: Loss) -> bool:
+    """Tell whether a loss is the default one, which nobody who has not imported it can give."""
+    imported = sys.modules.get("shoal.models.loss")
+    return imported is not None and loss is imported.token_loss
 
 
 def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:

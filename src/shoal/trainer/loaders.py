@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
@@ -67,8 +67,6 @@ class Feed:
         for known, (of, by, joined) in zip(self._loaders, self._settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
-        from shoal.data.iterable import open_loader
-
         loader = open_loader(
             dataset, batch=self.plan.batch, workers=workers, collate=collate, **self._share()
         )
@@ -138,7 +136,6 @@ class Feed:
 
         micro_batch   samples per forward pass; 0: as in training
         """
-        from shoal.data.iterable import open_loader
         from shoal.data.loader import Loader
 
         micro_batch = micro_batch or self.plan.micro_batch
@@ -193,3 +190,32 @@ class MicroBatches:
                 yield from (m.value for m in batch.micro_batches)
             else:
                 yield batch
+
+
+def open_loader(dataset: Any, **settings: Any) -> AnyLoader:
+    """Make the loader for `dataset`: Loader if it is map-style, else IterableLoader.
+
+    Takes   settings: the keyword arguments of Loader; shuffle is for datasets with an index, and
+            otherwise dropped
+    Errors  ConfigError if it has neither an index and a length nor `__iter__`, if it is a
+            DataLoader, which makes batches itself, and what the loader refuses
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"data.source: a {name} joins and orders samples itself; give the dataset inside it "
+            f"(loader.dataset), and train.batch, data.workers and data.collate to Shoal"
+        )
+    if is_indexed(dataset):
+        from shoal.data.loader import Loader
+
+        return Loader(dataset, **settings)
+    if hasattr(dataset, "__iter__"):
+        from shoal.data.iterable import IterableLoader
+
+        settings.pop("shuffle", None)
+        return IterableLoader(dataset, **settings)
+    has = "__getitem__ but no __len__" if hasattr(dataset, "__getitem__") else "neither"
+    raise ConfigError(
+        f"data.source: {name} has {has}; a dataset has __getitem__ and __len__, or __iter__"
+    )

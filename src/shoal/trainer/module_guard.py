@@ -6,6 +6,12 @@
     sharded already       by FSDP2, or by a run under fsdp that is closed
     other numbers         dropout of 0.1 on one rank and 0.3 on another: ranks train unlike models
 
+Hooks on gradients of weights (`weight.register_hook(lambda g: g * mask)`) are told what they see
+here, and refused where they never run: they run in the backward pass of every micro-batch, on every
+rank, before anything is summed; and the loss is a sum over targets, not a mean. A factor or a mask
+computes what it would in one process. A clamp does not: it sees other numbers. Under fsdp, and
+where tp cuts a weight, what gets the gradient is a part or a copy: the hook would be left out.
+
 `parallelize` asks before it builds a layout, and for the last one once all ranks have met.
 """
 
@@ -13,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -21,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import World
 from shoal.parallel.program import Program
+from shoal.trainer._torch import gradient_hooks
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -94,3 +102,36 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     here, there = ([*one, "not there"][place] for one in (first, other))
     at, away = world.ranks[0], world.ranks[rank]
     raise PlanError(f"{where}: layer {here} on rank {at}, and {there} on rank {away}; {nearest}")
+
+
+def hooked(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of those that have a hook on their gradient."""
+    return [name for name, parameter in parameters.items() if gradient_hooks(parameter)]
+
+
+def check_hooks(names: Collection[str], program: Program) -> list[str]:
+    """Tell what hooks see under the program's layout, in a line, if there are any.
+
+    names    of `hooked`, when the module was not divided yet
+    Errors   PlanError for one that would never run
+    """
+    layout = program.plan.layout
+    for name in names:
+        here = program.parameters.get(name)
+        if here is None:
+            continue  # it trains on another rank, with its hook
+        divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
+        if divided or not gradient_hooks(here):
+            raise PlanError(
+                f"model: {name} has a gradient hook (register_hook), and under {layout.text()} the "
+                f"gradient goes to a part or a copy of it, so the hook would be left out; nearest: "
+                f"clip=… of shoal.parallelize in the place of a clamp, or layout=zero2"
+            )
+    if not names:
+        return []
+    count = f"{len(names)} weight{'s' if len(names) > 1 else ''}"
+    return [
+        f"model: {count} with a gradient hook, first {next(iter(names))}: it sees sums over the "
+        f"targets of one micro-batch, and no mean; a factor or a mask is right, a clamp is not: "
+        f"nearest: clip=… of shoal.parallelize"
+    ]

@@ -29,7 +29,6 @@ from shoal.base.units import bytes_text
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
 from shoal.machine.memory import trim_heap
-from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import (
@@ -51,10 +50,15 @@ from shoal.trainer.arguments import (
     plan_of_words,
     refuse_unknown,
 )
-from shoal.trainer.contract import BuildOptimizer, Loss, bare
+from shoal.trainer.contract import BuildOptimizer, Loss, bare, default_loss
 from shoal.trainer.excepthook import install
-from shoal.trainer.gradient_hooks import check_hooks, hooked
-from shoal.trainer.module_guard import enter_run, refuse_unlike, refuse_unready
+from shoal.trainer.module_guard import (
+    check_hooks,
+    enter_run,
+    hooked,
+    refuse_unlike,
+    refuse_unready,
+)
 from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.rebind_optimizer import cut_for, hand_over
 from shoal.trainer.recorder import Recorder
@@ -183,6 +187,7 @@ def start_run(
     Errors   as `parallelize`
     """
     install()
+    loss = loss or default_loss()
     world = world or start_world()
     install().world = world
     _agree(world, _compared(plan, said, length))
@@ -192,7 +197,7 @@ def start_run(
     notices += narrow_weights(parameters, plan.compute)
     _refuse_untrainable(module, parameters, world)
     bound = rebind(optimizer, module, parameters)
-    _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss or token_loss)})
+    _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss)})
     batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
     plan = replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
     if said is not None:
@@ -200,7 +205,7 @@ def start_run(
         if ranks_layouts and world.size > 1 and leaves_open(plan, said):
             from shoal.trainer.rank_layouts import choose_for
 
-            chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)
+            chosen = choose_for(module, sample, loss, bound, plan, said, world)
         plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
     hooks = hooked(parameters)
     if not module.training:  # from_pretrained gives models in evaluation mode
@@ -219,7 +224,7 @@ def start_run(
     hand_over(bound, parameters, program)
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
-    run = Run(program, bound, loss or token_loss, Recorder(folder, world), length, given)
+    run = Run(program, bound, loss, Recorder(folder, world), length, given)
     if folder is not None:
         from shoal.trainer.folder_lease import own
         from shoal.trainer.run_state import model_parts

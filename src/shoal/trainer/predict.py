@@ -8,6 +8,7 @@ can say how far it was from what happened.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -170,17 +171,21 @@ def prediction(case: Case, travel: Travel | None = None) -> dict[str, Any]:
 
 @phase("plan")
 def foresee(
-    config: Config, facts: FindFacts, plan: Plan, cluster: Cluster, travel: Travel | None = None
+    config: Config,
+    facts: FindFacts,
+    plan: Plan,
+    cluster: Cluster,
+    travel: Callable[[], Travel] | None = None,
 ) -> dict[str, Any]:
     """The prediction for a run, or {"reason": why there is none}: training goes on without.
 
-    travel   what dividing the model makes travel (`Program.travel`)
+    travel   tells what dividing the model makes travel (`Program.travel`)
     """
     width = WIDTHS[plan.compute]
     if plan.layout.threads > 1:
         return {"reason": "dp: threads of one process are not foreseen"}
     try:
         known = facts(kernels=cluster.device.kind, element_bytes=width)
-        return prediction(case_of(config, plan, known, cluster), travel)
+        return prediction(case_of(config, plan, known, cluster), travel() if travel else None)
     except ShoalError as failure:
         return {"reason": str(failure)}

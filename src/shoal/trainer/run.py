@@ -26,16 +26,23 @@ from shoal.trainer.brought import Brought
 from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
-from shoal.trainer.gradient_hooks import check_hooks, hooked
 from shoal.trainer.loaders import Feed
 from shoal.trainer.lockstep import count_forwards, meeting_of, together
+from shoal.trainer.module_guard import check_hooks, hooked
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.result import StepResult, counted, row_of
 from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips
-from shoal.trainer.step import Tally, forward_backward, reducer_of, update
+from shoal.trainer.step import (
+    StepResult,
+    Tally,
+    counted,
+    forward_backward,
+    reducer_of,
+    row_of,
+    update,
+)
 from shoal.trainer.suspicions import FirstStep, evaluation_line
 from shoal.trainer.touched import Touched
 from shoal.trainer.whole_state import full_state

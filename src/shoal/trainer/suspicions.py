@@ -27,10 +27,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.models.loss import token_loss
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks, pytree
-from shoal.trainer.contract import IGNORED_TARGET, Loss, split_batch
+from shoal.trainer.contract import IGNORED_TARGET, Loss, is_default, split_batch
 from shoal.trainer.step import NO_GRADIENT
 
 FEWEST = 8
@@ -63,7 +62,7 @@ class FirstStep:
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
-        if self.loss is token_loss and not isinstance(targets, torch.Tensor):
+        if is_default(self.loss) and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
         outputs = pytree.tree_map(_without_hooks, outputs)
         # One rank alone has nothing to count twice, and may have runs in other threads beside it.
@@ -122,7 +121,7 @@ class FirstStep:
             self._tied = self._tied or total.requires_grad
 
     def _watch(self, outputs: Any, targets: Any) -> None:
-        if self.loss is token_loss:
+        if is_default(self.loss):
             self.compared = True
             return
         labels = labels_of(targets)

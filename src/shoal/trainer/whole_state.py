@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.parallel.full_state import assembled, held
 from shoal.parallel.program import Part, Program
 
 
@@ -26,6 +25,8 @@ def full_state(program: Program) -> dict[str, torch.Tensor]:
     Gives   names and order of the user's module; a tied weight is one tensor under its names;
             parameters in the format that is stepped, fp32 where forward passes read narrow copies
     """
+    from shoal.parallel.full_state import assembled, held
+
     found = assembled(held(program), program.world)
     names = list(program.module.state_dict(keep_vars=True))
     names += [name for name in found if name not in names]

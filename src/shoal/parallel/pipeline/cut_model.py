@@ -5,21 +5,38 @@
     3. deal the calls to stages by cost: what crosses, what each stage keeps (`deal`)
     4. verify: run the code between the blocks as every stage will, and compare
 
+Step 4: for every stage the user's forward runs once more with all units left out: what arrives is
+what the sample gave, what is of no consequence is NaN, and another time 0.7. Whatever a unit of the
+stage is then called with must be, bit for bit, what it was called with in the sample. Only code
+between the units runs, so this costs little. It catches what `marks` cannot follow: values that
+reach Python through numpy or tolist, and random numbers drawn between the blocks by something that
+is left out.
+
 All steps run the real module on real inputs, under no_grad, and leave no trace in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
+from shoal.base.errors import PlanError
 from shoal.parallel.pipeline.partition_model import StageCut, deal
-from shoal.parallel.pipeline.verify import verify
-from shoal.trace.liveness import alike, merged, watch
+from shoal.parallel.pipeline.stage import Passage, Stages, Unit
+from shoal.trace.liveness import Flow, alike, merged, watch
 from shoal.trace.record import Record, in_training
-from shoal.trace.untouched import attributes_kept
+from shoal.trace.shapes import first_line, map_tensors, tensors_of
+from shoal.trace.trunk import Run
+from shoal.trace.untouched import attributes_kept, without_trace
+
+FILLS = (math.nan, 0.7)
+"""NaN reaches all that it touches, but torch.where can hide it; 0.7 is no 0 by chance."""
 
 
 def cut_stages(record: Record, stages: int, costs: Mapping[str, float] | None = None) -> StageCut:
@@ -60,3 +77,90 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def verify(record: Record, cut: StageCut, flow: Flow) -> None:
+    """Nothing if every stage gets its inputs; `flow` is of the module's present mode.
+
+    A module on the meta device has no values to compare: such a cut is checked where it is run.
+
+    Errors  PlanError naming the first block that would not
+    """
+    module = record.module
+    if any(p.is_meta for p in module.parameters()):
+        return
+    run = partial(record.run, "check")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    held = Stages(module, cut, range(cut.stages), device)
+    try:
+        for number in range(cut.stages):
+            for fill in FILLS:
+                with torch.no_grad(), without_trace(module, attributes=False):
+                    _replay(held, number, flow, run, fill)
+    finally:
+        held.take_away()
+
+
+class _Replay(Passage):
+    """A stage's pass in which its units compare their inputs and give what they gave before."""
+
+    def __init__(self, held: Stages, number: int, flow: Flow, fill: float) -> None:
+        recorded = [tensors_of(call.outputs) for call in flow.calls]
+        crossing = held.cut.crossings[number]
+        arrivals = tuple(recorded[call][leaf].clone() for call, leaf in crossing)
+        super().__init__(held.cut, number, arrivals, held.shapes)
+        self.flow, self.fill = flow, fill
+
+    def call(self, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The next call; after a block the generator is keyed anew, as in training."""
+        number = self.at
+        try:
+            return super().call(unit, inputs, named)
+        finally:
+            if number < len(self.cut.calls) and self.cut.calls[number].block:
+                torch.manual_seed(number)
+
+    def own(self, number: int, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the call gave in the whole model, for the same inputs."""
+        if not same((inputs, named), self.flow.calls[number].inputs):
+            raise _changed(self.cut, unit.name)
+        return map_tensors(torch.clone, self.flow.calls[number].outputs)
+
+
+def _replay(held: Stages, number: int, flow: Flow, run: Run, fill: float) -> None:
+    cut, passage = held.cut, _Replay(held, number, flow, fill)
+    try:
+        outputs = held.stages[number].through(run, passage)
+    except PlanError:
+        raise
+    except Exception as failure:  # code between the blocks that looks at values
+        raise _changed(cut, f"code before {_next(cut, passage)}", first_line(failure)) from failure
+    if number == cut.stages - 1 and not same(outputs, flow.calls[-1].outputs):
+        raise _changed(cut, "the model's outputs")
+
+
+def _next(cut: StageCut, passage: Passage) -> str:
+    return cut.calls[passage.at].name if passage.at < len(cut.calls) else "the model's outputs"
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two structures hold the same bits; a NaN equals a NaN."""
+    pairs = list(zip(tensors_of(one), tensors_of(two), strict=False))
+    return len(tensors_of(one)) == len(tensors_of(two)) and all(
+        a is b
+        or (
+            a.shape == b.shape
+            and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+            and torch.equal(torch.isnan(a), torch.isnan(b))
+        )
+        for a, b in pairs
+    )
+
+
+def _changed(cut: StageCut, who: str, why: str = "") -> PlanError:
+    return PlanError(
+        f"layout.pp = {cut.stages}: {who} would get other values than in the whole model, since "
+        f"code between the blocks depends on blocks of other stages in a way that cannot be "
+        f"followed (numpy, tolist, random numbers){': ' + why if why else ''}; nearest: torch "
+        f"operations in their place, or layout.pp=1"
+    )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -32,10 +32,12 @@ from shoal.base.errors import BugError, PlanError
 from shoal.fabric import World
 from shoal.parallel.pipeline.crossing import Crossing, Form, PlainTensors, Value, arrive
 from shoal.parallel.pipeline.messages import Message, Messages, Route, given, needed, route
-from shoal.parallel.pipeline.split_backward import Weights, input_gradients
 from shoal.parallel.program import Pass, Program, Reducer
 from shoal.planner.check_schedule import CLOSES, check
 from shoal.planner.schedules import shortened
+
+if TYPE_CHECKING:  # schedules that never split a backward pass do without
+    from shoal.parallel.pipeline.split_backward import Weights
 
 
 class Stage(Protocol):
@@ -260,6 +262,8 @@ class _Step:
         if kept.seed is not None:
             seeds = [kept.seed] if kept.roots else []
         if act.kind == "I":
+            from shoal.parallel.pipeline.split_backward import input_gradients
+
             found, kept.weights = input_gradients(kept.roots, seeds, kept.leaves)
         else:
             del self.runtime.kept[key]

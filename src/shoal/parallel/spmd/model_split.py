@@ -24,8 +24,14 @@ from shoal.base.phases import phase
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.edges import exchanges_of, scattered_lookups
 from shoal.parallel.spmd.labels import WHOLE, Split, Whole
-from shoal.parallel.spmd.split_block import BlockSplit, NotSplit, split_block
-from shoal.parallel.spmd.splits import BlockClass, ModelSplit, ParameterSplit
+from shoal.parallel.spmd.split_block import (
+    BlockClass,
+    BlockSplit,
+    ModelSplit,
+    NotSplit,
+    ParameterSplit,
+    split_block,
+)
 from shoal.trace.calls import Call, bare
 from shoal.trace.draws import keyed_inside
 from shoal.trace.likeness import Likeness

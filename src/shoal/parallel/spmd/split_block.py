@@ -9,13 +9,12 @@ The layer itself is never changed. `split_block` chooses how its parameters are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.parallel.spmd.analogy import carried_over
 from shoal.parallel.spmd.gradients import Sums, place_sums
 from shoal.parallel.spmd.label import Labelling
 from shoal.parallel.spmd.labels import WHOLE, Label, Split
@@ -24,8 +23,10 @@ from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
 from shoal.parallel.spmd.rules import Rules
 from shoal.parallel.spmd.solve import reason_of, solve
 from shoal.parallel.spmd.steps import NotSplit
+from shoal.trace.calls import Call
 from shoal.trace.graph import Traced, Untraceable, trace
 from shoal.trace.shared_attention import shared_attention
+from shoal.trace.vocabulary import Tables
 
 SUMMED = "; its gradient is summed over the ranks once a step"
 
@@ -155,8 +156,11 @@ def _labelled_again(
     shares   see `Problem` · Errors  as `again`
     """
     problem = Problem(traced, RULES, split.degree, sequence_dim, shares=shares)
-    if split.labelling is not None and (alike := carried_over(split.labelling, problem)):
-        return alike
+    if split.labelling is not None:
+        from shoal.parallel.spmd.analogy import carried_over  # asked of split sequences only
+
+        if alike := carried_over(split.labelling, problem):
+            return alike
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
     labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
@@ -276,6 +280,59 @@ def _partial(problem: Problem, sums: Sums, cuts: Mapping[str, Split]) -> frozens
         for node, name in problem.parameters.items()
         if (node, "own") in sums.parts and name not in cuts and node in problem.traced.trained
     )
+
+
+@dataclass(frozen=True)
+class ParameterSplit:
+    """What a rank holds of one parameter.
+
+    label     Split: a part; Whole: all of it
+    partial   whole, but its gradient is a part on every rank: to be summed over tp once a step
+    reason    one line
+    """
+
+    label: Label
+    partial: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """Equal layers, split alike.
+
+    names   of the layers in the model · split  for the sample's kind of input
+    bare    one of them without numbers, for tracing other kinds of input
+    call    the sample's call of the first one
+    """
+
+    names: tuple[str, ...]
+    split: BlockSplit
+    bare: nn.Module
+    call: Call
+
+
+@dataclass(frozen=True)
+class ModelSplit:
+    """How a model is computed by `degree` ranks.
+
+    sequence     blocks hand each other parts of the sequence where they can
+    classes      split layers · tables  split embeddings and heads
+    parameters   every parameter by its first name
+    exchanges    collectives of a forward and backward pass on the sample, by module
+    notices      what stays whole that could be expected to be split, one line each
+    scattered    embeddings that hand their rank's part of the sequence to the first block
+    calls        how the sample called the layers, without numbers
+    """
+
+    degree: int
+    sequence: bool
+    classes: tuple[BlockClass, ...]
+    tables: Tables
+    parameters: dict[str, ParameterSplit]
+    exchanges: dict[str, tuple[Exchange, ...]]
+    notices: tuple[str, ...]
+    scattered: frozenset[str] = frozenset()
+    calls: dict[str, Call] = field(default_factory=dict)
 
 
 __all__ = ["BlockSplit", "Exchange", "NotSplit", "Untraceable", "again", "split_block"]
