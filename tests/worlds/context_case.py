@@ -123,12 +123,12 @@ def own_keys() -> Iterator[None]:
     """Keys and values do not travel: a rank's tokens see each other only."""
     from shoal.parallel.context_parallel import ring
 
-    right = ring._seen
+    right = ring.Unmasked.of
 
-    def seen(rank: int, source: int, *rest: Any) -> Any:
-        return right(rank, source, *rest) if rank == source else iter(())
+    def of(self: Any, source: int) -> Any:
+        return right(self, source) if self.rank == source else iter(())
 
-    with patch.object(ring, "_seen", seen):
+    with patch.object(ring.Unmasked, "of", of):
         yield
 
 
@@ -253,7 +253,9 @@ def keys_held(world: World, samples: int) -> list[float]:
     def count() -> None:
         seen, held = set(), 0
         for one in gc.get_objects():
-            if type(one) not in (torch.Tensor, nn.Parameter) or one.dtype != torch.float64:
+            if type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "cpu":
+                continue
+            if one.dtype != torch.float64:
                 continue
             storage = one.untyped_storage()
             if one is known or storage.data_ptr() in seen or not storage.nbytes():

@@ -106,9 +106,7 @@ def kinds(units: Units | None) -> list[Kind]:
     return [] if units is None or units.ring is None else [(units.ring, ContextShard)]
 
 
-def _checked(
-    program: Program, units: Units, ring: Ring
-) -> tuple[list[BlockClass], dict[str, str]]:
+def _checked(program: Program, units: Units, ring: Ring) -> tuple[list[BlockClass], dict[str, str]]:
     """The classes that compute what the layer alone computes, and why not for the others."""
     kept, failed = [], {}
     for one in units.classes:

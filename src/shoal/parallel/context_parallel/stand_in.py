@@ -5,11 +5,11 @@
     head        of which tp has dealt the vocabulary: runs as it does there, on this rank's tokens
 Where tokens do not divide for a call, the layer runs whole, on every rank alike.
 
-Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the layer's
-weights and, between layers, these tokens once more. The graph then has the collectives of both.
+Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the
+layer's weights and, between layers, these tokens once more. The graph has the collectives of both.
 
-What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and summands of
-one outside (`shard.py`): `counted_once` stands on the way in, `enter` on the way out.
+What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and
+summands of one outside (`shard.py`): `counted_once` stands on the way in, `enter` on the way out.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ class Programs:
                 try:
                     return again(self.first, self.bare, args, kwargs)
                 except NotSplit:  # a sequence that does not divide: whole inputs and outputs
+                    if not self.first.parameters:
+                        raise  # nothing else was split
                     return again(replace(self.first, sequence_dim=None), self.bare, args, kwargs)
         except (Untraceable, NotSplit) as failure:
             raise PlanError(
@@ -125,9 +127,7 @@ class SplitForward(StandIn):
         flat = [
             self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
         ]
-        held = [
-            summand(name, self.insides.tensor(name), split, self.axis) for name in split.shapes
-        ]
+        held = [summand(name, self.insides.tensor(name), split, self.axis) for name in split.shapes]
         held += [self.insides.tensor(name) for name in split.buffers]
         outputs = self.programs.code(split)(self.axis, *held, *flat)
         return split.rebuild(

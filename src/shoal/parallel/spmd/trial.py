@@ -124,9 +124,7 @@ class Trial:
         self._pull(outputs, its_outputs)
         own = {n: _gradient(t) for n, (t, _) in leaves.items()}
         gradients = {n: self._whole_gradient(n, own[n], its) for n, (_, its) in leaves.items()}
-        wholes = [
-            self._shown(o.detach(), its) for o, its in zip(outputs, its_outputs, strict=True)
-        ]
+        wholes = [self._shown(o.detach(), its) for o, its in zip(outputs, its_outputs, strict=True)]
         return Results(wholes, gradients, own)
 
     def everywhere(self, number: float) -> float:
