@@ -297,8 +297,8 @@ def own_loss(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return -(picked.squeeze(-1) * weight).sum(), torch.tensor(targets.numel())
 
 
-def same_as_one(world: World, case: str) -> dict[str, Any]:
-    """The largest difference to one process after a step, of its loss and the weights."""
+def same_as_one(world: World, case: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The largest difference to one process after a step, of its loss and this rank's weights."""
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 61, (3, 16), generator=draw)
@@ -311,28 +311,38 @@ def same_as_one(world: World, case: str) -> dict[str, Any]:
     more = {"recompute": "full"} if case == "recomputed" else {}
     dropout = 0.2 if case == "recomputed" else 0.0
     told = []
-    for layout in ({"cp": world.size}, {}):
+    for asked in (layout or {"cp": world.size}, {}):
         alone = World(_place(), world.device, None)
+        module = _llama(16, tied=case != "ignored", dropout=dropout).double()
+        if case == "frozen":
+            for name in ("embedding", "blocks.0.attention", "norm"):
+                module.get_submodule(name).requires_grad_(False)
         with _heard() as notices:
             run = _run(
-                world if layout else alone,
-                _llama(16, tied=case != "ignored", dropout=dropout).double(),
+                world if asked else alone,
+                module,
                 tokens,
-                layout,
+                asked,
                 loss=loss,
                 precision="fp64",
                 **more,
             )
             result = run.step((other, its_targets))
             validated = run.evaluate([(other, its_targets)])["loss"]
-        weights = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
-        told.append((result.loss, validated, weights, notices))
+        program = run.program
+        held = {name: (p.detach(), program.place(name)) for name, p in program.parameters.items()}
+        told.append((result.loss, validated, held, notices))
         _close(run)
-    (loss_here, seen, weights, notices), (right, right_seen, right_weights, _) = told
+    (loss_here, seen, held, notices), (right, right_seen, wholes, _) = told
+    differences = []
+    for name, (part, shard) in held.items():
+        boxes = [tuple(slice(*span) for span in box) for box in shard.slices]
+        whole = torch.cat([wholes[name][0][box].reshape(-1) for box in boxes])
+        differences.append(float((part.reshape(-1) - whole).abs().max()))
     return {
         "loss": abs(loss_here - right) / right,
         "validated": abs(seen - right_seen) / right_seen,
-        "weights": float((weights - right_weights).abs().max()),
+        "weights": max(differences),
         "notices": notices,
     }
 

@@ -159,8 +159,12 @@ def apply(program: Program, layers: Sequence[Experts]) -> Program:
             if name not in done:  # else tied to another layer's
                 parameter.data = take(parameter.data, program.cuts[name], axis.rank)
                 done.add(name)
-        kind = RoutedForward if isinstance(layer, ExpertLayer) else ListedForward
-        undo.append(kind(layer, axis, loads).take_away)
+        stand_in = (
+            RoutedForward(layer, axis, loads)
+            if isinstance(layer, ExpertLayer)
+            else ListedForward(layer, axis, loads)
+        )
+        undo.append(stand_in.take_away)
     program.notices.append(
         f"layout.ep = {axis.size}: {len(own)} layers of {own[0].experts} experts, "
         f"{own[0].experts // axis.size} on each rank"

@@ -28,6 +28,9 @@ from shoal.parallel.expert_parallel.balance import Loads
 from shoal.trace.listed_experts import ListedExperts
 from shoal.trace.stand_in import StandIn
 
+NOT_CALLED = -1
+"""In the place of a number of rows: a rank only joins."""
+
 
 class ListedForward(StandIn):
     """A layer that calls a list of experts: opens and closes the exchanges of each of its calls."""
@@ -121,16 +124,17 @@ class _Exchanges:
 
     def _skip_to(self, place: int) -> None:
         while len(self.counts) < place:
-            self._exchange(len(self.counts), self.none)
+            self._exchange(len(self.counts), self.none, called=False)
 
-    def _exchange(self, place: int, rows: Tensor) -> Tensor:
+    def _exchange(self, place: int, rows: Tensor, *, called: bool = True) -> Tensor:
         self.counts.append(len(rows))
         axis, owner = self.axis, place // self.home.each
-        told = axis.all_gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
+        number = torch.tensor([len(rows) if called else NOT_CALLED], device=rows.device)
+        told = axis.all_gather(number).flatten().tolist()
         sent = [len(rows) * (rank == owner) for rank in range(axis.size)]
-        received = [n * (axis.rank == owner) for n in told]
+        received = [max(n, 0) * (axis.rank == owner) for n in told]
         came, self.chain = _Passed.apply(rows, self.chain, axis, sent, received)
-        if len(came):
+        if axis.rank == owner and max(told) > NOT_CALLED:  # its gradient is zero, then, not none
             results = self.home.entries[place].forward(came)
         else:  # none, of the width and format that experts alike give here
             alike = self.home.entries[axis.rank * self.home.each].forward

@@ -101,7 +101,7 @@ class Trial:
     ) -> Results:
         """As the ranks compute it; `labels` in place of how the parameters are cut."""
         program = self.program
-        cuts = [one.parameters for one in self.splits]
+        cuts: list[Mapping[str, Label]] = [one.parameters for one in self.splits]
         if labels:
             cuts[0] = {**cuts[0], **labels}
         leaves: dict[str, tuple[Tensor, Labels]] = {}
