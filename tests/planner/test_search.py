@@ -55,6 +55,22 @@ def test_layouts_of_this_version_alone() -> None:
     assert {"ddp", "zero1", "zero2", "fsdp"} <= {c.case.layout.strategy for c in found}
 
 
+def test_other_axes_where_no_data_parallel_layout_fits() -> None:
+    """Sequences of which no device can hold one: `auto` shares tokens, layers, or both."""
+    long = model_facts(published("llama-3-8b"), 131072, 2)
+    found = search(run_of(long, NODE, batch=8), SearchSpace(built=True, micro_batch=1))
+    assert found[0].fits
+    fitting = [c.case.layout for c in found if c.fits]
+    assert all(layout.tp * layout.pp * layout.cp > 1 for layout in fitting)
+    assert any(layout.cp > 1 < layout.tp and layout.zero == 3 for layout in fitting)
+
+
+def test_tokens_that_do_not_divide_are_not_shared() -> None:
+    odd = model_facts(published("llama-3-8b"), 32769, 2)
+    found = search(run_of(odd, NODE), SearchSpace())
+    assert {c.case.layout.cp for c in found} == {1}
+
+
 def test_degrees_of_two_kinds_are_proposed_as_given() -> None:
     space = SearchSpace(degrees=(("dp_replicate", 4), ("dp_shard", 2)))
     found = search(run_of(LLAMA, NODE), space)

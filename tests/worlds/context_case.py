@@ -123,12 +123,12 @@ def own_keys() -> Iterator[None]:
     """Keys and values do not travel: a rank's tokens see each other only."""
     from shoal.parallel.context_parallel import ring
 
-    right = ring._seen
+    right = ring.Unmasked.of
 
-    def seen(rank: int, source: int, *rest: Any) -> Any:
-        return right(rank, source, *rest) if rank == source else iter(())
+    def of(self: Any, source: int) -> Any:
+        return right(self, source) if self.rank == source else iter(())
 
-    with patch.object(ring, "_seen", seen):
+    with patch.object(ring.Unmasked, "of", of):
         yield
 
 
@@ -253,7 +253,9 @@ def keys_held(world: World, samples: int) -> list[float]:
     def count() -> None:
         seen, held = set(), 0
         for one in gc.get_objects():
-            if type(one) not in (torch.Tensor, nn.Parameter) or one.dtype != torch.float64:
+            if type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "cpu":
+                continue
+            if one.dtype != torch.float64:
                 continue
             storage = one.untyped_storage()
             if one is known or storage.data_ptr() in seen or not storage.nbytes():
@@ -295,8 +297,8 @@ def own_loss(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return -(picked.squeeze(-1) * weight).sum(), torch.tensor(targets.numel())
 
 
-def same_as_one(world: World, case: str) -> dict[str, Any]:
-    """The largest difference to one process after a step, of its loss and the weights."""
+def same_as_one(world: World, case: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The largest difference to one process after a step, of its loss and this rank's weights."""
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 61, (3, 16), generator=draw)
@@ -309,28 +311,38 @@ def same_as_one(world: World, case: str) -> dict[str, Any]:
     more = {"recompute": "full"} if case == "recomputed" else {}
     dropout = 0.2 if case == "recomputed" else 0.0
     told = []
-    for layout in ({"cp": world.size}, {}):
+    for asked in (layout or {"cp": world.size}, {}):
         alone = World(_place(), world.device, None)
+        module = _llama(16, tied=case != "ignored", dropout=dropout).double()
+        if case == "frozen":
+            for name in ("embedding", "blocks.0.attention", "norm"):
+                module.get_submodule(name).requires_grad_(False)
         with _heard() as notices:
             run = _run(
-                world if layout else alone,
-                _llama(16, tied=case != "ignored", dropout=dropout).double(),
+                world if asked else alone,
+                module,
                 tokens,
-                layout,
+                asked,
                 loss=loss,
                 precision="fp64",
                 **more,
             )
             result = run.step((other, its_targets))
             validated = run.evaluate([(other, its_targets)])["loss"]
-        weights = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
-        told.append((result.loss, validated, weights, notices))
+        program = run.program
+        held = {name: (p.detach(), program.place(name)) for name, p in program.parameters.items()}
+        told.append((result.loss, validated, held, notices))
         _close(run)
-    (loss_here, seen, weights, notices), (right, right_seen, right_weights, _) = told
+    (loss_here, seen, held, notices), (right, right_seen, wholes, _) = told
+    differences = []
+    for name, (part, shard) in held.items():
+        boxes = [tuple(slice(*span) for span in box) for box in shard.slices]
+        whole = torch.cat([wholes[name][0][box].reshape(-1) for box in boxes])
+        differences.append(float((part.reshape(-1) - whole).abs().max()))
     return {
         "loss": abs(loss_here - right) / right,
         "validated": abs(seen - right_seen) / right_seen,
-        "weights": float((weights - right_weights).abs().max()),
+        "weights": max(differences),
         "notices": notices,
     }
 

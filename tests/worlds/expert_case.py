@@ -46,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 ep2": {"pp": 2, "dp_replicate": 2, "ep": 2},
     "pp2 fsdp2 ep2": {"pp": 2, "dp_shard": 2, "ep": 2},
     "tp2 ep2": {"tp": 2, "dp_replicate": 2, "ep": 2},
+    "fsdp2 ep2": {"dp_shard": 2, "ep": 2},
 }
 
 BATCH, MICRO_BATCH, SAMPLES = 8, 2, 19
@@ -125,6 +126,45 @@ class Own(nn.Module):
         return logits
 
 
+class ListLayer(nn.Module):
+    """Experts in a list, as they were written for years: a loop that picks each one's rows.
+
+    busy_only   experts that nobody of this micro-batch chose are not called
+    """
+
+    def __init__(self, dim: int, busy_only: bool) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(dim), nn.Linear(dim, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+            for _ in range(4)
+        )
+        self.busy_only = busy_only
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, dim] to [batch, dim]."""
+        h = self.norm(x)
+        odds, picked = self.router(h).softmax(-1).topk(2, -1)
+        mixed = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(picked == number)
+            if len(token) or not self.busy_only:
+                mixed = mixed.index_add(0, token, expert(h[token]) * odds[token, place, None])
+        return x + mixed
+
+
+def listed(busy_only: bool = False, favourite: int | None = None) -> nn.Module:
+    """The user's classifier with lists; all tokens may go to one expert and its neighbour."""
+    torch.manual_seed(7)
+    made = Own()
+    made.layers = nn.ModuleList(ListLayer(16, busy_only) for _ in range(2))
+    for layer in made.layers:
+        if favourite is not None:
+            with torch.no_grad():
+                layer.router.bias[favourite] = 50.0
+    return made
+
+
 def own(favourite: int | None = None) -> nn.Module:
     """The same weights on every rank; all tokens may go to one expert."""
     torch.manual_seed(7)
@@ -144,6 +184,8 @@ OURS = {
     "moe without dropout": functools.partial(mixture, dropout=0.0),
     "own": own,
     "own one-sided": functools.partial(own, favourite=2),
+    "own list": listed,
+    "own list, busy ones": functools.partial(listed, busy_only=True, favourite=2),
 }
 
 
@@ -363,10 +405,29 @@ class Meeting(OwnExperts):
         return super().forward(picked, odds, hidden - hidden.mean(0))
 
 
+class Centred(nn.Module):
+    """Rows see each other."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[n, dim]."""
+        return rows - rows.mean(0)
+
+
 def odd_one(kind: str) -> nn.Module:
     """A user's model whose experts cannot be dealt out."""
     torch.manual_seed(7)
     made = Own()
+    if kind.startswith("listed"):
+        made.layers = nn.ModuleList(ListLayer(16, False) for _ in range(2))
+        inside = {"dropout": nn.Dropout(0.1), "mean": Centred(), "three": nn.GELU()}
+        for layer in made.layers:
+            count = 3 if kind == "listed three" else 4
+            layer.router = nn.Linear(16, count)
+            layer.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 16), inside[kind.partition(" ")[2]])
+                for _ in range(count)
+            )
+        return made
     if kind == "dense":
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     for layer in made.layers:

@@ -70,6 +70,20 @@ def test_what_a_run_may_meet_equals_one_process(worlds, case: str) -> None:
         assert bool(whole) == (case == "other length")
 
 
+BESIDE = {"tp": {"cp": 2, "tp": 2}, "pp": {"cp": 2, "pp": 2}}
+
+
+@pytest.mark.parametrize("case", ["other length", "ignored", "recomputed", "frozen"])
+@pytest.mark.parametrize("axis", BESIDE)
+def test_what_a_run_may_meet_beside_another_axis(worlds, axis: str, case: str) -> None:
+    """Tokens that do not divide, targets on one rank only, dropout drawn again, frozen weights."""
+    answers = worlds(4).call("context_case:same_as_one", case=case, layout=BESIDE[axis])
+    for told in answers:
+        assert told["loss"] <= 1e-14
+        assert told["validated"] <= 1e-14
+        assert told["weights"] <= 1e-12
+
+
 def test_ring_sends_keys_and_values_only(worlds) -> None:
     """Per layer: two all-to-alls each way for the balance, keys and values, and their gradients."""
     told = worlds(2).call("context_case:travels", context="ring")[0]

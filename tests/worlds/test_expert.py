@@ -21,6 +21,9 @@ ROWS = [
     (4, "moe", "fsdp4 ep2"),
     (4, "own", "hsdp ep4"),
     (4, "moe", "pp2 fsdp2 ep2"),
+    (2, "own list", "fsdp2 ep2"),
+    (2, "own list, busy ones", "ep2"),  # ranks call different experts, and some none at all
+    (4, "own list, busy ones", "zero1 ep2"),
 ]
 LONG = [
     (4, "moe", "zero1 ep2"),
@@ -29,6 +32,8 @@ LONG = [
     (4, "moe of one", "fsdp4 ep4"),
     (4, "moe without dropout", "tp2 ep2"),
     (4, "hf mixtral", "fsdp4 ep2"),
+    (4, "own list", "zero2 ep2"),
+    (4, "own list", "ep4"),
 ]
 """Rows that others hold most of."""
 ROWS += [pytest.param(*row, marks=pytest.mark.proof) for row in LONG]
@@ -115,7 +120,14 @@ def test_how_tokens_spread_is_told(worlds) -> None:
 REFUSED = [
     ("dense", {"strategy": "ep"}, {}, "layout.ep = 2: the model has no part whose parameters are "
      "all stacked by expert and that is called with tokens [n, d], chosen experts [n, k] and "
-     "weights [n, k]; nearest: layout.ep=1"),
+     "weights [n, k], and no list of equal modules that are called with rows [n, d]; nearest: "
+     "layout.ep=1"),
+    ("listed dropout", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts.0 is called like an "
+     "expert, but it draws random numbers (dropout), which would depend on where its rows are"),
+    ("listed mean", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts.0 is called like an "
+     "expert, but its rows see each other: apart they are off by "),
+    ("listed three", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0 has 3 experts, which cannot "
+     "be dealt to 2 ranks evenly; nearest: layout.ep=1"),
     ("dropout", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts is called like experts, "
      "but it draws random numbers (dropout), which would depend on where its tokens are; nearest: "
      "layout.ep=1"),

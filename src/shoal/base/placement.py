@@ -65,7 +65,7 @@ class Cut:
         >>> Cut("tp", 1, ((0, 1, 2), (2, 3, 4)), (0, 1)).boxes((2, 4), 0)
         (((0, 1), (0, 1)), ((0, 1), (2, 3)), ((1, 2), (0, 1)), ((1, 2), (2, 3)))
         """
-        spans = self.spans(rank)
+        spans = tuple(span for span in self.spans(rank) if span[0] < span[1])
         after = tuple((0, n) for n in shape[self.dim + 1 :])
         before: Iterable[Box] = [tuple((0, n) for n in shape[: self.dim])]
         if len(spans) > 1:  # row by row: what a segment has of one row is stored beside the next's

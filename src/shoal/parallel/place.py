@@ -25,9 +25,9 @@ from shoal.trace.blocks import gathered_blocks
 
 if TYPE_CHECKING:
     from shoal.parallel.context_parallel.split_units import Units
+    from shoal.parallel.expert_parallel import Experts
     from shoal.parallel.pipeline.partition_model import StageCut
     from shoal.parallel.spmd.split_block import ModelSplit
-    from shoal.trace.find_experts import ExpertLayer
     from shoal.trace.record import Record
 
 Rows = dict[str, Placement]
@@ -55,7 +55,7 @@ class Derived:
 
     split: ModelSplit | None = None
     cut: StageCut | None = None
-    experts: Sequence[ExpertLayer] = ()
+    experts: Sequence[Experts] = ()
     units: Units | None = None
     called: Called = Called()
 
@@ -67,7 +67,7 @@ def derive(record: Record, plan: Plan) -> Derived:
     """
     layout = plan.layout
     split, cut = None, None
-    experts: Sequence[ExpertLayer] = ()
+    experts: Sequence[Experts] = ()
     if layout.ep > 1:
         from shoal.parallel.expert_parallel import dealt
 

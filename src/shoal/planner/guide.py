@@ -18,7 +18,7 @@ DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
 """Parameters: the guide's bounds."""
 
 AUTO_AXES = ("dp_replicate", "dp_shard")
-"""Axes that `auto` splits by itself; the others are split where they are asked for."""
+"""Axes that `auto` splits at first; the others where they are asked for, or nothing else fits."""
 
 WEIGHT_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 16

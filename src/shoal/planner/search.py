@@ -89,6 +89,8 @@ def search(case: Case, space: SearchSpace) -> list[Candidate]:
     found = list(_candidates(case, space))
     if not found:
         raise PlanError(_nothing(case, space))
+    if space.built and not any(one.fits for one in found):
+        found = list(_candidates(case, replace(space, built=False)))
     return ranked(found)
 
 

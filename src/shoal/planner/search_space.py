@@ -24,7 +24,8 @@ class SearchSpace:
     micro_batch  samples per forward pass, 0: any · accumulate  micro-batches per rank, 0: any
     given        keys of policies that the user set; recompute is searched where it is not one
     schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
-    built        search data-parallel axes alone, as `auto` does for a run; False: tp, pp, cp too
+    built        search data-parallel axes first, and tp, pp, cp too only where no layout of those
+                 fits, as `auto` does for a run; False: all at once
     """
 
     layout: Layout | None = None

@@ -7,7 +7,7 @@ experts, and its forward is called with three tensors and nothing else:
     weights  [n, k], floating    · gives   [n, d']
 
 No name is asked for. Whether such a part really is a sum over experts is checked by running it
-(check.py). What is stored as a list of modules, one for each expert, is not found.
+(check.py). Experts that are a list of modules: `listed_experts.py`.
 """
 
 from __future__ import annotations

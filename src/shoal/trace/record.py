@@ -31,6 +31,7 @@ from shoal.trace.calls import Call
 from shoal.trace.draws import Draw, Drawing
 from shoal.trace.echo import as_cheaply, echoing
 from shoal.trace.find_experts import ExpertLayer, find_layers, stacked
+from shoal.trace.listed_experts import ListedExperts, find_lists, lists_of
 from shoal.trace.shapes import tensors_of
 from shoal.trace.stand_in import StandIn
 from shoal.trace.trunk import Run, Trunk, find_trunk, guess_blocks
@@ -93,6 +94,12 @@ class Record:
     def experts(self) -> list[ExpertLayer]:
         """Layers of stacked experts."""
         return find_layers(self.module, self.calls(name for name, _ in stacked(self.module)))
+
+    def listed_experts(self) -> list[ListedExperts]:
+        """Lists of modules that are experts."""
+        lists = lists_of(self.module, self.trunk.blocks)
+        names = [f"{name}.{k}" for name, part in lists for k in range(len(part))]
+        return find_lists(self.module, self.trunk.blocks, self.calls(names))
 
     def tables(
         self, blocks: Collection[str], degree: int, wish: Callable[[str], str | None]

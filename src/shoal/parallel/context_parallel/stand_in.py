@@ -5,17 +5,17 @@
     head        of which tp has dealt the vocabulary: runs as it does there, on this rank's tokens
 Where tokens do not divide for a call, the layer runs whole, on every rank alike.
 
-Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the layer's
-weights and, between layers, these tokens once more. The graph then has the collectives of both.
+Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the
+layer's weights and, between layers, these tokens once more. The graph has the collectives of both.
 
-What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and summands of
-one outside (`shard.py`): `counted_once` stands on the way in, `enter` on the way out.
+What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and
+summands of one outside (`shard.py`): `counted_once` stands on the way in, `enter` on the way out.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -98,19 +98,19 @@ class ContextForward(SplitForward):
         ]
         held = [self._held(name, split) for name in split.shapes]
         held += [self.insides.tensor(name) for name in split.buffers]
-        if split.inner is None:
-            outputs = self.programs.code(split)(self.axis, *held, *flat)
-        else:
-            outputs = [
-                handed_on(value, label, self.tensor)
-                for value, label in zip(
-                    self.programs.code(split)(self.axis, self.tensor, *held, *flat),
-                    split.inner.outputs,
-                    strict=True,
-                )
-            ]
+        outputs = self._run(split, [*held, *flat])
         labelled = zip(outputs, split.outputs, strict=True)
         return split.rebuild([self._leaves(value, label) for value, label in labelled])
+
+    def _run(self, split: BlockSplit, given: list[Tensor]) -> Sequence[Tensor]:
+        """The graph's results, as a rank of `axis` has them."""
+        code = self.programs.code(split)
+        if split.inner is None or self.tensor is None:
+            parts: Sequence[Tensor] = code(self.axis, *given)
+            return parts
+        both = code(self.axis, self.tensor, *given)
+        labelled = zip(both, split.inner.outputs, strict=True)
+        return [handed_on(value, label, self.tensor) for value, label in labelled]
 
     def _held(self, name: str, split: BlockSplit) -> Tensor:
         """A parameter, whose gradient here will be a summand of it over the ranks."""

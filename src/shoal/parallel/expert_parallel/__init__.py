@@ -4,7 +4,8 @@ Each of `ep` neighbouring data-parallel ranks holds 1/ep of every layer's expert
 their experts and back by all-to-all (expert/route.py). Routing stays the model's own code, on the
 rank where the token is at home, so what it decides, and a loss on how it balances, do not depend on
 the layout. Layers of experts are found by what they hold and how they are called (expert/find.py),
-and checked by running them (expert/check.py).
+and checked by running them (expert/check.py). Experts that are a list of modules are called one by
+one by the model's own code, with an exchange for each (listed.py).
 
 An expert sees the tokens of all ranks that exchange with it, so its gradient is summed only over
 the data-parallel ranks that hold the same experts; everything else over all of them.
@@ -16,7 +17,7 @@ Source: Lepikhin et al. 2020 (2006.16668); ep borrowed from data parallelism: Ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,17 +25,22 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
-from shoal.base.placement import Placement, even_cut
+from shoal.base.placement import Cut, Placement, even_cut
 from shoal.fabric.axes import along
 from shoal.parallel.expert_parallel.balance import Loads
-from shoal.parallel.expert_parallel.check import NotExperts, checked
+from shoal.parallel.expert_parallel.check import NotExperts, check_rows, checked
+from shoal.parallel.expert_parallel.listed import ListedForward
 from shoal.parallel.expert_parallel.stand_in import RoutedForward
 from shoal.parallel.program import Program, take
 from shoal.trace.find_experts import ExpertLayer
+from shoal.trace.listed_experts import ListedExperts
 from shoal.trace.record import Record
 
+Experts = ExpertLayer | ListedExperts
+"""A layer whose experts are a stack, or a list."""
 
-def plan(program: Program, record: Record) -> list[ExpertLayer]:
+
+def plan(program: Program, record: Record) -> list[Experts]:
     """The model's layers of experts, checked; none without `ep`.
 
     Errors   PlanError for a model without experts, or whose experts cannot be dealt so
@@ -45,17 +51,37 @@ def plan(program: Program, record: Record) -> list[ExpertLayer]:
     return dealt(record, layout)
 
 
-def dealt(record: Record, layout: Layout) -> list[ExpertLayer]:
+def dealt(record: Record, layout: Layout) -> list[Experts]:
     """The layers of experts that `layout` deals out; see `plan`."""
-    layers = record.experts()
-    if not layers:
+    layers, lists = record.experts(), record.listed_experts()
+    if not layers and not lists:
         raise PlanError(
             f"layout.ep = {layout.ep}: the model has no part whose parameters are all stacked by "
             f"expert and that is called with tokens [n, d], chosen experts [n, k] and weights "
-            f"[n, k]; nearest: layout.ep=1"
+            f"[n, k], and no list of equal modules that are called with rows [n, d]; nearest: "
+            f"layout.ep=1"
         )
     found: dict[Any, ExpertLayer] = {}
-    done = []
+    done: list[Experts] = []
+    kinds: set[Any] = set()
+    for one in lists:
+        _check_number(one, layout)
+        if layout.zero == 3 and layout.expert_shard > 1:
+            raise PlanError(
+                f"layout.ep = {layout.ep}: {one.name} holds its experts in a list, whose entries "
+                f"are whole on a rank, and layout.dp_shard = {layout.dp_shard} would share each; "
+                f"nearest: layout.ep={layout.dp_shard}, or layout.zero=2"
+            )
+        if one.kind not in kinds:
+            try:
+                check_rows(one)
+            except NotExperts as why:
+                raise PlanError(
+                    f"layout.ep = {layout.ep}: {one.names[0]} is called like an expert, but {why}; "
+                    f"nearest: layout.ep=1"
+                ) from why
+            kinds.add(one.kind)
+        done.append(one)
     for layer in layers:
         _check_number(layer, layout)
         if layer.kind not in found:
@@ -70,7 +96,7 @@ def dealt(record: Record, layout: Layout) -> list[ExpertLayer]:
     return done
 
 
-def _check_number(layer: ExpertLayer, layout: Layout) -> None:
+def _check_number(layer: Experts, layout: Layout) -> None:
     if layer.experts % layout.ep == 0:
         return
     even = (n for n in range(1, layer.experts + 1) if layer.experts % n == 0)
@@ -83,46 +109,62 @@ def _check_number(layer: ExpertLayer, layout: Layout) -> None:
 
 
 def place(
-    rows: Mapping[str, Placement], layers: Sequence[ExpertLayer], module: nn.Module, layout: Layout
+    rows: Mapping[str, Placement], layers: Sequence[Experts], module: nn.Module, layout: Layout
 ) -> dict[str, Placement]:
-    """Deal the experts of every layer out, by rows of their stacks.
+    """Deal the experts of every layer out, by rows of their stacks or one after another.
 
     Errors: PlanError where another technique has cut experts already
     """
     found, names = dict(rows), {id(p): name for name, p in module.named_parameters()}
     for layer in layers:
-        for parameter in layer.part.parameters():
+        for parameter, cut in _cuts(layer, layout.ep):
             row = found[names[id(parameter)]]
             if row.cut is not None and row.cut.axis != "ep":
                 raise PlanError(
                     f"layout.ep = {layout.ep}: {row.name} is cut by layout.tp = {layout.tp} "
                     f"already; nearest: layout.tp=1"
                 )
-            cut, unit = even_cut("ep", 0, row.shape[0], layout.ep), layer.name
-            if layout.zero < 3 or layout.expert_shard == 1:
-                unit = ""
+            unit = "" if layout.zero < 3 or layout.expert_shard == 1 else layer.name
             found[row.name] = replace(row, cut=cut, unit=unit)
     return found
 
 
-def apply(program: Program, layers: Sequence[ExpertLayer]) -> Program:
+def _cuts(layer: Experts, degree: int) -> Iterator[tuple[nn.Parameter, Cut]]:
+    """How each parameter of a layer's experts lies on the ranks: some rows, all, or none."""
+    if isinstance(layer, ExpertLayer):
+        for parameter in layer.part.parameters():
+            yield parameter, even_cut("ep", 0, parameter.shape[0], degree)
+        return
+    for place, entry in enumerate(layer.entries):
+        owner = place * degree // layer.experts
+        for parameter in entry.parameters():
+            ends = tuple(parameter.shape[0] * (rank > owner) for rank in range(degree + 1))
+            yield parameter, Cut("ep", 0, (ends,), tuple(range(degree)))
+
+
+def apply(program: Program, layers: Sequence[Experts]) -> Program:
     """Keep this rank's experts, in place, and let tokens travel; nothing without layers."""
     if not layers:
         return program
     degrees = program.plan.layout.expert_degrees
     axis = along(program.world, degrees, ["ep"])
-    own = [layer for layer in layers if not any(p.is_meta for p in layer.part.parameters())]
+    own = [one for one in layers if not any(p.is_meta for p, _ in _cuts(one, axis.size))]
     done: set[str] = set()
     names = {id(p): name for name, p in program.module.named_parameters()}
     loads = Loads({layer.name: layer.experts for layer in own}, program.data, program.notices)
     undo = []
     for layer in own:
-        for parameter in layer.part.parameters():
+        for parameter, _ in _cuts(layer, axis.size):
             name = names[id(parameter)]
             if name not in done:  # else tied to another layer's
                 parameter.data = take(parameter.data, program.cuts[name], axis.rank)
                 done.add(name)
-        undo.append(RoutedForward(layer, axis, loads).take_away)
+        stand_in = (
+            RoutedForward(layer, axis, loads)
+            if isinstance(layer, ExpertLayer)
+            else ListedForward(layer, axis, loads)
+        )
+        undo.append(stand_in.take_away)
     program.notices.append(
         f"layout.ep = {axis.size}: {len(own)} layers of {own[0].experts} experts, "
         f"{own[0].experts // axis.size} on each rank"

@@ -27,6 +27,7 @@ from shoal.parallel._torch import generators
 from shoal.parallel.expert_parallel.stand_in import telling
 from shoal.trace.copies import copied_module
 from shoal.trace.find_experts import ExpertLayer
+from shoal.trace.listed_experts import ListedExperts
 
 TOKENS = 24
 """How many are sent through the layer; few, as it runs with all its experts in float64."""
@@ -56,6 +57,47 @@ def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
             raise NotExperts(
                 f"it fails on other tokens: {str(failure).partition(chr(10))[0]}"
             ) from failure
+
+
+def check_rows(layer: ListedExperts) -> None:
+    """Is an expert of a list one that treats every row alone? Asked as above, of one of them.
+
+    Errors: NotExperts
+    """
+    twin = copied_module(layer.entries[0]).to(torch.float64).train()
+    draws = _draws(layer.experts)
+    rows = torch.randn(TOKENS, layer.sample.shape[1], generator=draws, dtype=torch.float64)
+    rows = rows.to(layer.sample.device)
+    with torch.random.fork_rng():
+        before = _drawn(rows.device)
+        whole = _of_rows(twin, [rows])
+        if not torch.equal(before, _drawn(rows.device)):
+            raise NotExperts(
+                "it draws random numbers (dropout), which would depend on where its rows are"
+            )
+        parts = _of_rows(twin, list(rows.split([1, TOKENS // 2, TOKENS - 1 - TOKENS // 2])))
+    worst = max(_apart(a, b) for a, b in zip(whole, parts, strict=True))
+    if worst > DIGITS[torch.float64]:
+        raise NotExperts(
+            f"its rows see each other: apart they are off by {worst:.0e} of themselves"
+        )
+
+
+def _of_rows(expert: nn.Module, groups: list[Tensor]) -> list[Tensor]:
+    """Results for groups of rows, then gradients of rows and parameters."""
+    leaves = [rows.clone().requires_grad_() for rows in groups]
+    results = [expert(rows) for rows in leaves]
+    if not all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
+        raise NotExperts("it does not give one row for every row")
+    result = torch.cat(results)
+    if len(result) != TOKENS:
+        raise NotExperts("it does not give one row for every row")
+    inputs = [*leaves, *(p for p in expert.parameters() if p.requires_grad)]
+    gradients = torch.autograd.grad(
+        result, inputs, result.detach().flip(0), allow_unused=True, materialize_grads=True
+    )
+    count = len(leaves)
+    return [result.detach(), torch.cat(gradients[:count]), *gradients[count:]]
 
 
 def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLayer:

@@ -23,7 +23,7 @@ Kind = tuple[Axis, type[SequenceShard]]
 
 
 class Crossing:
-    """How values cross between stages; every rank of a pipeline has the same kinds, in one order."""
+    """How values cross between stages; all ranks have the same kinds, in one order."""
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
         self.kinds = tuple(kinds)

@@ -159,21 +159,9 @@ class _Writer:
             self.local[node] = self._operation(node)
 
     def _operation(self, node: fx.Node) -> fx.Node:
-        slots = self.problem.slots(node)
-        steps = [side.labelling.steps.get(node) for side in self.sides]
-        stay_whole = [side.stays_whole(node) for side in self.sides]
-        handed = []
-        for place, one in enumerate(slots):
-            wants = [
-                side.labelling.label(one) if step is None else step.wants[place]
-                for side, step in zip(self.sides, steps, strict=True)
-            ]
-            value = self._handed(one, wants, stay_whole)
-            for side, step in zip(self.sides, steps, strict=True):
-                if step is not None and place in step.once:
-                    value = self._call(autograd_collectives.once, value, side)
-            handed.append(value)
-        known = [(side, step) for side, step in zip(self.sides, steps, strict=True) if step]
+        slots, handed = self.problem.slots(node), self._slots(node)
+        steps = [(side, side.labelling.steps.get(node)) for side in self.sides]
+        known = [(side, step) for side, step in steps if step is not None]
         for side, step in known:
             if step.rule.joint and self.attention is not None:
                 options: dict[str, Any] = dict(node.kwargs)
@@ -197,6 +185,23 @@ class _Writer:
             for place in step.rule.writes:
                 self._complete(slots[place], handed[place], side, step.wants[place])
         return made
+
+    def _slots(self, node: fx.Node) -> list[fx.Node]:
+        """An operation's tensors as each axis wants them."""
+        steps = [(side, side.labelling.steps.get(node)) for side in self.sides]
+        stay_whole = [side.stays_whole(node) for side in self.sides]
+        handed = []
+        for place, one in enumerate(self.problem.slots(node)):
+            wants = [
+                side.labelling.label(one) if step is None else step.wants[place]
+                for side, step in steps
+            ]
+            value = self._handed(one, wants, stay_whole)
+            for side, step in steps:
+                if step is not None and place in step.once:
+                    value = self._call(autograd_collectives.once, value, side)
+            handed.append(value)
+        return handed
 
     def _complete(self, buffer: fx.Node, own: fx.Node, side: _Side, label: Label) -> None:
         """A buffer of which this rank changed its part."""
@@ -244,7 +249,7 @@ class _Writer:
         return value
 
     def _check_nested(self, node: fx.Node, place: int, wants: Sequence[Label]) -> None:
-        """Errors: Untraceable where an inner axis goes on dividing the dim that this one changes."""
+        """Errors: Untraceable where an inner axis keeps its part of a dim that this one changes."""
         changed = _dims(self.sides[place].labelling.label(node)) | _dims(wants[place])
         for inner, want in zip(self.sides[place + 1 :], wants[place + 1 :], strict=True):
             if inner.labelling.label(node) == want and _dims(want) & changed:

@@ -98,6 +98,8 @@ class Programs:
                 try:
                     return again(self.first, self.bare, args, kwargs)
                 except NotSplit:  # a sequence that does not divide: whole inputs and outputs
+                    if not self.first.parameters:
+                        raise  # nothing else was split
                     return again(replace(self.first, sequence_dim=None), self.bare, args, kwargs)
         except (Untraceable, NotSplit) as failure:
             raise PlanError(
