@@ -11,7 +11,8 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
     layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
               accumulate, recompute, offload, runs_here, verdict fits|tight|no, starts, after
               fits|tight|no (the steps alone), start_bytes, files_bytes (of a machine, while it
-              starts), margin_bytes (of the steps),
+              starts), host_bytes, disk_bytes (of a rank's states that wait there), margin_bytes (of
+              the steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
               hidden {part: s}, sent {link: bytes},
               peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
@@ -145,6 +146,8 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "after": candidate.verdict.after,
         "start_bytes": memory.start_bytes,
         "files_bytes": files_bytes(case),
+        "host_bytes": memory.host_bytes,
+        "disk_bytes": memory.disk_bytes,
         "margin_bytes": candidate.verdict.margin_bytes,
         "step_s": time.step_s,
         "step_low_s": time.low_s,
