@@ -65,7 +65,8 @@ def shape_text(case: Case) -> str:
     if case.plan.recompute != "none":
         words.append(f"recompute {case.plan.recompute}")
     if case.plan.offload != "none":
-        words.append(f"offload {case.plan.offload}")
+        where = " to files" if case.plan.states_in_files else ""
+        words.append(f"offload {case.plan.offload}{where}")
     if case.plan.reshard != "yes":
         words.append(f"reshard {case.plan.reshard}")
     return ", ".join(words)

@@ -13,7 +13,8 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
               accumulate, recompute, offload, reshard, verdict fits|tight|no, starts, after
               fits|tight|no (the steps alone), instant, place (another that is worse than
               they are), told, instants [{name, device_bytes, host_bytes, files_bytes}],
-              margin_bytes (of the steps),
+              host_bytes, disk_bytes (of a rank's states that wait there), margin_bytes (of the
+              steps),
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
               hidden {part: s}, sent {link: bytes},
               peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
@@ -150,6 +151,8 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "place": candidate.verdict.place,
         "told": candidate.verdict.text,
         "instants": [asdict(one) for one in memory.instants],
+        "host_bytes": memory.host_bytes,
+        "disk_bytes": memory.disk_bytes,
         "margin_bytes": candidate.verdict.margin_bytes,
         "step_s": time.step_s,
         "step_low_s": time.low_s,

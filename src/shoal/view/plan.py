@@ -136,6 +136,13 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
     if files >= LEAST_FILES_BYTES:
         size = bytes_text(files)
         lines.append((f"each machine builds the model once, in files: {size} in TMPDIR", "bold"))
+    if row["host_bytes"]:
+        waits = f"states that wait in the host's memory: {bytes_text(row['host_bytes'])} per rank"
+        lines.append((waits, "bold"))
+    if row["disk_bytes"]:
+        lines.append(
+            (f"states in files: {bytes_text(row['disk_bytes'])} per rank in TMPDIR", "bold")
+        )
     return lines
 
 

@@ -1,0 +1,68 @@
+"""What the plan says of states that wait elsewhere: how much is where, whether it fits, what to set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.base.cluster import Cluster, Device, Link
+from shoal.base.estimate import Case
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
+from shoal.planner.fits import verdict
+from shoal.planner.machines import parse_machines
+from shoal.planner.memory import predict_memory
+from shoal.planner.published import published
+from shoal.planner.step_time import predict_time
+from shoal.planner.suggest import fixes
+from shoal.planner.transformer import model_facts
+
+CARD = parse_machines("1xRTX4090-24GB")
+LINK = Link("wire", 1e-6, 1e11)
+LAPTOP = Cluster(Device("cpu", 16e9, {"fp32": 1e11}, 1e10, kind="cpu"), 1, 1, LINK, LINK)
+
+
+def thirteen_billion(cluster: Cluster, compute: str, **words: str) -> Case:
+    model = model_facts(published("llama-2-13b"), 2048, 2 if compute == "bf16" else 4)
+    return Case(model, cluster, Plan(Layout(), 8, 1, compute=compute, recompute="full", **words))
+
+
+def test_a_13b_on_one_card_is_told_to_wait_on_the_host() -> None:
+    alone = thirteen_billion(CARD, "bf16")
+    assert verdict(predict_memory(alone), CARD.device.memory_bytes).after == "no"
+    (settings, found), *_ = fixes(alone)
+    assert settings == "memory.offload=parameters"
+    assert found.verdict.word == "fits"
+    assert found.verdict.starts
+    parameters = sum(unit.count * unit.parameters for unit in alone.model.units)
+    # masters, gradients, two moments, and the copies that forward passes read
+    assert found.memory.host_bytes == pytest.approx((4 + 4 + 8 + 2) * parameters)
+    assert found.memory.disk_bytes == 0
+    assert found.time.parts["offload"] > found.time.parts["optimizer"]
+
+
+def test_the_optimizers_state_alone_is_not_enough_for_it() -> None:
+    moved = thirteen_billion(CARD, "bf16", offload="optimizer")
+    memory = predict_memory(moved)
+    assert verdict(memory, CARD.device.memory_bytes).word == "no"
+    parameters = sum(unit.count * unit.parameters for unit in moved.model.units)
+    assert memory.host_bytes == pytest.approx(8 * parameters)
+    kept = predict_memory(thirteen_billion(CARD, "bf16"))
+    assert kept.parts["optimizer"] - memory.parts["optimizer"] == pytest.approx(8 * parameters)
+
+
+def test_on_a_cpu_only_files_make_room() -> None:
+    plain = thirteen_billion(LAPTOP, "fp32")
+    host = thirteen_billion(LAPTOP, "fp32", offload="parameters")
+    files = thirteen_billion(LAPTOP, "fp32", offload="parameters", offload_to="files")
+    assert predict_memory(host) == predict_memory(plain)
+    assert predict_time(host) == predict_time(plain)
+    memory = predict_memory(files)
+    parameters = sum(unit.count * unit.parameters for unit in plain.model.units)
+    assert memory.disk_bytes == pytest.approx(16 * parameters)
+    assert not {"weights", "gradients", "optimizer"} & set(memory.parts)
+    assert memory.start_bytes == 0
+    only = predict_memory(replace(files, plan=replace(files.plan, offload="optimizer")))
+    assert only.disk_bytes == pytest.approx(8 * parameters)
+    assert only.parts["weights"] == pytest.approx(4 * parameters)

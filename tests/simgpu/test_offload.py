@@ -1,0 +1,97 @@
+"""Offload on a simulated device: the bits of a run without, whatever the schedule, in less memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+FORMATS: tuple[dict[str, Any], ...] = (
+    {"precision": "fp64", "micro_batch": 1, "model": {"dim": 256, "layers": 3}},
+    {"precision": "bf16", "recompute": "full", "model": {"dim": 384, "layers": 2}},
+)
+"""Wide enough for moments of 1 MiB, which is what leaves."""
+
+LIMIT_BYTES = 2**28
+"""Of a device so small a step goes through 4 MiB of parameters at a time."""
+
+POLICIES = ("optimizer", "parameters", "activations")
+SCHEDULES = (("lazy", 0), ("drawn", 0))
+
+Told = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    spec = spec_from_file_location("simulated_build", HERE / "simulated" / "build.py")
+    if spec is None or spec.loader is None or not (HERE / "simulated" / "build.py").exists():
+        pytest.skip("no simulated device here")
+    build = module_from_spec(spec)
+    spec.loader.exec_module(build)
+    try:
+        found: Path = build.library()
+    except build.CannotBuild as why:
+        pytest.skip(str(why))
+    return found
+
+
+def train(library: Path, asked: list[dict[str, Any]]) -> list[Told]:
+    environment = {
+        **os.environ,
+        "SIM_LIBRARY": str(library),
+        "SIM_DEVICES": "1",
+        "PYTHONPATH": f"{HERE / 'site'}:{SOURCE}",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "offload_case.py"), json.dumps(asked)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: list[Told] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def numbers(told: Told) -> dict[str, Any]:
+    return {name: told[name] for name in ("losses", "norms", "weights")}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=["fp64", "bf16"])
+def test_what_waits_on_the_host_changes_no_bit(library: Path, form: dict[str, Any]) -> None:
+    """Losses, clipped norms and weights, under schedules that run as late as they may, or drawn."""
+    plain = {**form, "offload": "none", "mode": "eager", "seed": 0, "limit_bytes": LIMIT_BYTES}
+    asked = [plain]
+    for policy in POLICIES:
+        asked += [{**plain, "offload": policy, "mode": m, "seed": seed} for m, seed in SCHEDULES]
+    first, *others = train(library, asked)
+    for told, one in zip(others, asked[1:], strict=True):
+        assert numbers(told) == numbers(first), one
+    peaks = {
+        one["offload"]: told["peak_bytes"] for told, one in zip(others, asked[1:], strict=True)
+    }
+    assert peaks["parameters"] < peaks["optimizer"] < first["peak_bytes"]
+
+
+CARD_BYTES = 24 * 2**30
+
+
+@pytest.mark.proof
+def test_a_hundredth_of_a_13b_runs_in_a_hundredth_of_24_gib(library: Path) -> None:
+    """The setting that `shoal plan` proposes for llama-2-13b on one card of 24 GiB."""
+    asked = {
+        "offload": "parameters", "precision": "bf16", "recompute": "full", "mode": "drawn",
+        "seed": 0, "model": {"dim": 512, "layers": 44}, "rows": 1, "micro_batch": 1,
+        "limit_bytes": CARD_BYTES // 100,
+    }  # fmt: skip
+    whole = {**asked, "offload": "none", "limit_bytes": 2**32}
+    ours, plain = train(library, [asked, whole])
+    assert ours["parameters"] >= 130_000_000
+    assert ours["peak_bytes"] <= CARD_BYTES // 100 < plain["peak_bytes"] // 10
+    assert numbers(ours) == numbers(plain)
