@@ -136,7 +136,10 @@ def main() -> None:
     else:
         launches = {}
     if world.rank == 0:
-        print(json.dumps({"device": str(world.device), "rows": rows, "launches": launches}), flush=True)
+        print(
+            json.dumps({"device": str(world.device), "rows": rows, "launches": launches}),
+            flush=True,
+        )
     world.close()
 
 

@@ -1,6 +1,6 @@
 """Bugs of programs for a GPU, each beside its mended twin; every one ends red in one run, any schedule.
 
-Run by `test_planted.py` in processes of their own: `python planted.py NAME planted|mended SEED [MODE]`.
+Run by `test_planted.py` in processes of their own: `python planted.py NAME planted|mended SEED [MODE,… [SEEDS]]`.
 A function gets `right`: False is the bug. It returns whether its numbers came out right; a bug must be
 named by the device, not only by its numbers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,11 @@ def result_read_early(right: bool) -> bool:
 @bug
 def offloaded_before_computed(right: bool) -> bool:
     """A side stream copies out what the main one has not computed."""
-    computed, side, host = torch.ones(N, device="cuda") * 3, cuda.Stream(), torch.zeros(N).pin_memory()
+    computed, side, host = (
+        torch.ones(N, device="cuda") * 3,
+        cuda.Stream(),
+        torch.zeros(N).pin_memory(),
+    )
     if right:
         side.wait_stream(cuda.current_stream())
     with cuda.stream(side):
@@ -253,15 +258,18 @@ def main() -> None:
 
     name, twin, seed = sys.argv[1:4]
     if name == "names":
-        raise SystemExit(print(*BUGS))
-    simulated_cuda.set_mode(sys.argv[4] if len(sys.argv) > 4 else "drawn")
+        print(*BUGS)
+        return
+    modes = (sys.argv[4] if len(sys.argv) > 4 else "drawn").split(",")
+    seeds = int(sys.argv[5]) if len(sys.argv) > 5 else 1
+    names = everything(twin) if name == "all" else [name]
     alone()
     said = []
-    for one in range(int(seed), int(seed) + (int(sys.argv[5]) if len(sys.argv) > 5 else 1)):
-        for each in everything(twin) if name == "all" else [name]:
-            simulated_cuda.seed_schedule(one)
-            if text := red(each, twin == "mended"):
-                said.append(f"{each} seed {one}: {text}")
+    for mode, one, each in product(modes, range(int(seed), int(seed) + seeds), names):
+        simulated_cuda.set_mode(mode)
+        simulated_cuda.seed_schedule(one)
+        if text := red(each, twin == "mended"):
+            said.append(f"{each} {mode} {one}: {text}")
     print("\n".join(said))
     sys.stdout.flush()
     raise SystemExit(1 if said else 0)

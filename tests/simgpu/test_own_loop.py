@@ -15,9 +15,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 170.0
+MOVED = ("recompute", "compress", "offload activations", "offload optimizer")
 SAMPLE = {
-    2: ("ddp", "zero1", "zero2", "fsdp", "tp", "pp", "cp", "ep", "recompute", "compress")
-    + ("offload activations", "offload optimizer"),
+    2: ("ddp", "zero1", "zero2", "fsdp", "tp", "pp", "cp", "ep", *MOVED),
     4: ("hsdp",),
 }
 ALL_OF_FOUR = ("hsdp", "tp fsdp", "pp fsdp")
