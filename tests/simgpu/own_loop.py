@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "compress": (2, {"strategy": "ddp"}, {"compress": "int8"}),
     "offload activations": (2, {"strategy": "ddp"}, {"offload": "activations"}),
     "offload optimizer": (2, {"strategy": "ddp"}, {"offload": "optimizer"}),
+    "powersgd": (2, {"strategy": "ddp"}, {"compress": "powersgd:2"}),
+    "topk": (2, {"strategy": "ddp"}, {"compress": "topk:0.25"}),
+    "int8 zero": (2, {"strategy": "zero2"}, {"compress": "int8"}),
+    "bf16 weights": (2, {"strategy": "zero2"}, {"precision": "bf16"}),
+    "saved": (2, {"strategy": "zero1"}, {}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
     "tp fsdp": (4, {"tp": 2, "dp_shard": 2}, {}),
     "pp fsdp": (4, {"pp": 2, "dp_shard": 2}, {}),
@@ -70,6 +76,7 @@ class Tokens:
 def trained(world: Any, name: str) -> list[float]:
     """Losses of a few steps, then the sum of all weights' magnitudes."""
     _, layout, policies = LAYOUTS[name]
+    policies = dict(policies)
     on_device = world.device.type != "cpu"
     if "offload" in policies and not on_device:
         policies = {}  # its twin has nothing to move
@@ -79,13 +86,15 @@ def trained(world: Any, name: str) -> list[float]:
     if kind == "moe":
         del sizes["kv_heads"]
     module = build(kind, sizes, vocabulary=61, sequence=12)
+    precision = policies.pop("precision", "fp64")
+    folder = tempfile.mkdtemp(prefix="own-loop-") if name == "saved" else None
     run = shoal.parallelize(
         module,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
         layout=layout,
         batch=8,
         micro_batch=2,
-        precision="fp64",
+        precision=precision,
         world=world,
         sample=samples,
         **policies,
@@ -94,6 +103,8 @@ def trained(world: Any, name: str) -> list[float]:
     while len(losses) < STEPS:
         for batch in run.loader(Tokens()):
             losses.append(float(run.step(batch).loss))
+            if folder is not None:
+                run.save(folder, wait=False)  # beside the next step
             if len(losses) == STEPS:
                 break
     whole = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
