@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors lanes worlds endings commands parallel unit proof wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors lanes worlds endings commands parallel unit test-sim proof wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,7 +36,7 @@ ENDINGS := $(patsubst %,tests/worlds/test_%.py,compositions ends exit faults fir
 
 lanes: $(STAMP)
 	rm -rf build/test-times  # how long each file takes: python tests/file_times.py
-	$(MAKE) --jobs=2 worlds endings commands parallel unit types
+	$(MAKE) --jobs=2 worlds endings commands parallel test-sim unit types
 
 worlds: $(STAMP)
 	$(BIN)/python -m pytest tests/worlds $(ENDINGS:%=--ignore=%)
@@ -51,7 +51,10 @@ parallel: $(STAMP)
 	$(BIN)/python -m pytest tests/parallel
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest $(COMMANDS:%=--ignore=%) --ignore=tests/worlds --ignore=tests/parallel
+	$(BIN)/python -m pytest $(COMMANDS:%=--ignore=%) --ignore=tests/worlds --ignore=tests/parallel --ignore=tests/simgpu
+
+test-sim: $(STAMP)  ## simulated CUDA devices: planted device bugs, and a loop of one's own beside the CPU
+	$(BIN)/python -m pytest tests/simgpu
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py

@@ -1,6 +1,6 @@
 """Bugs of programs for a GPU, each beside its mended twin; every one ends red in one run, any schedule.
 
-Run by `test_planted.py` in processes of their own: `python planted.py NAME planted|mended SEED [MODE]`.
+Run by `test_planted.py` in processes of their own: `python planted.py NAME planted|mended SEED [MODE,… [SEEDS]]`.
 A function gets `right`: False is the bug. It returns whether its numbers came out right; a bug must be
 named by the device, not only by its numbers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -246,19 +247,29 @@ def red(name: str, right: bool) -> str:
     return "" if good else "wrong numbers"
 
 
+def everything(twin: str) -> list[str]:
+    """All of the table but, where it is planted, what ends the process."""
+    return [n for n in BUGS if twin == "mended" or n != "device_memory_read_by_the_host"]
+
+
 def main() -> None:
     """Exit status 1 and the report where red."""
     import simulated_cuda
 
     name, twin, seed = sys.argv[1:4]
-    simulated_cuda.set_mode(sys.argv[4] if len(sys.argv) > 4 else "drawn")
+    if name == "names":
+        print(*BUGS)
+        return
+    modes = (sys.argv[4] if len(sys.argv) > 4 else "drawn").split(",")
+    seeds = int(sys.argv[5]) if len(sys.argv) > 5 else 1
+    names = everything(twin) if name == "all" else [name]
     alone()
     said = []
-    for one in range(int(seed), int(seed) + (int(sys.argv[5]) if len(sys.argv) > 5 else 1)):
-        for each in list(BUGS) if name == "all" else [name]:
-            simulated_cuda.seed_schedule(one)
-            if text := red(each, twin == "mended"):
-                said.append(f"{each} seed {one}: {text}")
+    for mode, one, each in product(modes, range(int(seed), int(seed) + seeds), names):
+        simulated_cuda.set_mode(mode)
+        simulated_cuda.seed_schedule(one)
+        if text := red(each, twin == "mended"):
+            said.append(f"{each} {mode} {one}: {text}")
     print("\n".join(said))
     sys.stdout.flush()
     raise SystemExit(1 if said else 0)

@@ -4,6 +4,7 @@ The library must be loaded before torch's own, so that its answers are found fir
 """
 
 import ctypes
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -28,21 +29,11 @@ class BeforeTorch(importlib.abc.MetaPathFinder):
         def exec_module(module):
             ctypes.CDLL(LIBRARY, ctypes.RTLD_GLOBAL)
             load(module)
-            home = os.path.join(
-                os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "simulated"
-            )
-            place = importlib.util.spec_from_file_location(
-                "simulated_cuda", os.path.join(home, "cuda.py")
-            )
-            names = importlib.util.module_from_spec(place)
-            sys.modules["simulated_cuda"] = names
-            place.loader.exec_module(names)
+            importlib.import_module("simulated_cuda")
 
         spec.loader.exec_module = exec_module
         return spec
 
 
 if LIBRARY:
-    import importlib.util
-
     sys.meta_path.insert(0, BeforeTorch())

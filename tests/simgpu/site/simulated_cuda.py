@@ -1,6 +1,6 @@
 """`torch.cuda` in a torch without CUDA, answered by the simulated device.
 
-Loaded once, right after torch, by `site/sitecustomize.py`. What `torch.cuda` does in Python over
+Loaded once, right after torch, by `sitecustomize.py`. What `torch.cuda` does in Python over
 C functions that this build lacks is set here; all else is torch's own.
 
     SIM_DEVICES=2 · SIM_MEMORY_BYTES=4294967296 · SIM_MODE=drawn|lazy|eager · SIM_SEED=0 · SIM_TICK_MS=5
@@ -152,9 +152,14 @@ class Stream(torch.Stream):
         return self.stream_id
 
 
-class Event(torch.Event):
+class _IsEvent(type):
+    def __instancecheck__(cls, value) -> bool:
+        return isinstance(value, torch.Event)
+
+
+class Event(metaclass=_IsEvent):  # no subclass: torch.Event measures time to its own kind only
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-        return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+        return torch.Event(device="cuda", enable_timing=enable_timing)
 
 
 class stream:

@@ -1,0 +1,69 @@
+"""The simulated device for tests: built once, then named in the environment of the processes they start.
+
+Without a compiler, or with another torch, everything here is skipped with a line that says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DEADLINE_S = 180.0
+
+
+def _build():
+    found = importlib.util.spec_from_file_location("simgpu_build", HERE / "simulated" / "build.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def library() -> str:
+    """The built library."""
+    build = _build()
+    try:
+        return str(build.library())
+    except build.CannotBuild as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="session")
+def environ(library: str) -> dict[str, str]:
+    """In which a process's `cuda` is the simulated device."""
+    paths = (HERE / "site", ROOT / "src", os.environ.get("PYTHONPATH", ""))
+    return {
+        **os.environ,
+        "SIM_LIBRARY": library,
+        "SIM_DEVICES": "4",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+Run = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def run(environ: dict[str, str]) -> Run:
+    """Runs a program of this folder on simulated devices: run("planted.py", "all", SIM_MODE="lazy")."""
+
+    def start(*words: str, **settings: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *(str(HERE / w) if w.endswith(".py") else w for w in words)],
+            env={**environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    return start

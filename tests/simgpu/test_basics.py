@@ -1,0 +1,42 @@
+"""The simulated device keeps its promises: numbers, memory, streams, pinned memory, generators."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_promises(run) -> None:
+    done = run("basics.py")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len(told["checks"]) >= 13
+    assert not told["wrong"], "\n".join(f"{k}: {v}" for k, v in told["wrong"].items())
+
+
+def test_a_seed_repeats_exactly(run) -> None:
+    first, again, other = (
+        run("basics.py", "digest", SIM_SEED=seed).stdout.strip() for seed in ("3", "3", "4")
+    )
+    assert first
+    assert first == again
+    assert first != other
+
+
+def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "simulated" / "build.py")],
+        env={**os.environ, "CXX": "no-such-compiler", "SHOAL_SIMGPU_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "the simulated device needs a C++20 compiler (no-such-compiler); none is here"
+    )
