@@ -37,7 +37,6 @@ from shoal.parallel import (
 from shoal.parallel._torch import pytree
 from shoal.parallel.place import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
-from shoal.trace.lend import lent
 
 if TYPE_CHECKING:
     from shoal.base.comm_volume import Travel
@@ -86,6 +85,7 @@ def record(program: Program, look: Look | None) -> Record | None:
     if look is None:
         return None
     from shoal.trace.flops import meta_twin
+    from shoal.trace.lend import lent
     from shoal.trace.record import Record
 
     run, plan = partial(look, program), program.plan
@@ -112,28 +112,17 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     samples   that the record's pass ran
     Errors    PlanError where the model cannot be divided so
     """
-    with lent(program.module, program.world.device):
-        return _placed(program, record, samples)
-
-
-def _placed(program: Program, record: Record | None, samples: int) -> tuple[Program, Derived]:
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
         from shoal.trace.flops import meta_twin
+        from shoal.trace.lend import lent
 
-        along, found = dict(_along_axes(plan)), Derived()
-        if "ep" in along:
-            found = replace(found, experts=along["ep"].plan(program, record))
-        if "pp" in along:
-            found = replace(found, cut=along["pp"].plan(program, record))
-        if "tp" in along:
-            found = replace(found, split=along["tp"].plan(program, record))
-        if "cp" in along:  # its ranks may divide layers that tp divides: those parts are its wholes
-            found = replace(found, units=along["cp"].plan(program, record, found.split))
-        derived, split, cut = found, found.split, found.cut
+        with lent(module, program.world.device):
+            derived = _derived(program, record)
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
-            program = replace(program, travel=partial(_travel_of, split, cut, samples))
+            travel = partial(_travel_of, derived.split, derived.cut, samples)
+            program = replace(program, travel=travel)
         program = replace(program, twin=meta_twin(module))
     if record is not None and plan.layout.zero == 3:
         derived = replace(derived, called=called_of(record))
@@ -141,6 +130,20 @@ def _placed(program: Program, record: Record | None, samples: int) -> tuple[Prog
         program = replace(program, passes=record.passes)
     rows = rows_of(module, plan, derived, program.world.device)
     return bind(program, rows.values()), derived
+
+
+def _derived(program: Program, record: Record) -> Derived:
+    """Derive and check the division along each axis, in the order of `ALONG_AXES`."""
+    along, found = dict(_along_axes(program.plan)), Derived()
+    if "ep" in along:
+        found = replace(found, experts=along["ep"].plan(program, record))
+    if "pp" in along:
+        found = replace(found, cut=along["pp"].plan(program, record))
+    if "tp" in along:
+        found = replace(found, split=along["tp"].plan(program, record))
+    if "cp" in along:  # its ranks may divide layers that tp divides: those parts are its wholes
+        found = replace(found, units=along["cp"].plan(program, record, found.split))
+    return found
 
 
 def _travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
