@@ -7,7 +7,6 @@ import logging
 
 import pytest
 import torch
-from shoal.trainer.weights_move import MovementCheck
 from torch import nn
 from torch.nn import functional as F
 from trainer_small import assert_same_bits, bits, busy, linear, pair, run_of, sgd, squares
@@ -15,6 +14,7 @@ from trainer_small import assert_same_bits, bits, busy, linear, pair, run_of, sg
 import shoal
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.policies import OptimizerPolicy
+from shoal.trainer.optimizer_guard import MovementCheck
 
 
 def test_parameters_of_another_model_are_refused() -> None:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-asked: dict[str, Any] = json.loads(sys.argv[1])
-if asked["limit_bytes"]:  # before torch has taken anything
+asked: dict[str, Any] = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
+if asked.get("limit_bytes"):  # before torch has taken anything
     resource.setrlimit(resource.RLIMIT_DATA, (asked["limit_bytes"], asked["limit_bytes"]))
 
 import torch  # noqa: E402
