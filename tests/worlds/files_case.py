@@ -62,4 +62,5 @@ def main() -> None:
     sys.stdout.write(json.dumps(told) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()
