@@ -64,6 +64,7 @@ class Trial:
         )
         self.block = _in_format(group.bare, dtype)
         self.numbers = {n: self._perturbed(p, True) for n, p in block.named_parameters()}
+        self.trained = {n for n, p in block.named_parameters() if p.requires_grad}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
         self.program = again(group.split, self.block, self.args, self.kwargs)
@@ -84,7 +85,7 @@ class Trial:
     def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
         """As one process computes it; `numbers` in place of the perturbed parameters."""
         given = numbers or self.numbers
-        held = {n: t.detach().requires_grad_() for n, t in given.items()}
+        held = {n: t.detach().requires_grad_(n in self.trained) for n, t in given.items()}
         args, kwargs, inputs = self._fresh_inputs()
         buffers = {n: b.clone() for n, b in self.block.named_buffers()}
         torch.manual_seed(2)
@@ -107,7 +108,7 @@ class Trial:
         leaves: dict[str, tuple[Tensor, Labels]] = {}
         for n, t in (numbers or self.numbers).items():
             its = tuple(one.get(n, WHOLE) for one in cuts)
-            leaves[n] = self._own(t, its).requires_grad_(), its
+            leaves[n] = self._own(t, its).requires_grad_(n in self.trained), its
         buffers = dict(self.block.named_buffers())
         given = [leaves[n][0] for n in program.shapes]
         given += [buffers[n].clone() for n in program.buffers]
