@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
+from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
 from shoal.parallel.spmd.model_split import BlockClass
@@ -110,7 +111,7 @@ class Trial:
             its = tuple(one.get(n, WHOLE) for one in cuts)
             leaves[n] = self._own(t, its).requires_grad_(n in self.trained), its
         buffers = dict(self.block.named_buffers())
-        given = [leaves[n][0] for n in program.shapes]
+        given = [self._read(n, leaves[n][0]) for n in program.shapes]
         given += [buffers[n].clone() for n in program.buffers]
         args, kwargs, inputs = self._fresh_inputs()
         names = {id(t): n for n, t in inputs.items()}
@@ -185,10 +186,15 @@ class Trial:
             whole = cut(whole, label, axis.rank, axis.size)
         return whole.clone()
 
+    def _read(self, name: str, value: Tensor) -> Tensor:
+        """A parameter as the graph reads it, whose gradients are summed as the split says."""
+        for axis, split, program in zip(self.axes, self.splits, self.programs, strict=True):
+            if name in split.partial and name not in program.partial:
+                value = autograd_collectives.counted_once(value, axis)
+        return value
+
     def _whole_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:
-        for axis, split, label in reversed(
-            list(zip(self.axes, self.programs, labels, strict=True))
-        ):
+        for axis, split, label in reversed(list(zip(self.axes, self.splits, labels, strict=True))):
             if name in split.partial or isinstance(label, Partial):
                 part = part.clone(memory_format=torch.contiguous_format)
                 axis.all_reduce(part)
