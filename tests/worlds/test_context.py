@@ -84,6 +84,19 @@ def test_what_a_run_may_meet_beside_another_axis(worlds, axis: str, case: str) -
         assert told["weights"] <= 1e-12
 
 
+def test_a_whole_layer_with_a_backward_of_its_own(worlds) -> None:
+    """Its gradients are summands, which parts of several ranks must not be put together from."""
+    for told in worlds(2).call("context_case:norm_whole"):
+        assert any("norm runs whole on every rank" in line for line in told["notices"])
+        assert told["weights"] <= 1e-12
+
+
+def test_frozen_layers_share_tokens(worlds) -> None:
+    for told in worlds(2).call("context_case:same_as_one", case="frozen"):
+        assert told["notices"] == []
+        assert told["weights"] <= 1e-12
+
+
 def test_ring_sends_keys_and_values_only(worlds) -> None:
     """Per layer: two all-to-alls each way for the balance, keys and values, and their gradients."""
     told = worlds(2).call("context_case:travels", context="ring")[0]

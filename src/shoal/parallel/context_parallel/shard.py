@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel._torch import pytree
+from shoal.parallel._torch import in_backward, pytree
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Split
@@ -83,7 +83,9 @@ class ContextShard(SequenceShard):
         """On the parts where that is the same, else on the whole."""
         kwargs = kwargs or {}
         done = None
-        if func in POINTWISE:
+        if in_backward() and not torch.is_grad_enabled():
+            pass  # a user's own backward: what it has of gradients is a summand, other on each rank
+        elif func in POINTWISE:
             done = _pointwise(func, args, kwargs)
         elif func is Tensor.__getitem__:
             done = _indexed(*args)

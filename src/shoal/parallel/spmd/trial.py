@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
+from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
 from shoal.parallel.spmd.model_split import BlockClass
@@ -73,6 +74,7 @@ class Trial:
         )
         self.block = _in_format(group.bare, dtype)
         self.numbers = {n: self._perturbed(p) for n, p in block.named_parameters()}
+        self.trained = {n for n, p in block.named_parameters() if p.requires_grad}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
         self.program = group.split
@@ -95,7 +97,7 @@ class Trial:
     def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
         """As one process computes it; `numbers` in place of the perturbed parameters."""
         given = numbers or self.numbers
-        held = {n: self._leaf(t) for n, t in given.items()}
+        held = {n: self._leaf(n, t) for n, t in given.items()}
         args, kwargs, inputs = self._fresh_inputs()
         buffers = {n: b.clone() for n, b in self.block.named_buffers()}
         torch.manual_seed(2)
@@ -118,9 +120,9 @@ class Trial:
         leaves: dict[str, tuple[Tensor, Labels]] = {}
         for n, t in (numbers or self.numbers).items():
             its = tuple(one.get(n, WHOLE) for one in cuts)
-            leaves[n] = self._leaf(self._own(t, its)), its
+            leaves[n] = self._leaf(n, self._own(t, its)), its
         buffers = dict(self.block.named_buffers())
-        given = [leaves[n][0] for n in program.shapes]
+        given = [self._read(n, leaves[n][0]) for n in program.shapes]
         given += [buffers[n].clone() for n in program.buffers]
         args, kwargs, inputs = self._fresh_inputs()
         names = {id(t): n for n, t in inputs.items()}
@@ -165,10 +167,10 @@ class Trial:
             return self._perturbed(leaf).to(leaf.device).requires_grad_()
         return leaf.to(self.dtype)
 
-    def _leaf(self, value: Tensor) -> Tensor:
+    def _leaf(self, name: str, value: Tensor) -> Tensor:
         """A parameter for one run, on its device; its gradient goes to the host at once."""
-        leaf = value.detach().to(self.device).requires_grad_()
-        if self.device != HOST:
+        leaf = value.detach().to(self.device).requires_grad_(name in self.trained)
+        if self.device != HOST and leaf.requires_grad:
             leaf.register_post_accumulate_grad_hook(_to_host)
         return leaf
 
@@ -212,6 +214,13 @@ class Trial:
         for axis, label in zip(self.axes, labels, strict=True):
             whole = cut(whole, label, axis.rank, axis.size)
         return whole.clone()
+
+    def _read(self, name: str, value: Tensor) -> Tensor:
+        """A parameter as the graph reads it, whose gradients are summed as the split says."""
+        for axis, split, program in zip(self.axes, self.splits, self.programs, strict=True):
+            if name in split.partial and name not in program.partial:
+                value = autograd_collectives.counted_once(value, axis)
+        return value
 
     def _whole_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:
         for axis, split, label in reversed(list(zip(self.axes, self.splits, labels, strict=True))):
