@@ -18,7 +18,6 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.phases import counting
 from shoal.fabric import World
-from shoal.parallel.mmap_init import is_shared
 from shoal.parallel.program import Program
 
 
@@ -64,6 +63,8 @@ def _shared(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
     """Names of tensors that all ranks have from files of one of them; all are of one machine."""
     if world.local_size < world.size:
         return set()
+    from shoal.parallel.mmap_init import is_shared  # which one process does without
+
     here = [name for name, tensor in tensors.items() if is_shared(tensor)]
     told = world.gather_json(hashlib.sha256(repr(here).encode()).hexdigest())
     return set(here) if len(set(told)) == 1 else set()

@@ -35,7 +35,6 @@ from shoal.parallel import (
 from shoal.parallel._torch import pytree
 from shoal.parallel.place import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
-from shoal.trace.lend import lent
 
 if TYPE_CHECKING:
     from shoal.trace.record import Record
@@ -93,6 +92,8 @@ def record(program: Program, look: Look | None) -> Record | None:
         return shown if shown.often else None
     real = Record(program.module, run, plan)
     real.passes.update(shown.passes)
+    from shoal.trace.lend import lent
+
     with suppress(Exception), lent(program.module, program.world.device):
         return real if real.often else None
     return None
@@ -107,6 +108,10 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     samples   that the record's pass ran
     Errors    PlanError where the model cannot be divided so
     """
+    if record is None:  # nothing is looked at
+        return _placed(program, None, samples)
+    from shoal.trace.lend import lent
+
     with lent(program.module, program.world.device):
         return _placed(program, record, samples)
 
