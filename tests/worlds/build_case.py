@@ -258,11 +258,12 @@ def _alone(world: World, module: nn.Module) -> bool:
 def moves(found: list[int]) -> Iterator[None]:
     """Inside, what a run's model holds whenever all of it is moved, once it is built: in bytes."""
     roots: list[nn.Module] = []
-    prepare, apply = starting.prepare, nn.Module._apply
+    build_it, apply = starting._built, nn.Module._apply
 
-    def prepared(module: nn.Module, *given: Any) -> Any:
+    def noted(*given: Any) -> Any:
+        module, lines = build_it(*given)
         roots.append(module)
-        return prepare(module, *given)
+        return module, lines
 
     def applied(module: nn.Module, *given: Any, **named: Any) -> nn.Module:
         if any(module is root for root in roots):
@@ -271,7 +272,7 @@ def moves(found: list[int]) -> Iterator[None]:
         return apply(module, *given, **named)
 
     with (
-        mock.patch.object(starting, "prepare", prepared),
+        mock.patch.object(starting, "_built", noted),
         mock.patch.object(nn.Module, "_apply", applied),
     ):
         yield
