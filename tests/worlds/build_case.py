@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -21,10 +22,11 @@ from shoal.fabric import World, start_world
 from shoal.models.catalog import build
 from shoal.models.huggingface import pretrained_shapes
 from shoal.parallel import shared_build
+from shoal.parallel.checkpoint_files import made_beside
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.full_state import gather_weights
 from shoal.parallel.mmap_init import mmap_init
-from shoal.parallel.shared_build import build_once, made_beside
+from shoal.parallel.shared_build import build_once
 from shoal.trainer import parallelize as starting
 from shoal.trainer.parallelize import build_module, parallelize
 
@@ -256,11 +258,12 @@ def _alone(world: World, module: nn.Module) -> bool:
 def moves(found: list[int]) -> Iterator[None]:
     """Inside, what a run's model holds whenever all of it is moved, once it is built: in bytes."""
     roots: list[nn.Module] = []
-    prepare, apply = starting.prepare, nn.Module._apply
+    build_it, apply = starting._built, nn.Module._apply
 
-    def prepared(module: nn.Module, *given: Any) -> Any:
+    def noted(*given: Any) -> Any:
+        module, lines = build_it(*given)
         roots.append(module)
-        return prepare(module, *given)
+        return module, lines
 
     def applied(module: nn.Module, *given: Any, **named: Any) -> nn.Module:
         if any(module is root for root in roots):
@@ -269,7 +272,7 @@ def moves(found: list[int]) -> Iterator[None]:
         return apply(module, *given, **named)
 
     with (
-        mock.patch.object(starting, "prepare", prepared),
+        mock.patch.object(starting, "_built", noted),
         mock.patch.object(nn.Module, "_apply", applied),
     ):
         yield
@@ -312,7 +315,7 @@ def started(world: World, layout: Any, least_bytes: int, folder: str = "") -> di
     saved = run.save()
     run.close()
     if world.is_first:
-        export(saved, Path(folder, "exported.safetensors"), prefix="")
+        export(saved, Path(folder, "exported.safetensors"))
     world.barrier()
     exported = load_file(Path(folder, "exported.safetensors"))
     return {
@@ -411,23 +414,25 @@ def _large(folder: str, dtype: torch.dtype) -> None:
 
 
 def read(world: World, layout: Any, folder: str, dtype: str = "float32") -> dict[str, Any]:
-    """What a rank has read of a checkpoint's files when it holds its part of the model.
+    """What a rank has read from the disk when it holds its part of a model from a folder.
 
-    Pages of the files that the system has mapped for this process, just before the module lets go
-    of them; the difference to plain weights; the lines.
+    read   bytes, as the system counts them · apart  from plain weights · lines  for the user
     """
     FOLDER[0] = folder
     if world.is_first:
         _large(folder, getattr(torch, dtype))
+        _forget(folder)
     world.barrier()
-    pages: list[int] = []
-    hand_over = starting.hand_over
+    lines: list[str] = []
+    built = starting._built
 
-    def counted(*given: Any) -> None:
-        pages.append(_mapped_bytes(folder))
-        hand_over(*given)
+    def told(*given: Any) -> Any:
+        module, found = built(*given)
+        lines.extend(found)
+        return module, found
 
-    with mock.patch.object(starting, "hand_over", counted):
+    before = _read_bytes()
+    with mock.patch.object(starting, "_built", told):
         run = parallelize(
             Large,
             lambda p: torch.optim.SGD(p, lr=1e-2),
@@ -437,24 +442,42 @@ def read(world: World, layout: Any, folder: str, dtype: str = "float32") -> dict
             precision="fp32",
             world=world,
         )
+    read_bytes = _read_bytes() - before
+    world.barrier()
     weights, plain = gather_weights(run.program), Large()
     for undo in run.program.on_close:
         undo()
     return {
-        "read": pages[0],
+        "read": read_bytes,
+        "ahead": len(list(plain.parameters())) * _ahead_bytes(folder),
         "files": len(list(Path(folder).glob("*.safetensors"))),
         "weights": 4 * run.plan.parameters,
         "apart": [n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])],
-        "lines": [line for line in run.program.notices if line.startswith("model: ")],
+        "lines": lines,
     }
 
 
-def _mapped_bytes(folder: str) -> int:
-    """Bytes of the files of a folder that lie in this process's page tables."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line[0] in "0123456789abcdef":
-            inside = folder in line
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+def _forget(folder: str) -> None:
+    """Let the system drop the files of a folder from its memory: whoever wants them reads them."""
+    for path in Path(folder).iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _ahead_bytes(folder: str) -> int:
+    """How far beyond what is asked for the system reads, once it reads on."""
+    device = os.stat(folder).st_dev
+    disk = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    for place in (disk, disk.parent):  # of a partition its disk says it
+        if (told := place / "queue" / "read_ahead_kb").exists():
+            return 1024 * int(told.read_text())
+    return 128 * 1024
+
+
+def _read_bytes() -> int:
+    """What this process made the system read from a disk."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise OSError("/proc/self/io: no read_bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -66,14 +67,20 @@ def test_a_checkpoint_of_transformers_is_mapped_where_it_lies(
 
 
 def test_a_rank_reads_its_share_of_a_checkpoint(worlds: Any, tmp_path: Any) -> None:
-    """And pages around it, which the system maps at the ends of every part. It would be all."""
+    """Of files that are on the disk alone, and no page twice; what is read ahead is counted."""
     pytest.importorskip("transformers")
-    for told in worlds(2).call("build_case:read", layout="fsdp", folder=str(tmp_path)):
+    if os.stat(tmp_path).st_dev == os.stat("/dev/shm").st_dev:
+        pytest.skip("temporary files are in memory here, and nothing is read from a disk")
+    ranks = worlds(2).call("build_case:read", layout="fsdp", folder=str(tmp_path))
+    for told in ranks:
         assert told["weights"] > 64 * 2**20
         assert told["files"] > 3
         assert told["apart"] == []
         assert told["lines"] == []
-        assert 0.9 < told["read"] / (told["weights"] / 2) <= 1.05, told
+        assert told["read"] <= 1.05 * told["weights"] / 2 + told["ahead"], told
+        assert told["read"] < 0.8 * told["weights"], told
+    # Pages that one rank read ahead are there for the others: once per machine.
+    assert 0.9 < sum(told["read"] for told in ranks) / ranks[0]["weights"] <= 1.05
 
 
 def test_weights_of_another_format_are_read_once_per_machine_and_named(

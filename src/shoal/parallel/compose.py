@@ -98,6 +98,7 @@ def record(program: Program, look: Look | None) -> Record | None:
         return shown if shown.often else None
     real = Record(program.module, run, plan)
     real.passes.update(shown.passes)
+
     with suppress(Exception), lent(program.module, program.world.device):
         return real if real.often else None
     return None

@@ -26,12 +26,11 @@ Limits    Linux; ranks of one machine that do not see each other's processes bui
 from __future__ import annotations
 
 import gc
+import importlib
 import os
-import re
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from torch import Tensor, nn
 from shoal.base.errors import ShoalError
 from shoal.base.units import bytes_text
 from shoal.fabric import World
+from shoal.parallel.checkpoint_files import files_as_read
 from shoal.parallel.mmap_init import belongs_to_file, is_mapped, mapped, mmap_init, over
 from shoal.parallel.program import dtype_of
 from shoal.trace.alone import alone
@@ -48,8 +48,8 @@ from shoal.trace.alone import alone
 LEAST_BYTES = 64 * 2**20
 """Smaller models are built by every rank: that takes less time than telling where tensors lie."""
 
-FILES, SMAPS = Path("/proc/self/fd"), Path("/proc/self/smaps")
-"""Where Linux shows a process's files, and what it has mapped."""
+FILES = Path("/proc/self/fd")
+"""Where Linux shows a process's files."""
 
 Build = Callable[[], nn.Module]
 Table = dict[str, Any]
@@ -182,7 +182,7 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
         storages.setdefault(key, storage)
         widths[key] = max(widths.get(key, 1), tensor.element_size())
     places: list[dict[str, Any]] = []
-    small, read = 0, _files_as_read()
+    small, read = 0, files_as_read()
     for key, storage in storages.items():
         found = next((one for one in read if one.start <= key < one.stop), None)
         if storage.filename in files:
@@ -204,58 +204,14 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
         key = storage.data_ptr() if storage.nbytes() else 0
         tensors[name] = [numbers[key], tensor.storage_offset(), *_form(tensor)]
     nodes = {d: os.fstat(d).st_ino for d in {p["file"] for p in places if "file" in p}}
-    return {"process": os.getpid(), "nodes": nodes, "storages": places, "tensors": tensors}
-
-
-def made_beside(module: nn.Module, folder: Path) -> list[str]:
-    """Names of tensors that do not lie in files of a folder as they are saved there.
-
-    They were converted when they were read, or merged, or are no part of the checkpoint.
-    """
-    read = [one for one in _files_as_read() if Path(one.path).parent == folder.resolve()]
-
-    def lies_there(tensor: Tensor) -> bool:
-        at = tensor.untyped_storage().data_ptr()
-        return any(one.start <= at < one.stop for one in read)
-
-    return [name for name, p in module.named_parameters() if p.numel() and not lies_there(p)]
-
-
-@dataclass(frozen=True)
-class _AsRead:
-    """A file that is mapped privately, and into which nothing was written.
-
-    start, stop   addresses · offset  of the file's part there · node  of the file
-    """
-
-    start: int
-    stop: int
-    offset: int
-    node: int
-    path: str
-
-    def place(self, address: int) -> int:
-        """Where in the file an address is."""
-        return self.offset + address - self.start
-
-
-MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (r..p) ([0-9a-f]+) \S+ (\d+) +(/.*)")
-"""First line of a mapping in smaps, of a file, private."""
-
-
-def _files_as_read() -> list[_AsRead]:
-    """Every file that this process maps privately and has not written into."""
-    found, last = [], None
-    for line in SMAPS.read_text().splitlines():
-        if told := MAPPING.fullmatch(line):
-            start, stop, _, offset, node, path = told.groups()
-            last = _AsRead(int(start, 16), int(stop, 16), int(offset, 16), int(node), path)
-            last = None if path.endswith(" (deleted)") else last
-        elif line[0] in "0123456789abcdef":
-            last = None
-        elif line.startswith("Anonymous:") and last is not None and int(line.split()[1]) == 0:
-            found.append(last)
-    return found
+    packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
+    return {
+        "process": os.getpid(),
+        "nodes": nodes,
+        "storages": places,
+        "tensors": tensors,
+        "packages": sorted(packages - {"__main__"}),
+    }
 
 
 def _packed(
@@ -280,8 +236,14 @@ def _form(tensor: Tensor) -> list[Any]:
 def _without_data(build: Build, table: Table) -> nn.Module:
     """Run the builder without numbers, and put those of a table in.
 
+    Packages of the model's classes are imported before, which the builder may do later: a library
+    may have to build otherwise without numbers, and `build` looks which are there.
+
     Errors   CannotShare where it keeps more tensors than parameters and buffers; what it raises
     """
+    for package in table["packages"]:
+        with suppress(Exception):  # the builder says it better
+            importlib.import_module(package)
     before = _alive()
     with torch.device("meta"):
         module = build()

@@ -25,7 +25,6 @@ from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.systems import untried
-from shoal.base.units import bytes_text
 from shoal.data.fetch import kept_draws, seed_draws
 from shoal.fabric import World, start_world
 from shoal.machine.memory import trim_heap
@@ -266,29 +265,12 @@ def _built(
 
         with mmap_init():
             return build(), lines
+    from shoal.models.huggingface import checkpoint_of
+    from shoal.parallel.checkpoint_files import said_of_files
     from shoal.parallel.shared_build import build_once
 
     module, more = build_once(world, build)
-    return module, lines + more + _read_whole(module)
-
-
-def _read_whole(module: nn.Module) -> list[str]:
-    """The line on a checkpoint of which not every process can read its part alone."""
-    from shoal.models.huggingface import checkpoint_of
-    from shoal.parallel.shared_build import made_beside
-
-    folder = checkpoint_of(module)
-    names = made_beside(module, folder) if folder is not None else []
-    if not names:
-        return []
-    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters()}
-    made_bytes = sum(sizes[name] for name in names)
-    return [
-        f"model: {bytes_text(made_bytes)} of {bytes_text(sum(sizes.values()))} are not in the "
-        f"files of {folder} as the model holds them (another format, merged, or missing), first: "
-        f"{names[0]}; one process of each machine reads those whole, every process its part of the "
-        f"rest; nearest: save_pretrained of the model as it is built"
-    ]
+    return module, lines + more + said_of_files(module, checkpoint_of(module))
 
 
 def _settle(module: nn.Module, layout: Layout) -> None:

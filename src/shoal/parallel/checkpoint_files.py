@@ -1,0 +1,92 @@
+"""Which tensors still lie in the files of a checkpoint, mapped into memory and read when used.
+
+safetensors maps its files: a tensor that `from_pretrained` neither converts nor merges is a view of
+its file's pages, which the system reads when somebody looks at them. Where such a tensor lies is
+enough for other processes of the machine to map it too (shared_build.py).
+
+Protocol  /proc/self/smaps: a private mapping of a file without anonymous pages was never written
+          into, so what is seen there is what the file holds
+Limits    one written page, anywhere in a file, and none of its tensors counts as its own; Linux
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from shoal.base.units import bytes_text
+
+SMAPS = Path("/proc/self/smaps")
+"""Where Linux shows what a process has mapped."""
+
+
+def made_beside(module: nn.Module, folder: Path) -> list[str]:
+    """Names of tensors that do not lie in files of a folder as they are saved there.
+
+    They were converted when they were read, or merged, or are no part of the checkpoint.
+    """
+    paths = {str(path.resolve()) for path in folder.glob("*.safetensors")}
+    read = [one for one in files_as_read() if one.path in paths]
+
+    def lies_there(tensor: Tensor) -> bool:
+        at = tensor.untyped_storage().data_ptr()
+        return any(one.start <= at < one.stop for one in read)
+
+    return [name for name, p in module.named_parameters() if p.numel() and not lies_there(p)]
+
+
+def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
+    """The line on a checkpoint of which not every process can read its part alone."""
+    if folder is None or not SMAPS.exists():
+        return []
+    names = made_beside(module, folder)
+    if not names:
+        return []
+    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters()}
+    made_bytes = sum(sizes[name] for name in names)
+    return [
+        f"model: {bytes_text(made_bytes)} of {bytes_text(sum(sizes.values()))} are not in the "
+        f"files of {folder} as the model holds them (another format, merged, or missing), first: "
+        f"{names[0]}; one process of each machine reads those whole, every process its part of the "
+        f"rest; nearest: save_pretrained of the model as it is built"
+    ]
+
+
+@dataclass(frozen=True)
+class AsRead:
+    """A file that is mapped privately, and into which nothing was written.
+
+    start, stop   addresses · offset  of the file's part there · node  of the file
+    """
+
+    start: int
+    stop: int
+    offset: int
+    node: int
+    path: str
+
+    def place(self, address: int) -> int:
+        """Where in the file an address is."""
+        return self.offset + address - self.start
+
+
+MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (r..p) ([0-9a-f]+) \S+ (\d+) +(/.*)")
+"""First line of a mapping in smaps, of a file, private."""
+
+
+def files_as_read() -> list[AsRead]:
+    """Every file that this process maps privately and has not written into."""
+    found, last = [], None
+    for line in SMAPS.read_text().splitlines():
+        if told := MAPPING.fullmatch(line):
+            start, stop, _, offset, node, path = told.groups()
+            last = AsRead(int(start, 16), int(stop, 16), int(offset, 16), int(node), path)
+            last = None if path.endswith(" (deleted)") else last
+        elif line[0] in "0123456789abcdef":
+            last = None
+        elif line.startswith("Anonymous:") and last is not None and int(line.split()[1]) == 0:
+            found.append(last)
+    return found
