@@ -188,19 +188,11 @@ class MemoryPolicy(OffloadPolicy, RecomputePolicy):
     """Memory saved at the cost of time: `recompute` activations, `offload` to the host."""
 
 
-RESHARD = ("yes", "no", "node")
-
-
 @dataclass(frozen=True, kw_only=True)
 class FsdpPolicy:
-    """What fsdp and hsdp do with a block's gathered weights between its passes.
+    """What fsdp and hsdp do with a block's gathered weights until its backward pass."""
 
-    reshard   after a block's forward pass, yes: its weights are given up, and gathered again for
-              its backward pass · no: they stay whole until then · node: the ranks of a node keep
-              them together, and gather them again among themselves
-    """
-
-    reshard: str = word(RESHARD, {"true": "yes", "false": "no"})
+    reshard: str = word(("yes", "no", "node"), {"true": "yes", "false": "no"})
     """whether a block's weights are given up after its forward pass; node: to the node's ranks"""
 
 

@@ -154,12 +154,13 @@ class MovementCheck:
         lr_of: dict[int, float] = {}
         for group in optimizer.param_groups:
             lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
-        self.before, copied_bytes = [], 0
+        self.before = []
         for parameter in sorted(_stepped(program), key=lambda p: p.numel()):
             gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
             if gradient is None or not parameter.numel():
                 continue
-            if self.before and copied_bytes + parameter.nbytes > self.WATCHED_BYTES:
+            copied_bytes = sum(old.nbytes for _, old in self.before)
+            if copied_bytes and copied_bytes + parameter.nbytes > self.WATCHED_BYTES:
                 return  # a model of few large tensors would be copied whole
             # Plain descent moves by lr · gradient, normalised methods by about lr.
             reach = lr * min(1.0, float(torch.linalg.vector_norm(gradient, math.inf)))
@@ -167,7 +168,6 @@ class MovementCheck:
             lost = 8 * torch.finfo(parameter.dtype).eps * largest
             if reach > lost:
                 self.before.append((parameter, parameter.detach().clone()))
-                copied_bytes += parameter.nbytes
             if len(self.before) == self.WATCHED:
                 return
 
