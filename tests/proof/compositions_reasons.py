@@ -77,11 +77,6 @@ BY_NAME = r"optimizer\.name = \w+ [^;]*"
 
 REASONS = (
     Reason(
-        "a CPU has no other memory",
-        r"memory\.offload = (\w+): this run computes on the CPU, its memory is the host's already",
-        lambda words, found: words.get("memory.offload") == found[1],
-    ),
-    Reason(
         "cp does not go with tp or pp yet",
         r"layout\.cp = (\d): does not go with layout\.(tp|pp) = (\d) in this version",
         lambda words, found: [degrees(words)[axis] for axis in ("cp", found[2])]

@@ -52,7 +52,7 @@ MADE = {"layout", "why", "parameters", "buckets", "placements", "accumulate"}
 """Fields of a plan that no key says."""
 
 UNHELD: dict[str, Any] = {
-    "offload": "none",  # a CPU has nothing to offload from
+    **{"offload": "none", "offload_to": "host"},  # one module serves all keys: none leaves memory
     "blocks": (),  # the model here has none of that name
     **{"split": (), "sequence_parallel": "auto", "context": "auto"},  # one process splits nothing
 }
@@ -124,6 +124,7 @@ VALUES: dict[str, str] = {
     "precision.loss_scale": "precision.loss_scale=1024.0 precision.compute=fp16",
     "memory.recompute": "memory.recompute=full",
     "memory.offload": "memory.offload=optimizer",
+    "memory.offload_to": "memory.offload_to=files memory.offload=optimizer launch.processes=2",
     "islands.method": "islands.method=diloco",
     "islands.count": f"islands.count=3 {DILOCO}",
     "islands.period": f"islands.period=20 {DILOCO}",

@@ -54,13 +54,17 @@ class Look(Protocol):
 def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     """Make a program of the whole module and give every rank rank 0's weights; nothing is cut yet.
 
-    module    whole, on the world's device and in the plan's parameter format
+    module    whole, in the plan's parameter format; it moves to the device, unless it is too large
     Errors    PlanError when ranks hold different models, and for a policy that cannot hold here:
               said first, since a record takes seconds
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
             check(plan, world.device)
+    # Not before the layout is known: zero 3 moves it there unit by unit, and cuts each.
+    divided = plan.layout.zero == 3 and not plan.layout.is_derived
+    if not divided and not waits_on_host(plan, world.device):
+        module = module.to(world.device)
     program = undivided(module, plan, world)
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = compare_weights.apply(program)

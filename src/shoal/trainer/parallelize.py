@@ -31,15 +31,7 @@ from shoal.machine.memory import trim_heap
 from shoal.models.loss import token_loss
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import (
-    hand_to_policies,
-    materialise,
-    place,
-    prepare,
-    record,
-    waits_on_host,
-    wrap,
-)
+from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.settle import Words, leaves_open, settle, words_of
@@ -202,10 +194,6 @@ def start_run(
 
             chosen = choose_for(module, sample, loss or token_loss, bound, plan, said, world)
         plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
-    # Not before the layout is known: zero 3 moves it there unit by unit, and cuts each.
-    divided = plan.layout.zero == 3 and not plan.layout.is_derived
-    if not divided and not waits_on_host(plan, world.device):
-        module = module.to(world.device)
     hooks = hooked(parameters)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()

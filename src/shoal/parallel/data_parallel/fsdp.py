@@ -22,6 +22,7 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,7 @@ from shoal.fabric.world import holds_groups
 from shoal.machine.memory import trim_heap
 from shoal.parallel._torch import forget_groups, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
+from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
 from shoal.trace.flops import meta_twin
@@ -193,14 +195,16 @@ def _wrap(
         before = [(p, p.data) for p in unit.parameters()]
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
-        fully_shard(
-            unit,
-            mesh=over,
-            ignored_params=ignored,
-            reshard_after_forward=unit is not module,
-            mp_policy=_formats(unit, program, root=unit is module),
-            offload_policy=host,
-        )
+        # Not around what gathers: what is gathered is resized, which no mapped tensor can be.
+        with mmap_init() if plan.builds_in_files else nullcontext():
+            fully_shard(
+                unit,
+                mesh=over,
+                ignored_params=ignored,
+                reshard_after_forward=unit is not module,
+                mp_policy=_formats(unit, program, root=unit is module),
+                offload_policy=host,
+            )
         for parameter, data in before:
             # What the optimizer was built over goes back to the host, from where torch moved it:
             # until it has been given the rows, it would hold the whole model on the device.
