@@ -244,11 +244,10 @@ def _built(
             refuse_unready(module)
         return formats.convert(module, plan.compute)
 
-    if isinstance(model, nn.Module):
+    shares = divides(plan, said)
+    if isinstance(model, nn.Module) or not (shares or plan.builds_in_files):
         return build(), lines
-    if not divides(plan, said):
-        if not plan.builds_in_files:
-            return build(), lines
+    if not shares:
         from shoal.parallel.mmap_init import mmap_init
 
         with mmap_init():
