@@ -77,11 +77,6 @@ BY_NAME = r"optimizer\.name = \w+ [^;]*"
 
 REASONS = (
     Reason(
-        "a CPU has no other memory",
-        r"memory\.offload = (\w+): this run computes on the CPU, its memory is the host's already",
-        lambda words, found: words.get("memory.offload") == found[1],
-    ),
-    Reason(
         "attention over ranks that are not there",
         r"layout\.context = (\w+): says how attention is computed over layout\.cp, which is 1",
         lambda words, found: words.get("layout.context") == found[1] and degrees(words)["cp"] == 1,

@@ -52,7 +52,7 @@ MADE = {"layout", "why", "parameters", "buckets", "placements", "accumulate"}
 """Fields of a plan that no key says."""
 
 UNHELD: dict[str, Any] = {
-    "offload": "none",  # a CPU has nothing to offload from
+    **{"offload": "none", "offload_to": "host"},  # one module serves all keys: none leaves memory
     "reshard": "yes",  # one process gathers nothing
     "blocks": (),  # the model here has none of that name
     **{"split": (), "sequence_parallel": "auto", "context": "auto"},  # one process splits nothing
@@ -126,6 +126,7 @@ VALUES: dict[str, str] = {
     "memory.recompute": "memory.recompute=full",
     "fsdp.reshard": "fsdp.reshard=no layout.dp_shard=2 layout.zero=3",
     "memory.offload": "memory.offload=optimizer",
+    "memory.offload_to": "memory.offload_to=files memory.offload=optimizer launch.processes=2",
     "islands.method": "islands.method=diloco",
     "islands.count": f"islands.count=3 {DILOCO}",
     "islands.period": f"islands.period=20 {DILOCO}",

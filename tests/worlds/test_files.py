@@ -75,3 +75,21 @@ def test_states_of_three_times_a_memory_cgroups_limit_train_and_resume(
             told = json.loads(done.stdout)
     assert told["losses"] == plain["losses"][2:]
     assert {**told, "losses": 0} == {**plain, "losses": 0}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
+def test_every_layout_keeps_its_bits_in_files(worlds, layout: str) -> None:
+    """What lies in files, a rank's own parts of weights and moments, are the numbers without."""
+    policies = [
+        {},
+        {"offload": "optimizer", "offload_to": "files"},
+        {"offload": "parameters", "offload_to": "files"},
+    ]
+    for plain, moments, all_ in worlds(2).call(
+        "elsewhere_case:trained", layout=layout, words=policies, deadline_s=200
+    ):
+        assert plain["files"] == 0
+        assert 0 < moments["files"] < all_["files"] == all_["large"]
+        for told in (moments, all_):
+            assert told["losses"] == plain["losses"]
+            assert told["states"] == plain["states"]

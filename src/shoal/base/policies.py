@@ -158,8 +158,7 @@ class RecomputePolicy:
 class OffloadPolicy:
     """What waits elsewhere while unused: none, optimizer, parameters, activations; and where.
 
-    offload_to   host: its memory, where a run on a CPU has everything already · files: mapped ones
-                 without names in TMPDIR, of runs on a CPU; states may be larger than memory then
+    offload_to   host: its memory · files: in TMPDIR, of a run on the CPU: states beyond its memory
     """
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})

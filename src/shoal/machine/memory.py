@@ -48,18 +48,3 @@ def trim_heap() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def return_large_blocks(least_bytes: int) -> None:
-    """Let the C heap return blocks of `least_bytes` and more when they are freed; else as above.
-
-    Each then costs a system call and its pages anew. Where states lie in files 180 of 405 MiB of a
-    process were blocks that gradients had left.
-    Source   mallopt(3): M_MMAP_THRESHOLD, which no longer grows once it is set
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, least_bytes)
-    trim_heap()
-
-
-M_MMAP_THRESHOLD = -3

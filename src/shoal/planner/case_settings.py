@@ -50,7 +50,7 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
     auto    on a CPU fp32; on GPUs bf16 where its rate is above fp32's, else fp16. Of a mixed
             cluster each format has the rate of the part that is slowest in it
     notes   gets a line, in place, where a GPU is over twice as fast in the other 16-bit format
-    Errors  PlanError for a cluster with CPUs and GPUs, and on a CPU for fp16
+    Errors  PlanError for a cluster with CPUs and GPUs, on a CPU for fp16, on GPUs for files
     """
     asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
@@ -62,6 +62,11 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
                 "precision.compute=bf16"
             )
         return "fp32" if asked == "auto" else asked
+    if plan.states_in_files:
+        raise PlanError(
+            "memory.offload_to = files: states in files are stepped by the CPU, and these are "
+            "devices; nearest: memory.offload_to=host"
+        )
     every = [part.device.matrix_flops_per_s for part in parts]
     rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}
     if asked == "auto":

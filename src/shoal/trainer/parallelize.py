@@ -30,14 +30,7 @@ from shoal.fabric import World, start_world
 from shoal.machine.memory import trim_heap
 from shoal.optim.build import rebind
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import (
-    hand_to_policies,
-    materialise,
-    place,
-    prepare,
-    record,
-    wrap,
-)
+from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
 from shoal.planner.settle import Words, leaves_open, settle, words_of
@@ -256,11 +249,10 @@ def _built(
             refuse_unready(module)
         return formats.convert(module, plan.compute)
 
-    if isinstance(model, nn.Module):
+    shares = divides(plan, said)
+    if isinstance(model, nn.Module) or not (shares or plan.builds_in_files):
         return build(), lines
-    if not divides(plan, said):
-        if not plan.builds_in_files:
-            return build(), lines
+    if not shares:
         from shoal.parallel.mmap_init import mmap_init
 
         with mmap_init():

@@ -180,8 +180,7 @@ def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
     held = reducer.sums()
     if program.world.size == 1 and held and held[0].device != program.world.device:
         # They left the device, where they were measured: the host would add up in another order.
-        norms = [norm.to(torch.float64) for norm in reducer.local_norms()]
-        return torch.stack(norms).square().sum()
+        return torch.stack([norm.double() for norm in reducer.local_norms()]).square().sum()
     by_copies: dict[int, list[torch.Tensor]] = {}
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
         by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)

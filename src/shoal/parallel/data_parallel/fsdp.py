@@ -23,6 +23,7 @@ Limits: a block that one rank runs and another skips leaves ranks waiting for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,7 @@ from shoal.fabric.world import holds_groups
 from shoal.machine.memory import trim_heap
 from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
+from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
 from shoal.trace.flops import meta_twin
@@ -201,14 +203,16 @@ def _wrap(
         _bring_rows([p for p, _ in before if p not in ignored], over, program.world.device)
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
-        fully_shard(
-            unit,
-            mesh=over,
-            ignored_params=ignored,
-            reshard_after_forward=unit is not module and kept is not False,
-            mp_policy=_formats(unit, program, root=unit is module),
-            offload_policy=host,
-        )
+        # Not around what gathers: what is gathered is resized, which no mapped tensor can be.
+        with mmap_init() if plan.builds_in_files else nullcontext():
+            fully_shard(
+                unit,
+                mesh=over,
+                ignored_params=ignored,
+                reshard_after_forward=unit is not module and kept is not False,
+                mp_policy=_formats(unit, program, root=unit is module),
+                offload_policy=host,
+            )
         if unit is not module and isinstance(kept, DeviceMesh):
             keep_among(unit, kept)
         for parameter, data in before:

@@ -25,8 +25,7 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
-from shoal.machine.memory import return_large_blocks
-from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
+from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init, return_large_blocks
 from shoal.parallel.offload.activations import Activations
 from shoal.parallel.offload.optimizer_state import LEAST_BYTES, keep_in_files, stream_state
 from shoal.parallel.program import Program
@@ -125,9 +124,12 @@ def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
 
 @contextmanager
 def allocating(program: Program) -> Iterator[None]:
-    """Inside, what a layout allocates for parameters lies in files, if parameters do."""
+    """Inside, what a layout allocates for parameters lies in files, if parameters do.
+
+    Under zero 3 only rows do, which the technique that cuts them sees to.
+    """
     plan = program.plan
-    if not plan.builds_in_files:
+    if not plan.builds_in_files or plan.layout.zero == 3:
         yield
         return
     for parameter in (*program.parameters.values(), *program.frozen.values()):
