@@ -175,8 +175,9 @@ def judged(outputs: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 def judge_batch(value, make: nn.Module):
     """Half real, half made, of one micro-batch."""
     noise, real = value
+    where = next(make.parameters()).device  # outside a run nobody moves a batch
     with torch.no_grad():
-        made = make(noise)
+        made = make(noise.to(where)).to(real.device)
     labels = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(real[:, :1])])
     return torch.cat([real, made]), labels
 

@@ -30,12 +30,10 @@ lib = ctypes.CDLL(LIBRARY)
 for _name, _result, _arguments in (
     ("sim_seed", None, [ctypes.c_long]),
     ("sim_mode", None, [ctypes.c_char_p]),
-    ("sim_answer", None, [ctypes.c_char_p]),
     ("sim_digest", ctypes.c_uint64, []),
     ("sim_foreign", None, [ctypes.c_char_p]),
     ("sim_untold", ctypes.c_size_t, []),
     ("sim_told", ctypes.c_size_t, []),
-    ("sim_clear_reports", None, []),
     ("sim_watch_host", None, []),
     ("sim_register", None, [ctypes.c_void_p, ctypes.c_size_t]),
     ("sim_unregister", None, [ctypes.c_void_p]),
@@ -67,11 +65,6 @@ def seed_schedule(seed: int) -> None:
 def set_mode(name: str) -> None:
     """eager, lazy or drawn, from now on."""
     lib.sim_mode(name.encode())
-
-
-def answer_races(how: str) -> None:
-    """raise, report or off, from now on."""
-    lib.sim_answer(how.encode())
 
 
 def order_of_work() -> int:
@@ -130,17 +123,6 @@ def _exchange_device(index: int) -> int:
     return before
 
 
-class device:
-    def __init__(self, device) -> None:
-        self.idx, self.prev_idx = _index(device), -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = _exchange_device(self.idx)
-
-    def __exit__(self, *_) -> None:
-        set_device(self.prev_idx)
-
-
 class Stream(torch.Stream):
     def __new__(cls, device=None, priority=0, **kw):
         if kw:
@@ -160,22 +142,6 @@ class _IsEvent(type):
 class Event(metaclass=_IsEvent):  # no subclass: torch.Event measures time to its own kind only
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
         return torch.Event(device="cuda", enable_timing=enable_timing)
-
-
-class stream:
-    def __init__(self, stream) -> None:
-        self.stream = stream
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.device_before = current_device()
-            self.before = torch.accelerator.current_stream(self.stream.device)
-            torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *_) -> None:
-        if self.stream is not None:
-            torch.accelerator.set_stream(self.before)
-            set_device(self.device_before)
 
 
 def _stream(handle) -> Stream:
@@ -202,23 +168,9 @@ def _stats(device=None):
     return torch._C._accelerator_getDeviceStats(_index(device))
 
 
-def memory_stats(device=None) -> dict[str, int]:
-    flat: dict[str, int] = {}
-
-    def walk(prefix, value):
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        else:
-            flat[prefix] = value
-
-    walk("", _stats(device))
-    return flat
-
-
 def mem_get_info(device=None) -> tuple[int, int]:
     total = _limits[_index(device)]
-    return total - memory_reserved(device), total
+    return total - torch.cuda.memory_reserved(device), total
 
 
 def memory_snapshot(*_, **__) -> list[dict]:
@@ -275,18 +227,6 @@ def get_device_properties(device=None):
     )
 
 
-def _current(name):
-    return lambda device=None: _stats(device)[name]["all"]["current"]
-
-
-def _peak(name):
-    return lambda device=None: _stats(device)[name]["all"]["peak"]
-
-
-memory_allocated, max_memory_allocated = _current("allocated_bytes"), _peak("allocated_bytes")
-memory_reserved, max_memory_reserved = _current("reserved_bytes"), _peak("reserved_bytes")
-
-
 class _Runtime:
     """The few calls of libcudart in use."""
 
@@ -310,36 +250,13 @@ class _Runtime:
 default_generators = tuple(torch.ops.sim.default_generator(i) for i in range(DEVICES))
 
 
-def _generator(device="cuda"):
-    return default_generators[_index(device)]
-
-
-def set_rng_state(state, device="cuda") -> None:
-    _generator(device).set_state(state)
-
-
-def manual_seed(seed: int) -> None:
-    _generator().manual_seed(int(seed))
-
-
-def manual_seed_all(seed: int) -> None:
-    for generator in default_generators:
-        generator.manual_seed(int(seed))
-
-
-def set_rng_state_all(states) -> None:
-    for generator, state in zip(default_generators, states, strict=True):
-        generator.set_state(state)
-
-
 NAMES = {
     **{
         f.__name__: f
         for f in (
-            *(current_device, set_device, _exchange_device, device, Stream, Event, stream),
-            *(synchronize, current_stream, default_stream, memory_stats, mem_get_info),
-            *(memory_snapshot, set_per_process_memory_fraction, get_device_properties),
-            *(set_rng_state, manual_seed, manual_seed_all, set_rng_state_all),
+            *(current_device, set_device, _exchange_device, Stream, Event, synchronize),
+            *(current_stream, default_stream, mem_get_info, memory_snapshot),
+            *(set_per_process_memory_fraction, get_device_properties),
         )
     },
     "_maybe_exchange_device": _exchange_device,
@@ -355,13 +272,6 @@ NAMES = {
     "device_count": lambda: DEVICES,
     "set_stream": torch.accelerator.set_stream,
     "cudart": lambda: _Runtime,
-    "get_rng_state": lambda device="cuda": _generator(device).get_state(),
-    "get_rng_state_all": lambda: [g.get_state() for g in default_generators],
-    "initial_seed": lambda: _generator().initial_seed(),
-    "memory_allocated": memory_allocated,
-    "max_memory_allocated": max_memory_allocated,
-    "memory_reserved": memory_reserved,
-    "max_memory_reserved": max_memory_reserved,
     "memory_stats_as_nested_dict": _stats,
     "reset_peak_memory_stats": lambda device=None: torch._C._accelerator_resetPeakStats(
         _index(device)

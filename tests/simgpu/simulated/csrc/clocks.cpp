@@ -190,12 +190,9 @@ namespace {
 struct Reports { std::mutex guard; std::vector<std::string> all; std::string waits; size_t told = 0; };
 Reports& reports() { static auto* r = new Reports; return *r; }
 enum Answer { RAISE, REPORT, IGNORE };
-Answer& answer() {
-  static Answer a = [] {
-    auto s = setting("SIM_RACES", "raise");
-    return s == "report" ? REPORT : s == "off" ? IGNORE : RAISE;
-  }();
-  return a;
+Answer answer() {
+  static auto said = setting("SIM_RACES", "raise");
+  return said == "report" ? REPORT : said == "off" ? IGNORE : RAISE;
 }
 void report(const std::string& text) {
   std::lock_guard<std::mutex> hold(reports().guard);
@@ -244,13 +241,4 @@ extern "C" size_t sim_untold() {  // reports that no exception carried: a status
   return reports().all.size();
 }
 extern "C" size_t sim_told() { return reports().told; }
-extern "C" void sim_clear_reports() {
-  std::lock_guard<std::mutex> hold(reports().guard);
-  reports().all.clear();
-  reports().waits.clear();
-}
-extern "C" void sim_answer(const char* how) {
-  std::string s = how;
-  answer() = s == "report" ? REPORT : s == "off" ? IGNORE : RAISE;
-}
 }  // namespace simgpu

@@ -86,7 +86,6 @@ void set_stream(Stream*);
 Stream* stream_of(const c10::Stream&);
 c10::Stream handle_of(Stream*);
 Stream* pool_stream(c10::DeviceIndex);
-Stream* stream_at(c10::DeviceIndex, size_t place);  // nullptr past the last; under the mutex
 
 void queue(Stream*, Task, Lock&);               // under the mutex
 void push(Stream*, Task);                       // queue, then what the schedule says

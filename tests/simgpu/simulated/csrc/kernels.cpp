@@ -402,14 +402,6 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   }
   return to;
 }
-Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  Tensor target = to;
-  return copy_(target, from, non_blocking);
-}
-Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  to.resize_(from.sizes());
-  return copy_from(from, to, false);
-}
 at::Scalar item(const Tensor& t) {
   Stream* s = current_stream(t.device().index());
   std::vector<Range> ranges;
@@ -533,8 +525,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", TORCH_FN(simgpu::empty));
   m.impl("empty_strided", TORCH_FN(simgpu::empty_strided));
   m.impl("copy_", TORCH_FN(simgpu::copy_));
-  m.impl("_copy_from", TORCH_FN(simgpu::copy_from));
-  m.impl("_copy_from_and_resize", TORCH_FN(simgpu::copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(simgpu::item));
   m.impl("resize_", TORCH_FN(simgpu::resize_));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(simgpu::set_storage));

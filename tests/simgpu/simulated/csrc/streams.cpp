@@ -141,10 +141,6 @@ Stream* pool_stream(c10::DeviceIndex d) {
   if (d < 0) d = here;
   return streams()[d][1 + turn[d]++ % kPoolStreams];
 }
-Stream* stream_at(c10::DeviceIndex d, size_t place) {
-  return place < streams()[d].size() ? streams()[d][place] : nullptr;
-}
-
 void queue(Stream* s, Task t, Lock&) {
   s->queue.push_back(std::move(t));
   s->queued++;
