@@ -22,6 +22,8 @@ MAY = {
     "planner/catalogue.py": "sources of a catalogue's figures; knows no torch",
     "teach/screens/links.py": "what learners read",
     "launch/failures.py": "words in the texts of exceptions; the room knows no torch",
+    "machine/device_pool.py": "a setting of CUDA's own allocator, and the only kind that has it",
+    "trace/lend.py": "names of the properties by which a tensor says where it is",
     "parallel/spmd/sequence.py": "names of every attribute of a tensor that moves no data",
 }
 """Files outside of fabric that spell a vendor's name in code, and why."""

@@ -79,14 +79,24 @@ def test_what_fits_nowhere_says_what_would() -> None:
 
 
 def test_what_would_not_start_says_so() -> None:
-    """Steps that fit are no run while every rank must first hold the whole model."""
+    """Steps that fit are no run where a node's ranks each hold the whole model first."""
 
     def large() -> nn.Module:
         return nn.Sequential(*[nn.Linear(2**15, 2**15) for _ in range(64)])
 
     sample = (torch.zeros(2, 2**15, device="meta"), torch.zeros(2, 2**15, device="meta"))
-    with pytest.raises(shoal.PlanError, match=r"its steps would fit, but every rank first puts"):
-        shoal.plan(large, sample, on="8x8xH100-80GB", batch=64)
+    assert shoal.plan(large, sample, on="8x8xH100-80GB", batch=64).layout.processes == 64
+    with torch.device("meta"):
+        built = large()
+    for part in built:  # weights on the host, of one number's memory
+        part.weight = nn.Parameter(torch.zeros(()).expand(2**15, 2**15))
+        part.bias = nn.Parameter(torch.zeros(()).expand(2**15))
+    told = (
+        r"its steps would fit, but while building, each of a node's 8 ranks holds all 68.7B "
+        r"weights: 2.0 TiB in a node's 1.8 TiB; nearest: give a function that builds the model"
+    )
+    with pytest.raises(shoal.PlanError, match=told):
+        shoal.plan(built, sample, on="8x8xH100-80GB", batch=64)
 
 
 def test_the_plan_is_one_that_carries_what_was_asked_for() -> None:
