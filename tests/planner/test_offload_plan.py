@@ -11,6 +11,7 @@ from shoal.base.estimate import Case
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.planner.fits import verdict
+from shoal.planner.instants import predict_run
 from shoal.planner.machines import parse_machines
 from shoal.planner.memory import predict_memory
 from shoal.planner.published import published
@@ -62,7 +63,9 @@ def test_on_a_cpu_only_files_make_room() -> None:
     parameters = sum(unit.count * unit.parameters for unit in plain.model.units)
     assert memory.disk_bytes == pytest.approx(16 * parameters)
     assert not {"weights", "gradients", "optimizer"} & set(memory.parts)
-    assert memory.start_bytes == 0
+    built, kept = (predict_run(case).instants[0] for case in (files, plain))
+    assert built.device_bytes == LAPTOP.device.reserved_bytes
+    assert kept.device_bytes == pytest.approx(built.device_bytes + 4 * parameters)
     only = predict_memory(replace(files, plan=replace(files.plan, offload="optimizer")))
     assert only.disk_bytes == pytest.approx(8 * parameters)
     assert only.parts["weights"] == pytest.approx(4 * parameters)
