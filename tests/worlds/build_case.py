@@ -449,7 +449,6 @@ def read(world: World, layout: Any, folder: str, dtype: str = "float32") -> dict
         undo()
     return {
         "read": read_bytes,
-        "ahead": len(list(plain.parameters())) * _ahead_bytes(folder),
         "files": len(list(Path(folder).glob("*.safetensors"))),
         "weights": 4 * run.plan.parameters,
         "apart": [n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])],
@@ -463,16 +462,6 @@ def _forget(folder: str) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _ahead_bytes(folder: str) -> int:
-    """How far beyond what is asked for the system reads, once it reads on."""
-    device = os.stat(folder).st_dev
-    disk = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
-    for place in (disk, disk.parent):  # of a partition its disk says it
-        if (told := place / "queue" / "read_ahead_kb").exists():
-            return 1024 * int(told.read_text())
-    return 128 * 1024
 
 
 def _read_bytes() -> int:
