@@ -68,6 +68,9 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/proof/families.py
 	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/worlds/pipe_makespan.py
+	$(BIN)/python tests/simgpu/device_lines.py --out docs/proof/device-lines.json
+	$(BIN)/python tests/simgpu/mutants.py --out docs/proof/mutants.json
+	$(BIN)/python tests/simgpu/seeds.py --out docs/proof/seeds.json
 	$(BIN)/python benchmarks/deadlines.py
 	$(BIN)/python -m pytest -m proof
 	$(MAKE) test-versions

@@ -116,15 +116,67 @@ print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "shoal"
 """
 
 
+def _loaded(script: str) -> list[Path]:
+    """Files of ours that a script's process has loaded in the end; it prints them."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    return [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]
+
+
 def test_what_a_reader_of_the_plain_path_must_load() -> None:
     """A loop of one's own under ddp imports what it uses: a quarter of the source."""
-    done = subprocess.run(
-        [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, check=True, timeout=120
-    )
-    files = [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]
-    files = [path for path in files if path.name != "single.py"]  # what one process has for ddp.py
+    files = [
+        path for path in _loaded(OWN_LOOP) if path.name != "single.py"
+    ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
     assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000
+
+
+FOUR_RANKS = """
+import os, signal, socket, sys, torch, shoal
+from torch import nn
+
+torch.set_num_threads(1)
+listener = socket.create_server(("127.0.0.1", 0))
+place = {"SHOAL_STORE_PORT": str(listener.getsockname()[1]), "SHOAL_ATTEMPT": "0"}
+rank = 0
+for other in range(1, 4):
+    if os.fork() == 0:
+        rank = other
+        break
+signal.alarm(100)  # each of them: none outlives the test
+for name in ("", "LOCAL_"):
+    place |= {f"{name}RANK": str(rank), f"{name}WORLD_SIZE": "4"}
+os.environ |= place | ({"SHOAL_STORE_FD": str(listener.fileno())} if rank == 0 else {})
+torch.manual_seed(0)
+samples = torch.rand(32, 8)
+
+
+def build():
+    layers = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+run = shoal.parallelize(
+    build, lambda p: torch.optim.SGD(p, lr=0.1), lambda y, t: ((y - t) ** 2).sum(1),
+    layout={"tp": 2, "pp": 2}, batch=16, micro_batch=4, sample=(samples[:4], samples[:4]),
+)
+for batch in run.loader(torch.utils.data.TensorDataset(samples, samples)):
+    run.step(batch)
+    if run.step_count == 2:
+        break
+if rank == 0:
+    print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "shoal"), sep="\\n")
+run.close()
+"""
+
+
+def test_what_a_rank_of_a_pipeline_of_split_layers_loads() -> None:
+    """Parts of layers in stages, with a loader: nothing for people, no search."""
+    files = _loaded(FOUR_RANKS)
+    assert 100 < len(files) <= 156, sorted(files)  # to become 150
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 24_800  # to become 24,000
 
 
 def test_the_picture_of_the_house_is_the_contract() -> None:

@@ -62,7 +62,10 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert (best["verdict"], best["starts"], best["after"]) == ("fits", True, "fits")
     for row in record["layouts"]:
         instants = {one["name"]: one for one in row["instants"]}
-        assert list(instants) == [*INSTANTS[:2], *INSTANTS[3:]]  # a proof would take too long
+        checked = row["degrees"].get("tp", 1) * row["degrees"].get("cp", 1) > 1
+        assert ("checking" in instants) == checked
+        # A proof would take too long.
+        assert [name for name in instants if name != "checking"] == [*INSTANTS[:2], *INSTANTS[3:]]
         assert instants["step"]["device_bytes"] == row["peak_bytes"]
         # What is built comes from the host unit by unit, under tp and pp too.
         assert instants["building"]["device_bytes"] < row["peak_bytes"]
@@ -87,10 +90,10 @@ def test_a_plan_says_what_every_instant_holds(tmp_path: Path) -> None:
     done = plan("model.name=llama-3-70b", "--on", "16x8xH100", "--top", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "on a device + a node's 1.8 TiB: building" in text
+    assert "on a device + a node's 1.8 TiB: checking" in text
     assert "each machine builds the model once, in files: 262.8 GiB in TMPDIR" in text
     done = plan("model.name=llama-3-8b", "--on", "4xL40S", "--top", "1", folder=tmp_path)
-    assert "on a device + a node's memory, not known: building" in " ".join(done.stdout.split())
+    assert "on a device + a node's memory, not known: checking" in " ".join(done.stdout.split())
 
 
 LLAMA_30B = {

@@ -72,12 +72,32 @@ def test_a_transfer_that_was_forgotten_ends_at_the_first_question(
     assert lost.value.after_s < DEADLINE_S, "it waited for its deadline"
 
 
-def test_a_deadline_ends_the_questions() -> None:
+class Clock:
+    """Time that only a transfer spends: a busy machine does not come between two questions."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wait(self, limit: timedelta) -> None:
+        """As a transfer of which nobody is ever told."""
+        self.now_s += limit.total_seconds()
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_deadline_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody is gone, a transfer that does not end still ends at its deadline."""
     group: Any = Closed(gone=-1)
-    work: Any = Forgotten()
+    work: Any = Clock()
+    monkeypatch.setattr(links, "time", work)
     nothing = torch.empty(0, dtype=torch.uint8)
     here = Links(dist.HashStore(), None, range(2), 0, "all")
     with pytest.raises(links._Failed):
         here.wait(Flight(work, nothing, nothing, group), Deadline(0.3))
     assert group.asked == [1]
+    assert work.now_s == pytest.approx(0.3, abs=2 * links.LEAST_S)

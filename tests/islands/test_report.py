@@ -10,10 +10,9 @@ import pytest
 from shoal.base.islands import METHODS, IslandsPolicy
 from shoal.islands.admission import Verdict
 from shoal.islands.commit_vote import Ballot
-from shoal.islands.merge import Merge
+from shoal.islands.merge import Merge, lines, refusals, round_fields
 from shoal.islands.methods import find_method
 from shoal.islands.round_exchange import _among
-from shoal.islands.round_report import lines, refusals, round_fields
 
 BALLOT = Ballot(round=7, fragment=1, ok=True, digest="ab", tokens=40, steps_per_s=2.0, used=8)
 VERDICT = Verdict((0, 1), {}, (), {}, {}, {})

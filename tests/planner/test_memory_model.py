@@ -12,8 +12,9 @@ from planned_case import case_of
 import shoal
 from shoal.base.cluster import Cluster, Device, Link
 from shoal.base.errors import PlanError
-from shoal.base.estimate import Case, MemoryEstimate, ModelFacts
+from shoal.base.estimate import Case, MemoryEstimate, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.machine.states import peak_extra_bytes
 from shoal.machine.states import state_bytes as held_bytes
 from shoal.models.catalog import build
@@ -279,3 +280,17 @@ def test_verdicts_say_fits_tight_and_no_with_what_is_left(llama: ModelFacts) -> 
     assert fits.largest == "loss"
     with pytest.raises(PlanError, match=r"more than 0"):
         verdict(found, 0)
+
+
+def test_a_segment_that_is_begun_on_every_stream_may_be_of_no_use() -> None:
+    """20 MiB at a time on a GPU: beside the interval of a model as small as they are."""
+    unit = UnitFacts("layer", 4, parameters=2**20)
+    model = ModelFacts("m", (unit,), 0, 4, 2**22)
+    for zero, streams in ((1, 1), (3, 3)):
+        plan = Plan(Layout(dp_shard=2, zero=zero), 2, 1, compute="fp32")
+        found = [
+            predict_memory(Case(model, Cluster(device, 1, 2, LINK, LINK), plan))
+            for device in (Device("d", 1e9, {}, 1e9, kind=kind) for kind in ("gpu", "cpu"))
+        ]
+        unused = [one.high_bytes - 1.09 * one.peak_bytes for one in found]
+        assert unused == pytest.approx([streams * 20 * 2**20, 0.0], abs=1)

@@ -7,17 +7,22 @@ from dataclasses import replace
 import pytest
 
 from shoal.base.cluster import Cluster, Device, Link
-from shoal.base.estimate import Case
+from shoal.base.estimate import Case, ModelFacts, UnitFacts
 from shoal.base.layout import Layout
+from shoal.base.placement import Placement
 from shoal.base.plan import Plan
 from shoal.planner.fits import verdict
+from shoal.planner.frameworks import framework
 from shoal.planner.instants import predict_run
 from shoal.planner.machines import parse_machines
 from shoal.planner.memory import predict_memory
+from shoal.planner.offload import on_device
 from shoal.planner.published import published
+from shoal.planner.stage_cut import cut
 from shoal.planner.step_time import predict_time
 from shoal.planner.suggest import fixes
 from shoal.planner.transformer import model_facts
+from shoal.planner.transient_memory import rank_sum
 
 CARD = parse_machines("1xRTX4090-24GB")
 LINK = Link("wire", 1e-6, 1e11)
@@ -69,3 +74,56 @@ def test_on_a_cpu_only_files_make_room() -> None:
     only = predict_memory(replace(files, plan=replace(files.plan, offload="optimizer")))
     assert only.disk_bytes == pytest.approx(8 * parameters)
     assert only.parts["weights"] == pytest.approx(4 * parameters)
+
+
+def offloaded(layout: Layout, memory_bytes: float, *sizes: int) -> Case:
+    """A placed plan whose optimizer's state waits on the host; sizes in KiB of each tensor."""
+    device = Device("d", memory_bytes, {}, 1e12, kind="gpu")
+    data = ("whole", "states", "states", "rows")[layout.zero]
+    over = ("dp_shard",) if layout.zero else ("dp_replicate",)
+    rows = tuple(
+        Placement(str(n), (256 * kib,), "float32", True, sum_over=over, data=data)
+        for n, kib in enumerate(sizes)
+    )
+    plan = Plan(layout, 2, 1, 2, compute="fp32", offload="optimizer", placements=rows)
+    elements = 256 * sum(sizes)
+    model = ModelFacts("m", (UnitFacts("layer", parameters=elements),), 0, 4, elements)
+    return Case(model, Cluster(device, 1, 2, LINK, LINK), plan)
+
+
+def held(case: Case) -> tuple[float, float]:
+    """KiB that come for the update, and that stay."""
+    stage = cut(case, 0)
+    found = on_device(case, stage, rank_sum(case, stage.units))
+    return found.pieces / 1024, found.staying / 1024
+
+
+DDP = Layout(dp_replicate=2)
+
+
+def test_three_pieces_of_state_come_at_a_time() -> None:
+    """16 MiB / 64 = 256 KiB of parameters: whole tensors, at least one."""
+    assert held(offloaded(DDP, 2**24, 200, 300, 100, 100, 200)) == (2 * 700, 0)
+    assert held(offloaded(DDP, 2**34, 200, 300, 100, 100, 200)) == (2 * 900, 0)
+
+
+def test_small_tensors_of_state_stay() -> None:
+    assert held(offloaded(DDP, 2**34, 200, 60, 64, 1)) == (2 * 264, 2 * 61)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_rank_brings_the_state_of_what_it_steps(zero: int) -> None:
+    """Half of every tensor under zero 3; of the bucket that two ranks share, its own half."""
+    halves = held(offloaded(Layout(dp_shard=2, zero=zero), 2**34, 400, 400))
+    assert halves == (2 * 400, 0)
+
+
+def test_the_root_has_been_sent_when_state_comes() -> None:
+    """Bare layers under zero 3: their whole gradients are gone before the update."""
+    one = offloaded(Layout(dp_shard=2, zero=3), 2**34, 4096)
+    layer = UnitFacts("layer", parameters=2**20, operations=1, block="-", rooted_parameters=2**20)
+    one = replace(one, model=replace(one.model, units=(layer,)))
+    found = predict_memory(one, None, replace(framework("shoal"), workspace_bytes=0.0))
+    assert found.when == "backward"
+    # Weights and gradients, halves; the root's gradient, and what is sent of it.
+    assert found.allocated_bytes / 2**20 == pytest.approx(2 + 2 + 4 + 4)

@@ -2,25 +2,32 @@
 
 Run as it stands on the CPU over gloo, and on simulated devices over "NCCL": `test_own_loop.py`
 compares. Whatever differs between the two is a fault of order, place or lifetime, since kernels are
-the same. The last line of rank 0 is {"device": …, "rows": {name: [loss, …, sum of weights]}}.
+the same. The last line of rank 0 is {"device": …, "rows": {name: [loss, …, sum of weights]},
+"launches": of all of them}.
 
-    python own_loop.py NAME …      as RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT say
+    python own_loop.py NAME … [--seeds N]    as RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT say
+
+With seeds a layout trains N steps, each under a schedule of its own: seeds 0 to N − 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
+import traceback
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shoal
-from shoal.fabric import start_world
+from shoal.fabric import World, start_world
+from shoal.fabric.device import held_bytes, is_accelerator, synchronize
+from shoal.fabric.ring import Ring
 from shoal.models.catalog import build
 from shoal.parallel import offload
+from shoal.parallel.offload.lane import Lane
 
 STEPS = 3
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.0}
@@ -65,15 +72,18 @@ class Tokens:
 
     draws_nothing = True
 
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
     def __len__(self) -> int:
-        return 8 * STEPS
+        return 8 * self.steps
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         row = tokens(index // 8)[index % 8]
         return row[:-1], row[1:]
 
 
-def trained(world: Any, name: str) -> list[float]:
+def trained(world: World, name: str, seeds: int) -> list[float]:
     """Losses of a few steps, then the sum of all weights' magnitudes."""
     _, layout, policies = LAYOUTS[name]
     policies = dict(policies)
@@ -88,9 +98,11 @@ def trained(world: Any, name: str) -> list[float]:
     module = build(kind, sizes, vocabulary=61, sequence=12)
     precision = policies.pop("precision", "fp64")
     folder = tempfile.mkdtemp(prefix="own-loop-") if name == "saved" else None
+    # Many steps of a large rate would blow the last digit up, in which sums of ranks may differ.
+    lr = 1e-5 if seeds else 1e-2
     run = shoal.parallelize(
         module,
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr, foreach=True),
         layout=layout,
         batch=8,
         micro_batch=2,
@@ -99,20 +111,125 @@ def trained(world: Any, name: str) -> list[float]:
         sample=samples,
         **policies,
     )
-    losses = []
-    while len(losses) < STEPS:
-        for batch in run.loader(Tokens()):
+    losses: list[float] = []
+    steps = seeds or STEPS
+    while len(losses) < steps:
+        for batch in run.loader(Tokens(steps)):
+            if seeds and on_device:
+                seed_schedule(len(losses))
             losses.append(float(run.step(batch).loss))
             if folder is not None:
                 run.save(folder, wait=False)  # beside the next step
-            if len(losses) == STEPS:
+            if len(losses) == steps:
                 break
     whole = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
     for part in (run.saving, run.touched, run.guard):  # all of `run.close` but leaving the world
         part.close()
     for undo in run.program.on_close:
         undo()
-    return [*losses, whole]
+    left = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
+    return [*losses, whole, left]
+
+
+def turned(world: World) -> list[float]:
+    """A turn of the ring, after which what was sent is overwritten, as its contract allows."""
+    sent = torch.full((4096,), 1.0 + world.rank, device=world.device)
+    turn = Ring(world).pass_on([sent])
+    came = turn.result()[0]
+    sent.fill_(7.0)
+    return [float(came.sum()), float(sent.sum())]
+
+
+def synchronised(world: World) -> list[float]:
+    """What was copied to pinned memory may be read by the host once the device is done."""
+    there = torch.full((4096,), 3.0, device=world.device)
+    here = torch.zeros(4096, pin_memory=is_accelerator(world.device))
+    here.copy_(there, non_blocking=True)
+    synchronize(world.device)
+    return [float(here.sum())]
+
+
+def lent(world: World) -> list[float]:
+    """Host memory that was on its way to the device may change once a lane has finished."""
+    if not is_accelerator(world.device):
+        return [12288.0]
+    lane = Lane(world.device)
+    here = lane.host_like(torch.empty(4096, device=world.device)).fill_(3.0)
+    there, arrived = lane.bring(here)
+    lane.finish()
+    here.fill_(7.0)
+    lane.wait(arrived)
+    return [float(there.sum())]
+
+
+def parked(world: World) -> list[float]:
+    """What autograd saved and no backward pass asks for is let go only when its copy is over."""
+    if not is_accelerator(world.device):
+        return [1.0]
+    park, before = (
+        offload.Activations(torch.nn.Identity(), (), world.device),
+        held_bytes(world.device),
+    )
+    with park.micro_batch(0, 0):
+        saved = torch.full((4096,), 3.0, device=world.device, requires_grad=True) * 2
+        unused = saved.exp()  # its backward pass, which does not come, reads it
+        del saved, unused
+    left = held_bytes(world.device) - before
+    again = [torch.zeros(4096, device=world.device) for _ in range(8)]  # its block among them
+    return [1.0 + left + sum(float(one.sum()) for one in again)]
+
+
+def uneven(world: World) -> list[float]:
+    """A sum whose parts are of different lengths, then gathered."""
+    flat = torch.arange(10.0, device=world.device) + world.rank
+    cuts = [0, *(3 + rank for rank in range(world.size - 1)), 10]
+    part = world.reduce_scatter(flat.clone(), cuts).result()
+    flat[cuts[world.rank] : cuts[world.rank + 1]] = part
+    work = world.all_gather_parts(flat, cuts)
+    if work is not None:
+        work.wait()
+    return flat.tolist()
+
+
+def refused(world: World) -> list[float]:
+    """Replicas need their parameters whole, so no device can do without them."""
+    layout, model = {"dp_replicate": world.size}, torch.nn.Linear(4, 4)
+    try:
+        shoal.parallelize(
+            model, lambda p: torch.optim.SGD(p, lr=0.1), layout=layout, batch=8,
+            world=world, offload="parameters",
+        )  # fmt: skip
+    except shoal.ShoalError as failure:
+        asked = "ddp needs whole parameters on every device; nearest: layout.strategy=fsdp"
+        return [float(asked in str(failure))]
+    return [float(not is_accelerator(world.device))]
+
+
+PARTS = {
+    "uneven": uneven,
+    "refused": refused,
+    "ring": turned,
+    "synchronised": synchronised,
+    "lane": lent,
+    "parked": parked,
+}
+"""Rows of one room of `fabric`, where no layout asks for all that it promises."""
+
+
+def seed_schedule(seed: int) -> None:
+    """Let the simulated device draw its order anew."""
+    import simulated_cuda
+
+    simulated_cuda.seed_schedule(seed)
+
+
+def launched(world: World) -> int:
+    """How many kernels, copies and collectives this rank has launched."""
+    if not is_accelerator(world.device):
+        return 0
+    import simulated_cuda
+
+    return simulated_cuda.launches()[0]
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -128,29 +245,22 @@ def main() -> None:
     offload.Activations.__init__.__defaults__ = (1,)  # tensors here are small
     world = start_world()
     rows = {}
-    for name in sys.argv[1:]:
+    words = argparse.ArgumentParser()
+    words.add_argument("names", nargs="+")
+    words.add_argument("--seeds", type=int, default=0)
+    asked = words.parse_args()
+    for name in asked.names:
         try:
             with sdpa_kernel(SDPBackend.MATH):  # what the device has
-                rows[name] = trained(world, name)
+                rows[name] = (
+                    PARTS[name](world) if name in PARTS else trained(world, name, asked.seeds)
+                )
         except Exception as failure:
             rows[name] = f"{type(failure).__name__}: {failure}"
-            if world.rank == 0:
-                import traceback
-
-                traceback.print_exc()
-    if world.device.type == "cuda":
-        import simulated_cuda
-
-        counted = simulated_cuda.counts()
-        waiting = {k: n for k, n in counted.items() if k.endswith("(waits)")}
-        launches = {"all": sum(counted.values()), "waiting": waiting}
-    else:
-        launches = {}
+            traceback.print_exc()  # on every rank: the others may wait for the one that failed
+    told = {"device": str(world.device), "rows": rows, "launches": launched(world)}
     if world.rank == 0:
-        print(
-            json.dumps({"device": str(world.device), "rows": rows, "launches": launches}),
-            flush=True,
-        )
+        print(json.dumps(told), flush=True)
     world.close()
 
 

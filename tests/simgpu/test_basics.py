@@ -19,6 +19,14 @@ def test_promises(run) -> None:
     assert not told["wrong"], "\n".join(f"{k}: {v}" for k, v in told["wrong"].items())
 
 
+def test_rooms_of_the_source_know_a_device(run) -> None:
+    """What trains nothing: abilities, memory, measurements, refusals, pinned copies, loaded states."""
+    done = run("rooms.py")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert not told["wrong"], "\n".join(f"{k}: {v}" for k, v in told["wrong"].items())
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_seed_repeats_exactly(run) -> None:
     first, again, other = (
         run("basics.py", "digest", SIM_SEED=seed).stdout.strip() for seed in ("3", "3", "4")

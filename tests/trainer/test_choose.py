@@ -22,7 +22,6 @@ from shoal.data.fetch import first_samples
 from shoal.data.sources import open_source
 from shoal.planner.measured import this_cluster
 from shoal.planner.settle import keep_choice
-from shoal.trainer import auto_layout as room
 from shoal.trainer import rank_layouts
 from shoal.trainer.job import build_model, import_loss
 from shoal.trainer.predict import case_of, facts_of, prediction
@@ -56,7 +55,9 @@ def chosen(config: Config, source: Any, folder: Path, ranks: int = 2) -> tuple[P
     """What `choose` makes of the plan that a start without torch left in the folder."""
     if not (folder / "plan.json").exists():
         (folder / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
-    return room.choose(config, partial(facts_of, config, source), TwoRanks(size=ranks), folder)
+    return rank_layouts.choose(
+        config, partial(facts_of, config, source), TwoRanks(size=ranks), folder
+    )
 
 
 def test_the_planner_chooses_and_says_what_else(digits, tmp_path: Path) -> None:
@@ -159,4 +160,7 @@ def test_the_guide_speaks_of_the_model_that_it_counted(
     monkeypatch.setattr(rank_layouts, "read_measured", lambda cache, ranks, **more: None)
     said = replace(plan_of(config), why="auto: a model of unknown size")
     (tmp_path / "plan.json").write_text(said.to_json({"chosen": False}))
-    assert room.choose(config, partial(facts_of, config, source), TwoRanks(), tmp_path)[0].why == ""
+    assert (
+        rank_layouts.choose(config, partial(facts_of, config, source), TwoRanks(), tmp_path)[0].why
+        == ""
+    )

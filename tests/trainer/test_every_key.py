@@ -36,7 +36,6 @@ from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import SearchSpace
 from shoal.planner.settle import is_open, settle_layout, words_of
 from shoal.planner.transformer import model_facts
-from shoal.trainer import auto_layout as auto
 from shoal.trainer import job, rank_layouts
 from shoal.trainer import parallelize as room
 from shoal.trainer.predict import case_of
@@ -509,7 +508,7 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         if key in ("launch.nodes", "launch.processes", "model.build", "precision.loss_scale"):
             continue  # how many ranks, which facts, and a format that no CPU has
         (tmp_path / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
-        chosen, _ = auto.choose(config, lambda **more: model, Ranks(size=2), tmp_path)
+        chosen, _ = rank_layouts.choose(config, lambda **more: model, Ranks(size=2), tmp_path)
         loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
         wanted = find_subject(loaded, "")
         case, space = told[-1]

@@ -20,9 +20,8 @@ from torch import nn
 from shoal.checkpoint.export import export
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build
-from shoal.models.huggingface import pretrained_shapes
 from shoal.parallel import shared_build
-from shoal.parallel.checkpoint_files import made_beside
+from shoal.parallel.checkpoint_files import made_beside, pretrained_shapes
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.full_state import gather_weights
 from shoal.parallel.mmap_init import mmap_init

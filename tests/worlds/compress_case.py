@@ -77,7 +77,9 @@ def leave(run: Run) -> None:
 
 def digest(run: Run) -> str:
     """Of all weights, bit by bit."""
-    whole = b"".join(p.detach().contiguous().numpy().tobytes() for p in run.model.parameters())
+    whole = b"".join(
+        p.detach().cpu().contiguous().numpy().tobytes() for p in run.model.parameters()
+    )
     return hashlib.sha256(whole).hexdigest()
 
 
@@ -148,10 +150,11 @@ def uneven(world: World) -> dict[str, Any]:
     cuts = (0, 0, 501, 501, 1304)
     sender = ScatteredInt8Sum(cuts, torch.float32, world)
     addends = [
-        torch.randn(1304, generator=torch.Generator().manual_seed(r)) for r in range(world.size)
+        torch.randn(1304, generator=torch.Generator().manual_seed(r)).to(world.device)
+        for r in range(world.size)
     ]
     low, high = cuts[world.rank : world.rank + 2]
-    arriving = torch.empty(high - low)
+    arriving = torch.empty(high - low, device=world.device)
     flight = sender.send(addends[world.rank])
     flight.turn()
     flight.result(arriving)

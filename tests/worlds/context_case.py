@@ -239,30 +239,31 @@ def keys_held(world: World, samples: int) -> list[float]:
     size, tokens = world.size, 8
     draw = torch.Generator().manual_seed(5)
     shape = (samples, size * tokens, 4, 8)
-    every = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(2)]
+    place, wide = world.device, torch.float64
+    every = [torch.randn(shape, generator=draw, dtype=wide).to(place) for _ in range(2)]
     known = torch.cat([one.reshape(-1) for one in every]).sort().values
     mine = [one.chunk(size, 1)[world.rank].clone() for one in every]
     share = sum(one.numel() for one in mine)
     del every
     k, v = (one.transpose(1, 2).requires_grad_() for one in mine)
-    q = torch.randn(samples, 4, tokens, 8, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(samples, 4, tokens, 8, dtype=wide, device=place, requires_grad=True)
     near = torch.arange(size * tokens)[:, None] - torch.arange(size * tokens)
     padded = torch.arange(size * tokens) < size * tokens - 3
-    mask = ((near >= -1) & (near < 2 * tokens) & padded).chunk(size)[world.rank]
+    mask = ((near >= -1) & (near < 2 * tokens) & padded).chunk(size)[world.rank].to(place)
     counts: list[float] = []
 
     def count() -> None:
         seen, held = set(), 0
         for one in gc.get_objects():
-            if type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "cpu":
+            if type(one) not in (torch.Tensor, nn.Parameter) or one.device != place:
                 continue
-            if one.dtype != torch.float64:
+            if one.dtype != wide:
                 continue
             storage = one.untyped_storage()
             if one is known or storage.data_ptr() in seen or not storage.nbytes():
                 continue
             seen.add(storage.data_ptr())
-            values = torch.empty(0, dtype=torch.float64).set_(storage)
+            values = torch.empty(0, dtype=wide, device=place).set_(storage)
             found = int(torch.isin(values, known).sum())
             held += found if 2 * found > values.numel() else 0  # a row of one key's weight is out
         counts.append(held / share)
@@ -294,7 +295,7 @@ def own_loss(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.T
     """A user's loss, which knows nothing of parts."""
     logits = find_logits(outputs).double()
     picked = logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1))
-    weight = torch.linspace(1.0, 2.0, targets.shape[1], dtype=torch.float64)
+    weight = torch.linspace(1.0, 2.0, targets.shape[1], dtype=torch.float64, device=targets.device)
     return -(picked.squeeze(-1) * weight).sum(), torch.tensor(targets.numel())
 
 
@@ -449,7 +450,7 @@ def _kept(run: Run, tokens: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_loss(run.model(tokens), tokens)
+        token_loss(run.model(tokens.to(run.world.device)), tokens.to(run.world.device))
     return sum(seen.values())
 
 

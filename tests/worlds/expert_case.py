@@ -80,7 +80,7 @@ class OwnExperts(nn.Module):
     def forward(self, picked: Tensor, odds: Tensor, hidden: Tensor) -> Tensor:
         """[n, k], [n, k], [n, dim] to [n, dim]; only experts that somebody chose run."""
         # The number of experts is read here: a rank with fewer must be told.
-        busy = torch.zeros(self.kinds, dtype=odds.dtype).index_add(0, picked[:, 0], odds[:, 0])
+        busy = odds.new_zeros(self.kinds).index_add(0, picked[:, 0], odds[:, 0])
         if len(busy) != len(self.inner):
             raise ValueError(f"{len(self.inner)} experts, {len(busy)} were promised")
         mixed = torch.zeros_like(hidden)

@@ -19,6 +19,7 @@ from shoal.base.errors import ClusterError, TrainingError
 from shoal.base.islands import IslandsPolicy
 from shoal.base.phases import listen
 from shoal.fabric import World
+from shoal.fabric.device import HOST
 from shoal.fabric.island_group import IslandLost
 from shoal.fabric.process_info import Place
 from shoal.parallel.full_state import gather_weights, held
@@ -142,7 +143,8 @@ def train(
     if folder:
         run.saving.settle()
         for name, found in (("weights", weights), ("own", own)) if world.is_first else ():
-            torch.save(found, Path(folder) / f"{name}-{index}.pt")
+            host = {n: tensor.cpu() for n, tensor in found.items()}
+            torch.save(host, Path(folder) / f"{name}-{index}.pt")
     leave(run, joined)
     return told
 
@@ -240,7 +242,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of every bit."""
     total = hashlib.sha256()
     for name in sorted(tensors):
-        total.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+        total.update(name.encode() + tensors[name].cpu().contiguous().numpy().tobytes())
     return total.hexdigest()
 
 
@@ -248,9 +250,9 @@ def norm(tensors: dict[str, torch.Tensor]) -> float:
     return float(torch.sqrt(sum((t.double() ** 2).sum() for t in tensors.values())))
 
 
-def single() -> World:
+def single(device: torch.device = HOST) -> World:
     """A world of this process alone."""
-    return World(Place(), torch.device("cpu"), None)
+    return World(Place(), device, None)
 
 
 def in_turn(
@@ -267,7 +269,7 @@ def in_turn(
 
     asked   arguments of `opened`
     """
-    found = [opened(single(), **asked) for _ in range(count)]
+    found = [opened(single(world.device), **asked) for _ in range(count)]
     runs, loaders = [run for run, _ in found], [run.loader(data) for run, data in found]
     batch = runs[0].plan.batch
     names = runs[0].program.names
@@ -318,13 +320,14 @@ def data_parallel(
 
     kept   a run folder for a checkpoint after the last step
     """
-    run, data = opened(single(), model=model, optimizer=optimizer, batch=batch, folder=kept)
+    alone = single(world.device)
+    run, data = opened(alone, model=model, optimizer=optimizer, batch=batch, folder=kept)
     for done, one in enumerate(run.loader(data), 1):
         run.step(one)
         if done == steps:
             break
     weights = gather_weights(run.program)
-    torch.save(weights, Path(folder) / "weights-dp.pt")
+    torch.save({n: w.cpu() for n, w in weights.items()}, Path(folder) / "weights-dp.pt")
     if kept:
         run.save()
     leave(run)

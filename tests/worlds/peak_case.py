@@ -21,10 +21,9 @@ from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.planner.instants import predict_run
-from shoal.planner.memory import predict_memory
+from shoal.planner.memory import predict_memory, validation_micro_batch
 from shoal.planner.stage_cut import cut
 from shoal.planner.transient_memory import gathered_elements
-from shoal.planner.validation import validation_micro_batch
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
@@ -159,7 +158,9 @@ def gathered(world: World, name: str) -> dict[str, Any]:
         "foreseen": sorted({*map(round, blocks), round(root)}),
         "notices": notices,
         "start_bytes": start_bytes,
-        "start_foreseen": predict_run(case).instants[0].device_bytes,
+        "start_foreseen": next(
+            one.device_bytes for one in predict_run(case).instants if one.name == "building"
+        ),
     }
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import nn
 
 from shoal.base.actions import Schedule
 from shoal.base.errors import ShoalError
-from shoal.fabric import World
+from shoal.fabric import World, point_to_point
 from shoal.fabric.point_to_point import PointToPoint
 from shoal.models import catalog
 from shoal.models.loss import token_loss
@@ -147,18 +148,24 @@ class One:
         return module(self.inputs)
 
     def total(self, outputs: torch.Tensor) -> torch.Tensor:
-        loss = (outputs * torch.arange(1, WIDTH + 1).unsqueeze(1)).square().sum()
+        rows = torch.arange(1, WIDTH + 1, device=outputs.device).unsqueeze(1)
+        loss = (outputs * rows).square().sum()
         self.losses.append(loss.detach())
         return loss * self.scale
 
 
-def micro_batch(index: int, losses: list[torch.Tensor], scale: float = 1.0) -> One:
+def micro_batch(
+    index: int,
+    losses: list[torch.Tensor],
+    scale: float = 1.0,
+    device: torch.device | None = None,
+) -> One:
     """Sizes differ, and come again."""
     generator = torch.Generator().manual_seed(100 + index)
     size = (3, 1, 4, 3, 2)[index % 5]
     x = torch.randn(size, WIDTH, dtype=torch.float64, generator=generator)
     ids = torch.randint(4, (size,), generator=generator)
-    return One(index, {"x": x, "ids": ids}, losses, scale)
+    return One(index, {"x": x.to(device), "ids": ids.to(device)}, losses, scale)
 
 
 @dataclass
@@ -197,7 +204,7 @@ def build(world: World, schedule: str, chunks: int, swap: tuple[int, ...] = ()) 
     if swap:
         held |= {swap[0]: swap[1], swap[1]: swap[0]}
     stages = {
-        s: Cut(pieces(held[s], lists.pieces))
+        s: Cut(pieces(held[s], lists.pieces).to(world.device))
         for s, rank in enumerate(lists.stage_rank)
         if rank == world.rank
     }
@@ -205,15 +212,15 @@ def build(world: World, schedule: str, chunks: int, swap: tuple[int, ...] = ()) 
 
 
 def whole_gradients(
-    stages: int, micro_batches: int, frozen: int = 0
+    device: torch.device, stages: int, micro_batches: int, frozen: int = 0
 ) -> tuple[list[Pieces], float, list[torch.Tensor]]:
     """One process: every stage's blocks with gradients, the loss, outputs of each micro-batch."""
-    parts = [pieces(s, stages) for s in range(stages)]
+    parts = [pieces(s, stages).to(device) for s in range(stages)]
     freeze(parts, frozen)
     losses: list[torch.Tensor] = []
     outputs = []
     for index in range(micro_batches):
-        one = micro_batch(index, losses)
+        one = micro_batch(index, losses, device=device)
         state: Any = None
         for part in parts:
             part.arrivals = state
@@ -241,7 +248,7 @@ def equality(
     runtime = build(world, schedule, chunks, (1, 2) if planted == "stage order" else ())
     stages = runtime.pieces
     freeze([runtime.stages[s].module for s in sorted(runtime.stages) if s < frozen], stages)
-    parts, loss, outputs = whole_gradients(stages, micro_batches, frozen)
+    parts, loss, outputs = whole_gradients(world.device, stages, micro_batches, frozen)
     if planted == "dropped micro-batch":
         runtime.schedules[micro_batches] = without(runtime.schedule(micro_batches), 1)
     modules = {s: stage.module for s, stage in runtime.stages.items()}
@@ -254,7 +261,7 @@ def equality(
         for module in modules.values():
             module.zero_grad()
         world.traffic.take()
-        passes = [micro_batch(index, losses, scale) for index in range(micro_batches)]
+        passes = [micro_batch(k, losses, scale, world.device) for k in range(micro_batches)]
         runtime.run(None, passes, reducer)
         sent.append(world.traffic.take()[0].get("send", 0))
     given = runtime.schedules[micro_batches]
@@ -263,9 +270,12 @@ def equality(
         far(gradients, [p.grad for p in parts[piece].parameters()])
         for piece, gradients in both_copies(world, runtime, parts)
     ]
-    total = torch.tensor(float(sum(losses)), dtype=torch.float64)
+    total = torch.tensor(float(sum(losses)), dtype=torch.float64, device=world.device)
     world.all_reduce(total)
-    shown = [runtime.forward_only(micro_batch(index, [])) for index in range(micro_batches)]
+    shown = [
+        runtime.forward_only(micro_batch(index, [], device=world.device))
+        for index in range(micro_batches)
+    ]
     runtime.settle()
     told = {
         "far": max(apart),
@@ -367,12 +377,13 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
     """Stages derived from our own Llama, with tied embedding and head, over real messages."""
     sizes = {"vocabulary": 31, "dim": 16, "layers": 8, "heads": 4, "kv_heads": 2, "hidden": 24}
     torch.manual_seed(0)
-    whole = catalog.build("llama", {**sizes, "sequence": 8}).double()
+    whole = catalog.build("llama", {**sizes, "sequence": 8}).double().to(world.device)
     module = copy.deepcopy(whole)
 
     def tokens(index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"x": torch.randint(31, (1 + index % 3, 8), generator=generator)}
+        x = torch.randint(31, (1 + index % 3, 8), generator=generator)
+        return {"x": x.to(world.device)}
 
     def sample(one: nn.Module) -> Any:
         return one(tokens(2)["x"])
@@ -401,7 +412,7 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
         mine = torch.zeros_like(parameter) if here.is_meta else here.grad
         world.all_reduce(mine)  # a tied weight gets its gradient on two stages
         grads.append((mine, parameter.grad))
-    total = torch.tensor(float(sum(losses)), dtype=torch.float64)
+    total = torch.tensor(float(sum(losses)), dtype=torch.float64, device=world.device)
     world.all_reduce(total)
     return {
         "far": far([a for a, _ in grads], [b for _, b in grads]),
@@ -433,7 +444,8 @@ def formats(world: World) -> list[bool]:
         torch.manual_seed(rank)
         made = [(torch.randn(3, 5) * 9).to(kind) for kind in kinds]
         made += [torch.tensor(2.5 + rank), torch.empty(0, 4), torch.randn(4, 6).T[1:, ::2]]
-        return [*made, torch.randn(3, 1).expand(3, 4), torch.randn(300_000)]
+        made += [torch.randn(3, 1).expand(3, 4), torch.randn(300_000)]
+        return [one.to(world.device) for one in made]
 
     out = [wire.send(tensor, peer) for peer in (after, before) for tensor in drawn(world.rank)]
     right = []
@@ -448,14 +460,16 @@ def formats(world: World) -> list[bool]:
 
 def too_late(world: World) -> str:
     """Rank 0 never sends; the others' deadline is short."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    soon = timedelta(seconds=1)
+    group = dist.new_group(timeout=soon)
     pipe = World.__new__(World)
     pipe.__dict__ |= {**world.__dict__, "group": group}
     schedule = make_schedule("gpipe", world.size, 4)
 
     told = ""
+    with mock.patch.object(point_to_point, "COLLECTIVE_TIMEOUT", soon):
+        messages = Messages(pipe)  # all ranks together
     if world.rank == 1:
-        messages = Messages(pipe)
         messages.begin(route(schedule, 1), schedule.stage_rank, lambda number: number)
         try:
             messages.take(Message("F", 1, 0))

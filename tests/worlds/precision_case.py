@@ -11,13 +11,14 @@ import torch
 import cases
 import shoal
 from shoal.fabric import World
+from shoal.fabric.device import own_device
 from shoal.fabric.process_info import Place
 from shoal.parallel.full_state import gather_weights
 
 
 def alone() -> World:
     """A world of this process only."""
-    return World(Place(), torch.device("cpu"), None)
+    return World(Place(), own_device(0, 1, bound=False), None)
 
 
 def train(

@@ -27,7 +27,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in tensors.items():
         total.update(name.encode())
-        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

@@ -52,17 +52,21 @@ def frozen_in_the_optimizer(world: World, layout: str, folder: str) -> list[str]
 
 
 def forward_between_steps(world: World, layout: str) -> list[float]:
-    """The user looks at the model between steps; training must not notice."""
+    """The user looks at the model before and between steps; training must not notice."""
     sums = []
+    sample = torch.zeros(1, 12, dtype=torch.long)
     for looks in (False, True):
         run = fresh(
             world, cases.build("llama"), lambda p: torch.optim.SGD(p, lr=0.1), layout, average=0.5
         )
+        if looks:
+            with torch.inference_mode():
+                run.model(sample)
         for batch in run.loader(cases.dataset("llama")):
             run.step(batch)
             if looks:
                 with torch.no_grad():
-                    run.model(torch.zeros(1, 12, dtype=torch.long))
+                    run.model(sample)
         told = run.evaluate(cases.dataset("llama"))["loss"]
         sums += [told, float(sum(t.double().sum() for t in gather_weights(run.program).values()))]
         done(run)

@@ -70,9 +70,12 @@ def test_what_is_gathered_at_once_is_foreseen(gathered, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["listed", "attributes"])
 def test_what_a_start_holds_is_foreseen(gathered, name: str) -> None:
-    """Its shard and a block gathered twice, never all weights.
+    """Its shard and no block beside it: what is built is there already, and nothing is gathered.
 
-    A thread of gloo that is late holds what it sent a little longer: of both ranks the lower counts.
+    The fingerprints of weights copy some tens of thousands of elements of one tensor at a time, in
+    12 bytes each. A thread of gloo that is late holds what it sent a little longer: of both ranks
+    the lower counts.
     """
     held_bytes = min(rank["start_bytes"] for rank in gathered[name])
-    assert gathered[name][0]["start_foreseen"] == pytest.approx(held_bytes, rel=0.1)
+    share_bytes = gathered[name][0]["start_foreseen"]
+    assert share_bytes <= held_bytes <= share_bytes + 2**20, "a block is 2 MiB"

@@ -29,7 +29,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], str, list[str]]] = [
     (
         "forward not summed", "gpt", PLAIN, "forward pass",
         ["embedding.weight: at step 1 its gradient, like those of 27 other parameters, is off",
-         "the loss is 4.1123103 instead of 4.1146123",
+         "the loss is 4.1177513 instead of 4.1206969",
          "the split of layers over tensor-parallel ranks computes something else in the forward"],
     ),
     (
@@ -121,7 +121,7 @@ def test_a_planted_bug_is_named(worlds, bug, model, layout, cause, words) -> Non
     told = report["cause"]
     assert told["name"] == cause, told["text"]
     for part in words:
-        assert part in told["text"]
+        assert part in told["text"], told["text"]
     assert told["text"] in proof_text(report)
 
 

@@ -14,7 +14,7 @@ def test_an_optimizer_that_holds_frozen_parameters(worlds, tmp_path, layout: str
 
 
 @pytest.mark.parametrize("layout", ["zero1", "fsdp"])
-def test_a_look_between_steps_changes_nothing(worlds, layout: str) -> None:
+def test_a_look_before_and_between_steps_changes_nothing(worlds, layout: str) -> None:
     for evaluated, weights, looked, looked_weights in worlds(2).call(
         "sharded_guards:forward_between_steps", layout=layout
     ):

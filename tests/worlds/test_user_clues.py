@@ -73,7 +73,7 @@ PLANTED: list[tuple[int, str, dict[str, Any], str, list[str]]] = [
     (
         2, DIVIDED, {"bug": "stages exchanged", "model": "untied", "layout": {"pp": 2}},
         "embedding.weight",
-        ["the loss is 4.1225084 instead of 4.120667", "the pipeline computes something else in "
+        ["the loss is 4.1017569 instead of 4.1019198", "the pipeline computes something else in "
          "the forward pass", "nearest: layout.pp=1; unless the model looks at its rank, report"],
     ),
     (
@@ -123,7 +123,7 @@ PLANTED: list[tuple[int, str, dict[str, Any], str, list[str]]] = [
     (
         2, DIVIDED, {"bug": "replicas counted", "model": "gpt", "layout": {"tp": 2}},
         "",
-        ["the gradient norm at step 1 is 0.920233 instead of 0.754469 (1.22 ×) on all ranks",
+        ["the gradient norm at step 1 is 0.932693 instead of 0.749099 (1.245 ×) on all ranks",
          "counted more than once", OURS],
     ),
     (

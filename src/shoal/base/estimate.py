@@ -218,7 +218,7 @@ class MemoryEstimate:
     @property
     def most_bytes(self) -> float:
         """The peak of a device from a start to the last step, without a proof and a resume."""
-        names = ("building", "first step")
+        names = ("checking", "building", "first step")
         before = [one.device_bytes for one in self.instants if one.name in names]
         return max([self.peak_bytes, *before])
 

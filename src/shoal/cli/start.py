@@ -42,7 +42,7 @@ from shoal.config.resolve import (
 )
 from shoal.config.save import keep_origins, to_toml
 from shoal.launch import supervise
-from shoal.planner.guide import check_cores, check_micro_batches
+from shoal.planner.guide import check_cores, check_micro_batches, describe_bubble
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
 from shoal.planner.settle import keep_choice, settle_batch, settle_layout
@@ -145,7 +145,8 @@ def _settle(loaded: Loaded, processes: int | None) -> Plan:
         check_stages(layout.schedule, layout.pp, layout.chunks, found, config.model.name)
     resolve_batch(loaded, layout.data_degree)
     train = loaded.config.train
-    if pipeline := check_micro_batches(layout, train.batch, train.micro_batch):
+    check_micro_batches(layout, train.batch, train.micro_batch)
+    if pipeline := describe_bubble(layout, train.batch, train.micro_batch):
         loaded.notices.append(pipeline)
     resolve_length(loaded)
     return settle_batch(replace(plan, batch=train.batch, micro_batch=train.micro_batch))

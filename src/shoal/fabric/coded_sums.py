@@ -3,12 +3,15 @@
 A sender serves one tensor that is summed again and again, and knows three moments: `begin` of a
 step, `send`, which gives a flight that a later `result` brings home, and `commit`, when the step
 counted. Why errors are kept, and what that promises, is in `data_parallel/compress.py`.
+
+Source: pairwise all-to-all, Thakur et al. 2005
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,14 +19,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.fabric.codecs.base import Codec
-from shoal.fabric.codecs.coded_scatter import PendingRows, exchange
 from shoal.fabric.codecs.feedback import Residual, encode_rest
 from shoal.fabric.codecs.int8 import Int8
+from shoal.fabric.traffic import REDUCE_SCATTER
 from shoal.fabric.world import World
 
 BLOCK = 1024
 """Gradients that share a scale. A bucket holds many layers, and their sizes differ by magnitudes,
 so blocks are short; scales are 0.4 % of the bytes."""
+
+
+@dataclass
+class PendingRows:
+    """An exchange under way; `source` is held until it is done."""
+
+    work: dist.Work | None
+    received: Tensor
+    source: Tensor | None
+
+    def result(self) -> Tensor:
+        """Wait, then give what every rank had for this one: [ranks, own bytes], in their order."""
+        if self.work is not None:
+            self.work.wait()
+        # A work that is kept would keep its process group alive beyond `destroy`.
+        self.work = self.source = None
+        return self.received
+
+
+def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
+    """Begin to give every rank its part of everybody's bytes: the sending half of a sum.
+
+    packed   [bytes], the parts for rank 0, 1, … one after another, each `sizes[rank]` long
+    Counted as a reduce-scatter, which it is for those who then add up what they decode.
+    """
+    if world.group is None:
+        return PendingRows(None, packed.unsqueeze(0), packed)
+    world.traffic.count(REDUCE_SCATTER, packed.numel(), world.size)
+    own = sizes[world.rank]
+    received = packed.new_empty(world.size * own)
+    work = dist.all_to_all_single(
+        received, packed, [own] * world.size, list(sizes), world.group, async_op=True
+    )
+    return PendingRows(work, received.view(world.size, own), packed)
 
 
 class Flight(Protocol):

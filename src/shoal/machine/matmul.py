@@ -28,9 +28,12 @@ from shoal.base.lines import is_number, read_object
 from shoal.fabric import World
 from shoal.fabric.device import device_name, is_accelerator, synchronize
 
-ROUNDS = 6
-LARGEST, LONG_S = 8192, 0.05
-"""Width of the largest product on a GPU; one that takes longer is large enough."""
+ROUNDS = 12
+SMALLEST, LARGEST = 512, 8192
+"""Widths of the products. On a CPU small ones reach as much as large ones or more, since they stay
+in its caches, which other ranks use too."""
+LONG_S = {"cpu": 0.002, "accelerator": 0.05}
+"""One product that takes longer is large enough."""
 KEEP_DAYS = 30
 QUIET = 0.9
 DAY_S = 86400
@@ -114,10 +117,11 @@ def _multiplies(world: World, precision: str) -> str:
 
 def _measure(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
     """(FLOP/s of this rank, whether it had its cores for itself)."""
-    size, best_s, busy_s = 1024, 0.0, 0.0
+    long_s = LONG_S["accelerator" if is_accelerator(device) else "cpu"]
+    size = SMALLEST
     while True:
         best_s, busy_s = _product_s(size, dtype, device)
-        if not is_accelerator(device) or size == LARGEST or best_s > LONG_S:
+        if size == LARGEST or best_s > long_s:
             break
         size *= 2
     quiet = is_accelerator(device) or busy_s >= QUIET * best_s
@@ -146,7 +150,8 @@ def _key(world: World, precision: str) -> str:
         chip = device_name(world.device)
     return (
         f"{platform.node()}/{chip}/{os.cpu_count()} cores/torch {torch.__version__}/"
-        f"{_multiplies(world, precision)}/{torch.get_num_threads()} threads × {world.size}"
+        f"{_multiplies(world, precision)} from {SMALLEST}/"
+        f"{torch.get_num_threads()} threads × {world.size}"
     )
 
 

@@ -12,8 +12,12 @@ Limits    one written page, anywhere in a file, and none of its tensors counts a
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,6 +25,51 @@ from shoal.base.units import bytes_text
 
 SMAPS = Path("/proc/self/smaps")
 """Where Linux shows what a process has mapped."""
+
+
+def checkpoint_of(module: nn.Module) -> Path | None:
+    """The folder whose safetensors a model, or a part of one, was made from."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel) and part.name_or_path:
+            folder = Path(part.name_or_path)
+            if next(folder.glob("*.safetensors"), None) is not None:
+                return folder
+    return None
+
+
+@contextmanager
+def pretrained_shapes() -> Iterator[None]:
+    """Inside, transformers' own `from_pretrained` builds a model from its config, without weights.
+
+    For the meta device, where it refuses to load: whoever calls it has the weights from elsewhere,
+    and holds names, shapes and formats against them. Nothing happens where transformers was not
+    imported. What was asked for beside the config's own settings stays with the config.
+    """
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    def of_shapes(cls: Any, path: Any = None, *_: Any, config: Any = None, **more: Any) -> Any:
+        told, dtype = more.pop("output_loading_info", False), more.pop("dtype", None)
+        dtype = more.pop("torch_dtype", None) or dtype
+        if config is None:
+            config = cls.config_class.from_pretrained(path, **more)
+        kept = {key: more[key] for key in more if key.endswith("_implementation")}
+        kept |= {"dtype": getattr(config, "dtype", None) if dtype in (None, "auto") else dtype}
+        model = cls._from_config(config, **kept).eval()
+        return (model, {}) if told else model
+
+    own = PreTrainedModel.__dict__["from_pretrained"]
+    setattr(PreTrainedModel, "from_pretrained", classmethod(of_shapes))  # noqa: B010 (for mypy)
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
 
 
 def made_beside(module: nn.Module, folder: Path) -> list[str]:

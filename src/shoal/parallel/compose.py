@@ -125,7 +125,7 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
             travel = partial(_travel_of, derived.split, derived.cut, samples)
             program = replace(program, travel=travel)
         program = replace(program, twin=meta_twin(module))
-    if record is not None and plan.layout.zero == 3:
+    elif record is not None and plan.layout.zero == 3:
         derived = replace(derived, called=called_of(record))
     if record is not None:
         program = replace(program, passes=record.passes)
@@ -144,6 +144,8 @@ def _derived(program: Program, record: Record) -> Derived:
         found = replace(found, split=along["tp"].plan(program, record))
     if "cp" in along:  # its ranks may divide layers that tp divides: those parts are its wholes
         found = replace(found, units=along["cp"].plan(program, record, found.split))
+    if program.plan.layout.zero == 3:  # on some ranks the first to look
+        found = replace(found, called=called_of(record))
     return found
 
 

@@ -166,6 +166,11 @@ def starting(best: Candidate) -> str:
         )
     if one.name == "proving":
         return f"while proving, in float64: {size}; nearest: train.prove=off"
+    if one.name == "checking":
+        return (
+            f"while checking, a layer is computed whole in float64: {size}; nearest: a layout "
+            f"without tp and cp"
+        )
     at = "in its first step" if one.name == "first step" else f"while {one.name}"
     return f"{at}: {size}; nearest: more nodes, or machines with more memory"
 

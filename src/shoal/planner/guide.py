@@ -134,22 +134,15 @@ def _check_name(strategy: str, layout: Layout) -> None:
         )
 
 
-def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
-    """Check that a pipeline's schedule can run a step's micro-batches; describe its bubble.
+def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
+    """Check that a pipeline's schedule can run a step's micro-batches.
 
     batch, micro_batch   samples per step over all ranks, samples per forward pass; that they divide
                          evenly is taken for granted
-    Gives    a line with the share of a step that the rank which idles most stands idle, and with a
-             finer micro_batch where there are fewer micro-batches than ranks; "" without a pipeline
     Errors   PlanError with the nearest batch and micro-batch that it can run
-
-    >>> check_micro_batches(Layout(pp=4, schedule="1f1b"), 16, 2)
-    'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'
-    >>> check_micro_batches(Layout(pp=4, schedule="gpipe"), 16, 8).split("; ")[1]
-    'fewer micro-batches than stages, more is better: train.micro_batch=4'
     """
     if layout.pp == 1:
-        return ""
+        return
     samples = batch // layout.data_degree
     count = samples // micro_batch
     name, ranks = layout.schedule, layout.pp
@@ -169,6 +162,25 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> str:
             f"(train.batch {batch}, train.micro_batch {micro_batch}); nearest: "
             f"{', or '.join([*nearest, 'layout.schedule=1f1b'])}"
         )
+
+
+def describe_bubble(layout: Layout, batch: int, micro_batch: int) -> str:
+    """Describe how long the rank of a pipeline that idles most stands idle, as a line.
+
+    batch, micro_batch   as `check_micro_batches` has let them pass
+    Gives    the share of a step, and a finer micro_batch where there are fewer micro-batches than
+             ranks; "" without a pipeline
+
+    >>> describe_bubble(Layout(pp=4, schedule="1f1b"), 16, 2)
+    'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'
+    >>> describe_bubble(Layout(pp=4, schedule="gpipe"), 16, 8).split("; ")[1]
+    'fewer micro-batches than stages, more is better: train.micro_batch=4'
+    """
+    if layout.pp == 1:
+        return ""
+    samples = batch // layout.data_degree
+    count = samples // micro_batch
+    name, ranks = layout.schedule, layout.pp
     # A backward is about two forwards, half of it for the weights.
     from shoal.planner.bubble import bubble_s
 

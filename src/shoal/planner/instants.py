@@ -1,5 +1,6 @@
 """What every instant of a run holds, on its fullest device and in a node's memory: not steps alone.
 
+    checking     tp, cp: a layer of each kind is computed whole and divided, in float64
     building     weights come into being, or arrive: a rank's share and the largest unit, whole
     loading      a checkpoint's slices lie on the host and go to the device one by one
     proving      the layout, and one process on rank 0, train in float64 with SGD and momentum
@@ -9,12 +10,13 @@
     exporting    `shoal checkpoint export`: the largest tensor, in one process on one host
 
     device while building   = width · (the rank's share + the largest unit)     zero 3, tp, pp, ep
-                              zero 3: a unit is seen flat and as parameters, at its compute width
                               tp, pp, ep without it: at the end the share again, for gradients
                             = width · all elements · 2                          ddp, zero 1, zero 2
                             + width · all elements for a module that stands there already
     host while building     = width · the largest unit           one build per machine, in files
                             = ranks · width · all elements       each rank builds, or has, a module
+    device while checking   = 8 · (the largest layer + its largest tensor's gradient) + activations
+    host while checking     = ranks · 8 · the largest layer · 3   numbers, gradients of both sides
     host while loading      = ranks · (weights + state that a rank keeps)
     host while saving       = ranks · (weights + state) of the model ÷ all ranks, replicas once
     width                   4 bytes, 8 under fp64: narrow copies are made later, bucket by bucket
@@ -31,12 +33,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.base.estimate import Case, Instant, MemoryEstimate, ModelFacts
+from shoal.base.estimate import Case, Instant, MemoryEstimate, ModelFacts, UnitFacts
+from shoal.planner.frameworks import Framework
 from shoal.planner.measured import PROCESS_BYTES
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_states import WIDTHS, shard_counts
 from shoal.planner.offload import streams_parameters
-from shoal.planner.stage_cut import Stage, cut
+from shoal.planner.stage_cut import Stage, cut, is_bare, is_block
 from shoal.planner.transient_memory import gathered_elements, local_elements, rank_sum
 
 PROOF_S, PROOF_SHARE = 30.0, 0.5
@@ -49,9 +52,10 @@ PROOF_RECORDS = 2 * (2 + 2)
 """Copies that rank 0 keeps of both sides: gradients of two steps, the first and last weights."""
 
 
-def predict_run(case: Case) -> MemoryEstimate:
+def predict_run(case: Case, habits: Framework | None = None) -> MemoryEstimate:
     """Predict the peak of the steps (`predict_memory`) and what every instant of the run holds.
 
+    habits   as of `predict_memory`
     Errors   PlanError as of `predict_memory`
     Gives    the step's estimate with `instants`, in the order in which a run meets them; without
              them for peers
@@ -66,22 +70,23 @@ def predict_run(case: Case) -> MemoryEstimate:
     >>> model = model_facts(published("llama-3-70b"), 8192, 2)
     >>> fsdp = Case(model, node, Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16"))
     >>> def building(case):
-    ...     one = predict_run(case).instants[0]
+    ...     one = next(i for i in predict_run(case).instants if i.name == "building")
     ...     return one.name, round(one.device_bytes / 2**30), round(one.host_bytes / 2**30)
     >>> building(fsdp)
-    ('building', 49, 7)
+    ('building', 41, 7)
     >>> building(replace(fsdp, handed="host"))
-    ('building', 49, 2106)
+    ('building', 41, 2106)
     >>> building(fsdp.but(layout=Layout(tp=8)))
     ('building', 66, 7)
     """
-    step = predict_memory(case)
+    step = predict_memory(case, None, habits)
     if case.framework != "shoal":
         return step
     found = [
+        *_checking(case),
         _building(case),
         _loading(case),
-        *_proving(case),
+        *_proving(case, habits),
         _first_step(case, step),
         Instant("step", step.peak_bytes, _offloaded(case, step)),
         _saving(case, step),
@@ -112,6 +117,51 @@ def local_ranks(case: Case) -> int:
     return max(1, min(case.cluster.per_node, case.layout.processes))
 
 
+CHECK_COPIES = 3
+"""Of a layer that is checked, on the host: its perturbed numbers, and gradients of both sides."""
+
+
+LOOKED_AT, SHORT = 3, 256
+"""Samples that are looked at, and under cp their tokens (`trainer.sample_forward`)."""
+
+
+def _checking(case: Case) -> list[Instant]:
+    """A layer of every kind, whole and divided, before anything is cut: weights lie on the host.
+
+    A model of which nothing repeats is one such layer, unless a pipeline cuts it.
+    """
+    if case.layout.tp * case.layout.cp == 1:
+        return []
+    layers: dict[str, list[UnitFacts]] = {}
+    alone = all(u.block == "-" or not is_block(u) for u in case.model.units)
+    together = alone and case.layout.pp == 1
+    for unit in case.model.units:
+        if is_block(unit) and (alone or unit.block != "-"):
+            part_of = unit.name if unit.block in ("", "-") else unit.block
+            layers.setdefault("" if together else part_of, []).append(unit)
+    samples = float(min(LOOKED_AT, case.micro_batch))
+    if case.layout.cp > 1 and case.model.sequence:
+        samples *= min(1.0, SHORT / case.model.sequence)
+    most = most_host = 0.0
+    for units in layers.values():
+        often = [(u, u.count if together or u.block not in ("", "-") else 1) for u in units]
+        whole = sum(n * (u.parameters + u.frozen_parameters) for u, n in often)
+        largest = max(_matrix(u) for u in units)
+        kept = sum(n * (u.saved_split_bytes + u.saved_plain_bytes) for u, n in often)
+        kept *= samples * 8 / case.model.element_bytes
+        most = max(most, 8.0 * (whole + largest) + kept)
+        most_host = max(most_host, 8.0 * CHECK_COPIES * whole)
+    there = whole_elements(case) * _width(case) if case.handed == "device" else 0.0
+    on_cpu = case.cluster.device.kind == "cpu"  # whose copies are the device's
+    return [Instant("checking", 0.0 if on_cpu else there + most, local_ranks(case) * most_host)]
+
+
+def _matrix(unit: UnitFacts) -> float:
+    """Elements of a unit's largest tensor: of one layer its matrix, of a block some of it."""
+    matrices = unit.parameters - unit.plain_parameters
+    return float(matrices if is_bare(unit) else matrices / 3)
+
+
 def _building(case: Case) -> Instant:
     """Weights come into being on the host, and their share goes to the device."""
     width, whole = _width(case), whole_elements(case)
@@ -137,19 +187,16 @@ def _building(case: Case) -> Instant:
 
 
 def _moved(case: Case, unit: float) -> float:
-    """Bytes of the unit that is whole for a moment: under zero 3 flat, and as parameters."""
+    """Bytes of the unit that is whole for a moment, as it comes from the host."""
     if not unit:
         return 0.0
     width = _width(case)
+    if case.cluster.device.kind == "cpu":  # where it is already
+        return 0.0
     if case.layout.zero < 3:
-        return 0.0 if case.cluster.device.kind == "cpu" else width * unit
-    found = 0.0
-    for stage in _ends(case):
-        sizes, root = gathered_elements(case, stage)
-        narrow = WIDTHS[case.plan.compute] * max(sizes, default=0.0)
-        moved = width * max(sizes, default=0.0)  # a unit whole, as it comes from the host
-        found = max(found, 2 * narrow, moved, 2 * width * root)
-    return found
+        return width * unit
+    gathered = [gathered_elements(case, stage) for stage in _ends(case)]
+    return width * max(max([root, *sizes]) for sizes, root in gathered)
 
 
 def _loading(case: Case) -> Instant:
@@ -173,7 +220,7 @@ def _loading(case: Case) -> Instant:
     return Instant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
 
 
-def _proving(case: Case) -> list[Instant]:
+def _proving(case: Case, habits: Framework | None) -> list[Instant]:
     """A proof in float64 before the run, where there is one: both sides, one after the other."""
     if not case.proves or case.layout.processes == 1:
         return []
@@ -189,7 +236,7 @@ def _proving(case: Case) -> list[Instant]:
     small = replace(case, model=_in_float64(case.model), optimizer_bytes=4).but(
         compute="fp64", micro_batch=micro_batch, batch=2 * degree * micro_batch, average=0.0
     )
-    layout = predict_memory(small)
+    layout = predict_memory(small, None, habits)
     beside = layout.peak_bytes - layout.parts.get("context", 0.0)
     records = 8 * whole * PROOF_RECORDS
     return [Instant("proving", max(twin, beside), records)]

@@ -28,6 +28,7 @@ from shoal.planner.offload import acts, elsewhere, on_device, streams_parameters
 from shoal.planner.placed import states
 from shoal.planner.stage_cut import Stage, cut, is_block
 from shoal.planner.transient_memory import (
+    CHUNK_BYTES,
     Sharded,
     block_share,
     carried_bytes,
@@ -37,6 +38,7 @@ from shoal.planner.transient_memory import (
     local_elements,
     loss_bytes,
     rank_sum,
+    segment_bytes,
     sharded_bytes,
     wide_elements,
     workspace_bytes,
@@ -137,16 +139,13 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     weights, gradients, optimizer = _states(case, stage, elements)
     sharded = sharded_bytes(case, stage)
     streamed = on_device(case, stage, elements)
+    optimizer += streamed.staying
     if streams_parameters(case):
         weights, sharded = streamed.weights, Sharded(streamed.gathered, block=streamed.gradients)
     if gathers_on_gloo(case):
         instants = _instants_on_gloo(case, habits, stage, elements)
     else:
-        instants = _instants(case, habits, stage, elements, sharded)
-    instants = [
-        one._replace(working=one.working + streamed.pieces) if one.when == "update" else one
-        for one in instants
-    ]
+        instants = _instants(case, habits, stage, elements, sharded, streamed.pieces)
     best = max(instants, key=lambda instant: instant.size + instant.made * gradients)
     parts = {
         "weights": weights,
@@ -165,7 +164,7 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
         idle += (1 - best.made) * gradients
     parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
     parts["context"] = case.cluster.device.reserved_bytes
-    return _finish(parts, allocated, best.when, stage.rank)
+    return _finish(parts, allocated, best.when, stage.rank, segment_bytes(case))
 
 
 def _states(case: Case, stage: Stage, elements: Elements) -> States:
@@ -178,9 +177,14 @@ def _states(case: Case, stage: Stage, elements: Elements) -> States:
 
 
 def _instants(
-    case: Case, habits: Framework, stage: Stage, elements: Elements, sharded: Sharded
+    case: Case,
+    habits: Framework,
+    stage: Stage,
+    elements: Elements,
+    sharded: Sharded,
+    pieces: float,
 ) -> list[_Instant]:
-    """The moments that can be the peak."""
+    """The moments that can be the peak; pieces: bytes of offloaded state that the update brings."""
     held = activations(case, habits, stage)
     way = on_way(case, elements)
     carried = carried_bytes(case, habits)
@@ -191,7 +195,8 @@ def _instants(
     tied = stage.head is not None and stage.head.tied_to and case.layout.zero < 3
     waiting = waiting_head_bytes(case, stage) if tied else 0.0
     working = carried + held.working + waiting + (0.0 if fresh else arriving_bytes(case, stage))
-    updating = workspace_bytes(case, habits) + habits.update_bytes * local_elements(case, elements)
+    workspace = workspace_bytes(case, habits)
+    updating = workspace + habits.update_bytes * local_elements(case, elements)
     first = held.kept - held.head + held.waiting + held.again
     last = _last(case, held, stage)
     loss = loss_bytes(case, habits, stage)
@@ -202,7 +207,8 @@ def _instants(
         _Instant("backward", begun, sharded.gathered, sent + way.first, first, 0.0, working),
         _Instant("backward", ended, sharded.gathered, sent + way.last, last, 0.0, working),
         _Instant("backward", 1.0, buckets=way.sent),
-        _Instant("update", 1.0, buckets=sharded.root, working=updating),
+        _Instant("backward", 1.0, buckets=sharded.root, working=workspace),
+        _Instant("update", 1.0, working=updating + pieces),
         _Instant("update", 1.0, way.published),
     ]
 
@@ -237,7 +243,9 @@ def _fresh(case: Case) -> bool:
     return case.accumulate == 1 and (case.layout.zero == 3 or alone)
 
 
-def _finish(parts: dict[str, float], allocated: float, when: str, stage: int) -> MemoryEstimate:
+def _finish(
+    parts: dict[str, float], allocated: float, when: str, stage: int, unused: float
+) -> MemoryEstimate:
     peak = sum(parts.values())
     return MemoryEstimate(
         parts={name: size for name, size in parts.items() if size},
@@ -246,7 +254,7 @@ def _finish(parts: dict[str, float], allocated: float, when: str, stage: int) ->
         when=when,
         stage=stage,
         low_bytes=peak * (1 - UNSURE),
-        high_bytes=peak * (1 + UNSURE),
+        high_bytes=peak * (1 + UNSURE) + unused,
     )
 
 
@@ -264,3 +272,52 @@ def _slack(case: Case, habits: Framework) -> float:
     if measured != 1.0 or case.cluster.device.kind == "cpu":
         return measured
     return habits.allocator
+
+
+MOST_AT_ONCE = 16
+"""Training micro-batches that a validation runs at once: beyond, single operations cost little."""
+
+
+def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
+    """Choose the samples per forward pass of a validation that fit a training step's peak.
+
+    A multiple of the training micro-batch, 1 to 16 times it; once where the room is not known (of
+    zero 3 at a peak that holds no gathered weights).
+
+        room    = a step's peak − weights − gradients − optimizer state − gathered weights
+        sample  = what the largest unit would keep for a backward, its input and its output: without
+                  gradients only one unit's activations are alive at a time, and nothing is kept
+        at once = room ÷ sample, in whole micro-batches of training
+
+    What a unit keeps for a backward is more than what its forward holds, and so errs to the safe
+    side, as does counting it whole where tensor parallelism splits it.
+
+    estimate   `predict_memory(case)`
+
+    >>> from shoal.base.cluster import Cluster, Device, Link
+    >>> from shoal.base.layout import Layout
+    >>> from shoal.base.plan import Plan
+    >>> from shoal.planner.published import published
+    >>> from shoal.planner.transformer import model_facts
+    >>> link = Link("wire", 1e-6, 1e11)
+    >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
+    >>> plan = Plan(Layout(tp=8), 16, 2, compute="bf16")
+    >>> case = Case(model_facts(published("llama-3-8b"), 8192, 2), node, plan)
+    >>> validation_micro_batch(case, predict_memory(case))
+    12
+    """
+    states = ("weights", "gradients", "optimizer", "gathered")
+    room = estimate.allocated_bytes - sum(estimate.parts.get(name, 0.0) for name in states)
+    units = case.model.units
+    sample = max(u.saved_split_bytes + u.saved_plain_bytes + 2 * u.input_bytes for u in units)
+    loss = max(u.loss_bytes for u in units)
+    # Where parameters are gathered, the peak of an update says nothing of what a forward gathers.
+    blind = case.layout.zero == 3 and not estimate.parts.get("gathered")
+    if blind or sample <= 0:
+        return case.micro_batch
+    fit = room / (sample + loss)
+    if case.loss == "chunked":  # its logits are never more than a chunk of them
+        chunk = CHUNK_BYTES["cpu" if case.cluster.device.kind == "cpu" else "gpu"]
+        fit = max(fit, (room - chunk) / sample)
+    times = int(fit // case.micro_batch)
+    return case.micro_batch * min(max(times, 1), MOST_AT_ONCE)

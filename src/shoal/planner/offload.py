@@ -17,16 +17,22 @@ described, in tests/parallel/test_copy_overlap.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from shoal.base.estimate import Case
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.model_states import WIDTHS, Elements
+from shoal.planner.placed import stepped_bytes
 from shoal.planner.stage_cut import Stage, is_block
-from shoal.planner.transient_memory import block_share, gathered_elements, rank_sum
+from shoal.planner.transient_memory import block_share, gathered_elements, local_elements, rank_sum
 
 PIECE_BYTES = 64 * 2**20
 """Of parameters that are stepped together, where there is room for it."""
+
+LEAST_BYTES = 2**16
+"""Smaller tensors of state stay on the device: biases, step counts. Launches would cost more."""
 
 PIECES = 3
 """Of them on the device at once: one comes, one is stepped, one leaves."""
@@ -61,12 +67,37 @@ def streams_parameters(case: Case) -> bool:
 
 
 class Held(NamedTuple):
-    """Bytes on a device that streams: in the whole step, in passes, in the optimizer's step."""
+    """Bytes on a device that streams: in the whole step, in passes, in the optimizer's step.
+
+    staying   of the optimizer's state, in tensors too small to travel
+    """
 
     weights: float = 0.0
     gathered: float = 0.0
     gradients: float = 0.0
     pieces: float = 0.0
+    staying: float = 0.0
+
+
+def cut_pieces(sizes: Sequence[int], size_bytes: int) -> list[slice]:
+    """Cut parameters of so many bytes, in their order, into pieces that are stepped together.
+
+    >>> cut_pieces([3, 2, 4, 9, 1], 5)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    """
+    ends, room = [0], 0
+    for place, size in enumerate(sizes):
+        if place > ends[-1] and room < size:
+            ends.append(place)
+        room = (room if place > ends[-1] else size_bytes) - size
+    ends += [len(sizes)] if sizes else []
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _at_once(sizes: Sequence[int], pieces: Sequence[slice]) -> float:
+    """Most bytes of as many pieces, one after another, as are on the device at once."""
+    held = [sum(sizes[piece]) for piece in pieces]
+    return max((sum(held[k : k + PIECES]) for k in range(len(held))), default=0.0)
 
 
 def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
@@ -75,17 +106,28 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
         return Held()
     wide = max(4, WIDTHS[case.plan.compute])
     moments = case.optimizer_bytes * wide / 4
+    # What this rank steps: under zero 1 to 3 its part of every tensor.
     loose = [
-        (unit, sum(rank_sum(case, [(unit, 1.0)]))) for unit, _ in stage.units if not is_block(unit)
+        (unit, local_elements(case, rank_sum(case, [(unit, 1.0)])))
+        for unit, _ in stage.units
+        if not is_block(unit)
     ]
     largest = max((size for _, size in loose), default=0.0)  # its largest tensor, mostly
     piece = piece_bytes(case.cluster.device.memory_bytes) / wide
-    own = sum(elements)
+    own = local_elements(case, elements)
     # A tensor larger than a piece is one, and its neighbours are not.
-    pieces = min(own, max(piece, largest) + (PIECES - 1) * piece)
+    pieces = moving = min(own, max(piece, largest) + (PIECES - 1) * piece)
+    staying = 0.0
+    if case.plan.placements and case.framework == "shoal":
+        sizes = stepped_bytes(case.plan, stage.rank * (case.layout.processes // case.layout.pp))
+        cuts = cut_pieces(sizes, piece_bytes(case.cluster.device.memory_bytes))
+        large = [size if size >= LEAST_BYTES else 0 for size in sizes]
+        pieces, moving = _at_once(sizes, cuts) / wide, _at_once(large, cuts) / wide
+        staying = (sum(sizes) - sum(large)) / wide * moments
     if not streams_parameters(case):
-        streamed = pieces * moments if case.plan.offload == "optimizer" else 0.0
-        return Held(pieces=streamed)
+        if case.plan.offload != "optimizer":  # FSDP2: the host steps
+            return Held()
+        return Held(pieces=moving * moments, staying=staying)
     width = WIDTHS[case.plan.compute]
     blocks, root = gathered_elements(case, stage)
     if not blocks:
@@ -98,7 +140,8 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
         weights=kept,
         gathered=width * min(BLOCKS, max(1, len(blocks))) * block,
         gradients=min(wide * own, max(BUCKET_BYTES, wide * largest) + (BUCKETS - 1) * BUCKET_BYTES),
-        pieces=pieces * (2 * wide + moments + (width if width < wide else 0)),
+        pieces=pieces * (2 * wide + (width if width < wide else 0)) + moving * moments,
+        staying=staying,
     )
 
 

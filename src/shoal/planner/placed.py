@@ -167,6 +167,31 @@ def _gathered_bytes(unit: str, rows: Sequence[Placement]) -> int:
     return bytes_of(narrow or rows[0].dtype)
 
 
+def stepped_bytes(plan: Plan, rank: int) -> list[int]:
+    """Bytes of each tensor that a rank's optimizer steps, in the order of the module.
+
+    plan   with its placements
+
+    >>> from shoal.base.layout import Layout
+    >>> rows = [Placement(name, (6,), "float32", True, data="states") for name in "ab"]
+    >>> plan = Plan(Layout(dp_shard=2, zero=1), 4, 2, 1, placements=tuple(rows))
+    >>> [stepped_bytes(plan, rank) for rank in (0, 1)]  # the bucket: 6 of b, 6 of a
+    [[24], [24]]
+    """
+    here = _Rank(plan, rank)
+    found = {name: here.kept_elements(row) for name, row in here.rows.items() if row.trains}
+    for bucket in here.buckets:
+        begin, end = here.own_range(bucket)
+        at = 0
+        for name in bucket.names:
+            row = here.rows[name]
+            size = math.prod(row.local_shape(here.at))
+            if row.data != "rows":
+                found[name] = max(0, min(end, at + size) - max(begin, at))
+            at += size
+    return [size * here.rows[name].element_bytes for name, size in found.items() if size]
+
+
 class _Rank:
     """One rank's rows, and its buckets as they are cut."""
 
@@ -183,12 +208,17 @@ class _Rank:
 
     def own_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket that this rank steps."""
+        begin, end = self.own_range(bucket)
+        return end - begin
+
+    def own_range(self, bucket: Bucket) -> tuple[int, int]:
+        """Where they begin and end in the bucket."""
         if not bucket.cuts:
-            return bucket.elements
+            return 0, bucket.elements
         outer, inner = self.rows[bucket.names[0]].data_axes
         row = self.rows[bucket.names[0]]
         owner = self.at[outer] * row.degree(inner, self.layout) + self.at[inner]
-        return bucket.cuts[owner + 1] - bucket.cuts[owner]
+        return bucket.cuts[owner], bucket.cuts[owner + 1]
 
     def row_elements(self, row: Placement) -> int:
         """Elements of which every rank has room under zero 3: ceil(rows / ranks) rows."""

@@ -33,6 +33,10 @@ CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
 """Budget of Shoal's chunked loss in wide logits (`shoal.models.loss.default_chunk_rows`)."""
 
 
+SEGMENT_BYTES = 20 * 2**20
+"""What torch's allocator takes at a time for blocks of 1 to 10 MiB (c10: kLargeBuffer)."""
+
+
 class Sharded(NamedTuple):
     """Weights gathered at a time, and flat; gradients of a block, the head, the root on the way."""
 
@@ -166,6 +170,13 @@ def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: 
         words = stage.head.loss_bytes / 12
         idle += habits.idle_word_bytes * words * case.micro_batch / _loss_split(case, habits)
     return idle
+
+
+def segment_bytes(case: Case) -> float:
+    """Most that segments hold beside what was asked for: one that is begun, on every stream."""
+    if case.cluster.device.kind == "cpu":
+        return 0.0
+    return SEGMENT_BYTES * (3 if case.layout.zero == 3 else 1)  # gathers and sums have their own
 
 
 def _loss_split(case: Case, habits: Framework) -> float:

@@ -33,7 +33,8 @@ JITTER = 2.0**-50
 order makes."""
 
 NOISE_SHARE, NOISE_FLOOR = 0.05, 0.01
-"""Noise = floor + share of the parameter's root mean square."""
+"""Root mean square of the noise = floor + share of the parameter's. It is uniform: a normal number
+in float64 takes four times as long, and every rank of a small model draws all of them."""
 
 NOISE_ELEMENTS = 2**16
 """Drawn at once: less than what the light build puts into a mapped file."""
@@ -172,8 +173,8 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
             # In rows: float64 noise for a whole table of fp32 would take twice its memory.
             rows = stored if stored.dim() else stored.view(1)
             for part in rows.split(max(1, NOISE_ELEMENTS * rows.shape[0] // rows.numel())):
-                noise = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-                part.add_(noise.mul_(scale).to(part))
+                noise = torch.rand(part.shape, generator=generator, dtype=torch.float64)
+                part.add_(noise.sub_(0.5).mul_(scale * 12**0.5).to(part))
     return module
 
 

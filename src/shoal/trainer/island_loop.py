@@ -32,10 +32,9 @@ from shoal.data.loader import Loader
 from shoal.data.sources import Source
 from shoal.fabric.island_group import IslandLost
 from shoal.islands.commit_vote import cure, decide
-from shoal.islands.merge import Merge, Say
+from shoal.islands.merge import Merge, Say, lines, refusals, round_fields
 from shoal.islands.method import Moment
 from shoal.islands.outer import all_finite
-from shoal.islands.round_report import lines, refusals, round_fields
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
 from shoal.trainer.island_join import Joined, agree, movable, take_merged

@@ -42,7 +42,6 @@ from shoal.parallel.program import dtype_of
 from shoal.parallel.spmd.passed import checked_once
 from shoal.planner.settle import Words, is_open
 from shoal.trace.flops import backward_flops
-from shoal.trainer.auto_layout import choose
 from shoal.trainer.contract import (
     batch_length,
     call_model,
@@ -62,6 +61,7 @@ from shoal.trainer.predict import (
     foresee,
     held_now_bytes,
 )
+from shoal.trainer.rank_layouts import choose
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 

@@ -240,7 +240,7 @@ def _built(
 
     def build() -> nn.Module:
         if torch.get_default_device().type == "meta":  # another rank gives it its weights
-            from shoal.models.huggingface import pretrained_shapes
+            from shoal.parallel.checkpoint_files import pretrained_shapes
 
             with pretrained_shapes():
                 module, lines[:] = bare(build_module(model, plan.seed))
@@ -257,8 +257,7 @@ def _built(
 
         with mmap_init():
             return build(), lines
-    from shoal.models.huggingface import checkpoint_of
-    from shoal.parallel.checkpoint_files import said_of_files
+    from shoal.parallel.checkpoint_files import checkpoint_of, said_of_files
     from shoal.parallel.shared_build import build_once
 
     module, more = build_once(world, build)

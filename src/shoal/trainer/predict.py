@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -33,29 +33,22 @@ from shoal.planner.comm_volume import busiest
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.instants import predict_run
 from shoal.planner.measured import machine_path, read_measured, this_cluster
+from shoal.planner.memory import validation_micro_batch
 from shoal.planner.model_facts import LANGUAGE, family_of
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.own_family import own_family
 from shoal.planner.refit import learnt, note_run, share_of
 from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
-from shoal.planner.validation import validation_micro_batch
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
-from shoal.trainer.rank_layouts import facts_by_sample
+from shoal.trainer.rank_layouts import FindFacts, facts_by_sample
 
 LEAST_STEPS = 20
 """Steps of a run that says something about the machine."""
 
 EXAMPLES = 2
 """Samples of the batch that a trace looks at."""
-
-
-class FindFacts(Protocol):
-    """Finds a model's facts for a device's kernels and a width of its elements (`facts_of`)."""
-
-    def __call__(self, *, kernels: str, element_bytes: int) -> ModelFacts:
-        """Trace it, or give what was found before."""
 
 
 def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int) -> ModelFacts:

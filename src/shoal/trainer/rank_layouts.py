@@ -1,6 +1,9 @@
 """Ranks the layouts of a run that leaves its layout open: facts of its model, then the planner.
 
-Rank 0 looks and tells the others, so that all ranks take the same layout.
+Rank 0 looks and tells the others, so that all ranks take the same layout. A run that was chosen for
+once keeps its layout on as many processes, whatever has been measured since: a restart must go on
+bit for bit. Where the model cannot be traced or the machine was never measured, the selection guide
+decides (planner/guide.py).
 """
 
 from __future__ import annotations
@@ -8,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,20 +26,58 @@ from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES, BlocksPolicy, OptimizerPolicy
 from shoal.base.units import seconds_text
-from shoal.config.sections import LayoutSection
+from shoal.config.resolve import asked_layout
+from shoal.config.sections import Config, LayoutSection
 from shoal.fabric import World
 from shoal.parallel import precision as formats
-from shoal.planner.case_settings import state_bytes_of
+from shoal.planner.case_settings import beside, state_bytes_of
 from shoal.planner.measured import read_measured
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import section_of, space_of
-from shoal.planner.settle import Words, goes_together, settle_batch, split_words
+from shoal.planner.settle import (
+    Words,
+    goes_together,
+    is_open,
+    kept_plan,
+    settle_batch,
+    split_words,
+)
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.contract import Loss, split_batch
 
 SHOWN = 3
 """Further layouts that the line names."""
+
+
+class FindFacts(Protocol):
+    """Finds a model's facts for a device's kernels and a width of its elements (`facts_of`)."""
+
+    def __call__(self, *, kernels: str, element_bytes: int) -> ModelFacts:
+        """Trace it, or give what was found before."""
+
+
+@phase("plan")
+def choose(
+    config: Config, facts: FindFacts, world: World, folder: Path
+) -> tuple[Plan, Words | None]:
+    """Take the plan that the start left in a run's folder, and choose its layout if that is open.
+
+    facts    finds the model's, once they are needed (`facts_of`)
+    Gives    (plan, None); where nothing can be ranked, the plan with the words from which the
+             guide settles it
+    """
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    asked = asked_layout(config.layout)
+    open_plan = replace(plan, why="")  # the guide speaks anew, of a model that it can count
+    if not is_open(asked) or kept_plan(folder, world.size):
+        return plan, None
+    if world.size == 1:
+        return open_plan, asked
+    compute = formats.resolve(plan.compute, world.device)
+    model = partial(facts, element_bytes=WIDTHS[compute])
+    found = best_plan(model, plan, config.layout, beside(config), world)
+    return (found, None) if found else (open_plan, asked)
 
 
 def facts_by_sample(

@@ -31,6 +31,7 @@ for _name, _result, _arguments in (
     ("sim_seed", None, [ctypes.c_long]),
     ("sim_mode", None, [ctypes.c_char_p]),
     ("sim_digest", ctypes.c_uint64, []),
+    ("sim_launches", ctypes.c_uint64, [ctypes.c_bool]),
     ("sim_foreign", None, [ctypes.c_char_p]),
     ("sim_untold", ctypes.c_size_t, []),
     ("sim_told", ctypes.c_size_t, []),
@@ -82,6 +83,11 @@ def counts() -> dict[str, int]:
     """Launches by operation; those that wait for their stream say so."""
     lines = (line.rsplit("\t", 1) for line in torch.ops.sim.counts().splitlines())
     return {name: int(times) for name, times in lines}
+
+
+def launches() -> tuple[int, int]:
+    """(kernels, copies and collectives launched so far, those that began before their launch returned)."""
+    return lib.sim_launches(False), lib.sim_launches(True)
 
 
 def races_told() -> int:
@@ -164,6 +170,10 @@ def default_stream(device=None) -> Stream:
 
 
 # ---- memory ------------------------------------------------------------------------------------
+_reset_peak = torch._C._accelerator_resetPeakStats
+_reset_sums = torch._C._accelerator_resetAccumulatedStats
+
+
 def _stats(device=None):
     return torch._C._accelerator_getDeviceStats(_index(device))
 
@@ -182,24 +192,14 @@ def memory_snapshot(*_, **__) -> list[dict]:
             segments.append(
                 {"device": number, "address": address, "total_size": total, "stream": on}
                 | {"segment_type": "small" if small else "large", "blocks": []}
-                | {
-                    "allocated_size": 0,
-                    "active_size": 0,
-                    "requested_size": 0,
-                    "is_expandable": False,
-                }
+                | dict.fromkeys(("allocated_size", "active_size", "requested_size"), 0)
+                | {"is_expandable": False}
             )
             continue
         address, size, asked, state = rest
         segment = segments[-1]
-        segment["blocks"].append(
-            {
-                "address": int(address),
-                "size": int(size),
-                "requested_size": int(asked),
-                "state": state,
-            }
-        )
+        block = {"address": int(address), "size": int(size), "requested_size": int(asked)}
+        segment["blocks"].append(block | {"state": state})
         if state != "inactive":
             segment["active_size"] += int(size)
         if state == "active_allocated":
@@ -212,19 +212,12 @@ def set_per_process_memory_fraction(fraction: float, device=None) -> None:
     set_limit(_index(device), int(_limits[_index(device)] * fraction))
 
 
+_PROPERTIES = {"name": "simulated", "uuid": "0", "gcnArchName": "", "major": 9, "minor": 0}
+_PROPERTIES |= {"multi_processor_count": 1, "warp_size": 32, "L2_cache_size": 0, "is_integrated": 0}
+
+
 def get_device_properties(device=None):
-    return types.SimpleNamespace(
-        name="simulated",
-        total_memory=_limits[_index(device)],
-        major=9,
-        minor=0,
-        multi_processor_count=1,
-        uuid="0",
-        L2_cache_size=0,
-        warp_size=32,
-        gcnArchName="",
-        is_integrated=0,
-    )
+    return types.SimpleNamespace(total_memory=_limits[_index(device)], **_PROPERTIES)
 
 
 class _Runtime:
@@ -262,23 +255,16 @@ NAMES = {
     "_maybe_exchange_device": _exchange_device,
     "default_generators": default_generators,
     "_initialized": True,
-    "_is_compiled": lambda: True,
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
+    **dict.fromkeys(("_is_compiled", "is_available", "is_initialized"), lambda: True),
     "_is_in_bad_fork": lambda: False,
-    "_lazy_init": lambda: None,
-    "init": lambda: None,
+    **dict.fromkeys(("_lazy_init", "init"), lambda: None),
     "_lazy_call": lambda function, **_: function(),
     "device_count": lambda: DEVICES,
     "set_stream": torch.accelerator.set_stream,
     "cudart": lambda: _Runtime,
     "memory_stats_as_nested_dict": _stats,
-    "reset_peak_memory_stats": lambda device=None: torch._C._accelerator_resetPeakStats(
-        _index(device)
-    ),
-    "reset_accumulated_memory_stats": lambda device=None: (
-        torch._C._accelerator_resetAccumulatedStats(_index(device))
-    ),
+    "reset_peak_memory_stats": lambda device=None: _reset_peak(_index(device)),
+    "reset_accumulated_memory_stats": lambda device=None: _reset_sums(_index(device)),
     "empty_cache": lambda: torch._C._accelerator_emptyCache(),
     "utilization": lambda device=None: 50,
     "is_bf16_supported": lambda *_, **__: True,
@@ -316,11 +302,7 @@ def _new_storage(cls, *arguments, device=None, **kw):
     if device is not None and torch.device(device).type == "cuda":
         size_bytes = arguments[0] if arguments else 0
         return torch.empty(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
-    return (
-        _new(cls, *arguments, **kw)
-        if device is None
-        else _new(cls, *arguments, device=device, **kw)
-    )
+    return _new(cls, *arguments, **kw, **({} if device is None else {"device": device}))
 
 
 torch.UntypedStorage.resize_ = _resize_storage

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -92,12 +92,9 @@ class CompressedSums:
         """The world's own counters."""
         return self.world.traffic
 
-    def all_reduce(self, tensor: torch.Tensor, *, wait: bool = True) -> Arriving:
-        """Sum the next bucket over all ranks, in place."""
-        arriving = Arriving(self._send(tensor), tensor, self._turn)
-        if wait:
-            arriving.wait()
-        return arriving
+    def all_reduce(self, tensor: torch.Tensor, *, wait: Literal[False]) -> Arriving:
+        """Begin to sum the next bucket over all ranks, in place."""
+        return Arriving(self._send(tensor), tensor, self._turn)
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
         """Sum the next bucket; this rank gets the elements from cuts[rank] to cuts[rank + 1]."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -82,11 +82,8 @@ def apply(program: Program) -> Program:
     detours += watch_units(shards, program)
     parameters = trainable(module)
     reducer = ShardedGradients(module, parameters, scatters, plan.defer_sync, _undealt(program))
-    for shard in shards:
-        shard.unshard()
-        reducer.watch(module)
-        shard.reshard()
-        trim_heap()  # else a start holds most of the gathered units at once
+    paths = {id(part): path for path, part in module.named_modules()}
+    detours += [hook for shard in shards for hook in reducer.watch(shard, paths[id(shard)])]
     still = frozen(module)
     parts = {
         name: (_local(p).detach(), program.rows[name].kept(program.at, layout))
@@ -311,13 +308,31 @@ class ShardedGradients:
         self.fresh: set[str] = set()
         self.hooks: dict[str, Any] = {}
 
-    def watch(self, module: nn.Module) -> None:
-        """Notice gradients of the parameters that are gathered right now."""
-        for name, parameter in module.named_parameters():
-            gathered = not isinstance(parameter, DTensor)
-            if gathered and parameter.requires_grad and name not in self.hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._seen(name))
-                self.hooks[name] = hook
+    def watch(self, unit: nn.Module, path: str) -> tuple[RemovableHandle, RemovableHandle]:
+        """Notice gradients of what a unit gathers, from its first forward pass on; gives the hooks.
+
+        Gathered for that at the start, a unit would be there twice: flat, and as parameters.
+
+        path   the unit's name
+        """
+
+        def before(_unit: nn.Module, _given: Any) -> None:
+            early.remove()
+            if torch.is_inference_mode_enabled():  # torch keeps the tensors that it makes now
+                with torch.inference_mode(False):
+                    cast(FSDPModule, unit).unshard()
+
+        def first(_unit: nn.Module, _given: Any) -> None:
+            once.remove()
+            for own, parameter in unit.named_parameters(path, remove_duplicate=False):
+                gathered = not isinstance(parameter, DTensor)
+                if gathered and own in self.parameters and own not in self.hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._seen(own))
+                    self.hooks[own] = hook
+
+        early = unit.register_forward_pre_hook(before, prepend=True)
+        once = unit.register_forward_pre_hook(first)
+        return early, once
 
     def begin(self, rounds: int) -> None:
         """No gradients."""

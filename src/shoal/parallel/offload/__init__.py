@@ -25,9 +25,15 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
-from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init, return_large_blocks
+from shoal.parallel.mmap_init import (
+    LEAST_BYTES,
+    is_mapped,
+    mapped,
+    mmap_init,
+    return_large_blocks,
+)
 from shoal.parallel.offload.activations import Activations
-from shoal.parallel.offload.optimizer_state import LEAST_BYTES, keep_in_files, stream_state
+from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program
 from shoal.planner.offload import piece_bytes
 

@@ -75,6 +75,7 @@ class Activations:
             self.active = False
             for parked in (*self.leaving, *self.returning):
                 self.lane.wait(parked.event)
+                parked.tensor = None  # a result holds the graph that holds it, if none went back
             self.leaving.clear()
             self.returning.clear()
             self.parked, self.weights = [], set()

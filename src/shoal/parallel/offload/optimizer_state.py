@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
+from shoal.parallel.mmap_init import LEAST_BYTES as LEAST_IN_FILES_BYTES
 from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
 from shoal.parallel.offload.lane import Lane
-from shoal.planner.offload import PIECE_BYTES
-
-LEAST_BYTES = 2**20
-"""Smaller state stays where it is: biases, step counts."""
+from shoal.planner.offload import LEAST_BYTES, PIECE_BYTES, cut_pieces
 
 Piece = list[tuple[int, nn.Parameter]]
 """Parameters with the numbers of their groups."""
@@ -62,7 +60,7 @@ def keep_in_files(
     optimizer: torch.optim.Optimizer,
     *,
     piece_bytes: int = PIECE_BYTES,
-    least_bytes: int = LEAST_BYTES,
+    least_bytes: int = LEAST_IN_FILES_BYTES,
 ) -> Callable[[], None]:
     """Keep an optimizer's state in mapped files from its next step on; gives the undo.
 
@@ -125,17 +123,9 @@ class Pieces:
 
     def __iter__(self) -> Iterator[Piece]:
         """Whole parameters, about `piece_bytes` together, in the order of their groups."""
-        piece: Piece = []
-        room = 0
-        for number, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if piece and room < parameter.nbytes:
-                    yield piece
-                    piece = []
-                room = (room if piece else self.piece_bytes) - parameter.nbytes
-                piece.append((number, parameter))
-        if piece:
-            yield piece
+        every = [(n, p) for n, g in enumerate(self.optimizer.param_groups) for p in g["params"]]
+        for piece in cut_pieces([p.nbytes for _, p in every], self.piece_bytes):
+            yield every[piece]
 
     def step(self, piece: Piece) -> None:
         """Step those parameters and no others.
@@ -253,12 +243,24 @@ class HostState:
         if self.weights is not None:
             for _, parameter in piece:
                 events += self.weights.bring(parameter)
+        self._move_loaded(piece)
         for parameter, key, host in self.pieces.large(piece):
-            if self.hosts.get((id(parameter), key)) is not host:
+            if host.device == self.lane.device and self.hosts.get((id(parameter), key)) is not host:
                 continue  # a checkpoint put it here
             self.state[parameter][key], event = self.lane.bring(host)
             events.append(event)
         return events
+
+    def _move_loaded(self, piece: Piece) -> None:
+        """Small state that a checkpoint put where its master waits, on the host."""
+        for number, parameter in piece if self.weights is not None else ():
+            group = self.pieces.optimizer.param_groups[number]
+            # torch counts steps on the host, unless its kernels read the count.
+            stays = () if group.get("fused") or group.get("capturable") else ("step",)
+            for key, value in self.state.get(parameter, {}).items():
+                small = isinstance(value, torch.Tensor) and value.nbytes < self.pieces.least_bytes
+                if small and key not in stays:
+                    self.state[parameter][key] = value.to(self.lane.device)
 
     def _send(self, piece: Piece) -> list[tuple[torch.Tensor, Any]]:
         sent = []

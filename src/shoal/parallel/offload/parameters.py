@@ -277,10 +277,9 @@ class StreamedGradients:
         self.weights.release_all()
 
     def finish(self) -> None:
-        """All sums are on the host, where the host may read them."""
+        """All sums are on their way to the host, which reads them after the step's one wait."""
         while self.leaving:
             self._let_go()
-        self.lane.finish()
         self.active = False
         for name, one in self.weights.by_name.items():
             one.master.grad = self.gradients[name]

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <thread>
@@ -138,7 +139,7 @@ struct Collectives final : c10d::Backend {
     std::vector<std::pair<std::function<Handle()>, std::function<void()>>> parts;
     for (auto& o : all) parts.emplace_back(o.start, o.after);
     push_async(s, Task{
-        [=] {
+        .run = [=] {
           std::vector<Handle> begun;
           for (auto& p : parts) begun.push_back(p.first());
           std::thread([=] {
@@ -151,11 +152,12 @@ struct Collectives final : c10d::Backend {
             *over = true;
           }).detach();
         },
-        [=] {
+        .poll = [=] {
           if (!*over) return false;
           if (*error) std::rethrow_exception(*error);
           return true;
-        }});
+        },
+        .kernel = true});
     return work;
   }
 
@@ -206,6 +208,17 @@ struct Collectives final : c10d::Backend {
     return queue({"reduce", {}, t, [g = gloo, c, o]() mutable { return g->reduce(c, o); }, after}, o.asyncOp);
   }
   Handle allgather(Lists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
+    auto uneven = [&](const Tensor& t) { return t.sizes() != in[0].sizes(); };
+    if (std::any_of(out[0].begin(), out[0].end(), uneven))  // NCCL's is a group of broadcasts then
+      return queue({"all_gather", in, flat(out), [g = gloo, a = plain(out[0]), b = plain(in[0]), rank = getRank()]() mutable {
+                      a[rank].copy_(b);
+                      for (size_t i = 0; i < a.size(); i++) {
+                        c10d::BroadcastOptions from;
+                        from.rootRank = i;
+                        Tensors one{a[i]};
+                        g->broadcast(one, from)->wait();
+                      }
+                      return Handle(c10::make_intrusive<Queued>(nullptr, Tensors{}, Tensors{})); }}, o.asyncOp);
     return queue({"all_gather", in, flat(out),
                   [g = gloo, a = plain(out), b = plain(in), o]() mutable { return g->allgather(a, b, o); }}, o.asyncOp);
   }

@@ -63,6 +63,7 @@ struct Task {
   std::function<bool()> poll;  // of work that goes on by itself: is it over?
   Stream* after = nullptr;     // begins when after->done >= upto
   uint64_t upto = 0;
+  bool kernel = false;         // counted by `sim_launches`
   bool started = false;
 };
 struct Stream {
@@ -96,6 +97,7 @@ void host_waits(Stream*, uint64_t upto, const Clock&);  // the program waits
 void host_waits(Stream*);
 void host_waits_device(c10::DeviceIndex);
 bool host_asks(Stream*, uint64_t upto, const Clock&);
+void count_launch(bool begun);  // a kernel whose launch returned: had it begun by then?
 void keep_moving();  // from now on work goes on though the host asks for nothing
 double now_ms();
 

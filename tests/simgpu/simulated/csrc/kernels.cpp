@@ -126,9 +126,12 @@ std::vector<Conflict> launch_check(Stream* s, const Site& site, const std::vecto
   for (auto& r : ranges) if (r.writes) touch(s, r, site, found);
   return found;
 }
-void launch(Stream* s, const Site& site, const std::vector<Range>& ranges, std::function<void()> run) {
+void launch(Stream* s, const Site& site, const std::vector<Range>& ranges, std::function<void()> run, bool blocks) {
   tell(launch_check(s, site, ranges));
-  push(s, Task{std::move(run)});
+  push(s, Task{.run = std::move(run), .kernel = !blocks});
+  if (!blocks) return;
+  host_waits(s);
+  count_launch(true);
 }
 
 template <class F> IValue mapped(const IValue& v, F&& f) {  // f on every tensor inside
@@ -240,6 +243,8 @@ void fallback(const c10::OperatorHandle& op, IValues* stack) {
   auto fresh = [&](const Tensor& t) { return make(t.sizes(), t.strides(), t.scalar_type(), device); };
 
   bool by_data = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  for (size_t i = 0; i < n_args; i++)  // who says how much comes does not wait for it
+    by_data &= schema.arguments()[i].name() != "output_size" || !args[i].isInt();
   bool waits = by_data;
   {
     std::lock_guard<std::mutex> hold(table_lock());
@@ -267,6 +272,7 @@ void fallback(const c10::OperatorHandle& op, IValues* stack) {
   if (waits) {
     tell(launch_check(stream, site, ranges));
     by_data ? host_waits(stream) : run_until(stream, UINT64_MAX);
+    count_launch(true);
     IValues s = compute(arguments(false));
     std::vector<Range> results;
     std::vector<std::pair<Tensor, Tensor>> copies;
@@ -306,6 +312,7 @@ void fallback(const c10::OperatorHandle& op, IValues* stack) {
         size_t k = 0;
         if (into[r].empty()) continue;
         each(s[s.size() - n_rets + r], [&](const Tensor& t) {
+          if (!t.numel()) { k++; return; }  // statistics of a batch norm that learns none
           TORCH_CHECK(t.sizes() == into[r][k].sizes(), full, " promised ", into[r][k].sizes(), " and gave ", t.sizes());
           into[r][k++].copy_(t);
         });
@@ -351,12 +358,12 @@ void queue_pinned(Stream* s, const Site& site, const Tensor& host, const Tensor&
     Lock lock(mutex());
     for (auto& r : pages) pinned_queued(s, r, site);
   }
-  push(s, Task{[x = on_host(from), y = on_host(to), pages] {
+  push(s, Task{.run = [x = on_host(from), y = on_host(to), pages] {
     Below below;
     for (auto& r : pages) pinned_open(r, true);
     y.copy_(x);
     for (auto& r : pages) pinned_open(r, false);
-  }});
+  }, .kernel = true});
 }
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (!to.numel() || !from.numel()) return to;
@@ -382,8 +389,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
       Tensor staged;
       { Below below; staged = from.clone(); }
       add_ranges(to, true, ranges);
-      launch(s, site, ranges, run(staged, on_host(to)));
-      if (!non_blocking) host_waits(s);
+      launch(s, site, ranges, run(staged, on_host(to)), !non_blocking);
     }
   } else {
     Stream* s = current_stream(from.device().index());
@@ -395,6 +401,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
       if (pinned(to)) add_ranges(to, true, ranges);
       tell(launch_check(s, site, ranges));
       host_waits(s);
+      count_launch(true);
       Below below;
       Tensor target = to;
       target.copy_(on_host(from));
@@ -403,6 +410,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   return to;
 }
 at::Scalar item(const Tensor& t) {
+  count_launch(true);
   Stream* s = current_stream(t.device().index());
   std::vector<Range> ranges;
   add_ranges(t, false, ranges);

@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -114,6 +115,14 @@ void run_until(Stream* s, uint64_t upto, Lock& lock) {
   }
   if (fault()) std::rethrow_exception(std::exchange(fault(), nullptr));
 }
+std::atomic<uint64_t> all_launches{0}, begun_launches{0};
+struct Counted {  // looks when the launch returns; made and gone under the mutex
+  Stream* s;
+  uint64_t number;
+  bool kernel;
+  bool begun() const { return s->done >= number || (s->done + 1 == number && (s->running || s->queue.front().started)); }
+  ~Counted() { if (kernel) count_launch(begun()); }
+};
 }  // namespace
 
 int device_count() { static int n = (int)setting("SIM_DEVICES", 2L); return n; }
@@ -145,9 +154,11 @@ void queue(Stream* s, Task t, Lock&) {
   s->queue.push_back(std::move(t));
   s->queued++;
 }
+void count_launch(bool begun) { all_launches++; begun_launches += begun; }
 void push_async(Stream* s, Task t) {
   WithoutPython released;
   Lock lock(mutex());
+  Counted counted{s, s->queued + 1, t.kernel};
   queue(s, std::move(t), lock);
   if (mode() == EAGER) while (step_towards(s, lock) && !s->queue.empty()) {}
   if (mode() == DRAWN && dice()() % 4 == 0) step_any(lock);
@@ -155,6 +166,7 @@ void push_async(Stream* s, Task t) {
 void push(Stream* s, Task t) {
   WithoutPython released;
   Lock lock(mutex());
+  Counted counted{s, s->queued + 1, t.kernel};
   queue(s, std::move(t), lock);
   if (mode() == EAGER) return run_until(s, s->queued, lock);
   if (mode() == DRAWN && dice()() % 4 == 0) step_any(lock);
@@ -228,6 +240,7 @@ extern "C" void sim_seed(long seed) {
   for (auto& of_device : streams()) for (auto* s : of_device) s->rank = 0;
 }
 extern "C" void sim_mode(const char* name) { Lock lock(mutex()); mode() = mode_of(name); }
+extern "C" uint64_t sim_launches(bool begun) { return begun ? begun_launches : all_launches; }
 extern "C" uint64_t sim_digest() { return digest(); }  // of the order in which all work ran
 
 // ---- what torch asks a device for --------------------------------------------------------------

@@ -10,7 +10,7 @@ inline bool on_device(const at::Tensor& t) { return t.defined() && t.device().ty
 at::Tensor on_host(const at::Tensor&);  // the same bytes as a CPU tensor that owns nothing
 void add_ranges(const at::Tensor&, bool writes, std::vector<Range>&);
 // Checks the accesses against all before them, then queues the work.
-void launch(Stream*, const Site&, const std::vector<Range>&, std::function<void()> run);
+void launch(Stream*, const Site&, const std::vector<Range>&, std::function<void()> run, bool blocks = false);
 std::vector<Conflict> launch_check(Stream*, const Site&, const std::vector<Range>&);
 
 struct Below {  // under autograd, autocast and modes

@@ -1,0 +1,205 @@
+"""Models larger than a device, row by row, on simulated devices; results: docs/proof/larger.json.
+
+A row is one training over several layouts: each builds the model, goes on from what the layout before
+saved, trains, saves and exports, on devices that have 75 % of the model's bytes in fp32. It is
+compared with the same steps of one process on the CPU, in fp32.
+
+    python tests/simgpu/larger.py --out docs/proof/larger.json [ROW …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "worlds"))
+
+from simulated.build import library  # noqa: E402
+
+from memory_cgroup import ENTER, Cgroup, memory_cgroup  # noqa: E402
+
+DEADLINE_S = 580.0
+LIMIT = 0.75
+"""What a device has, as a part of the model's bytes in fp32."""
+
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+"""Of a loss, relative: fp32, summed in other orders; Adam divides by small numbers."""
+
+STATES = {"sgd": 1, "adamw": 3}
+"""Of an element a checkpoint brings the weight, and with Adam its two moments."""
+
+MODEL = {"dim": 144, "layers": 72, "heads": 4, "kv_heads": 4, "tied": False}
+"""69 MiB in blocks of less than 1 MiB: CUDA's segments of 20 MiB would blur so small a device."""
+
+HSDP = {"dp_replicate": 2, "offload": "parameters"}
+"""Half of the weights and half of the gradients are all of a model: plain hsdp trains in 100 %."""
+
+TP, PP = {"tp": 2}, {"pp": 2}
+
+ROWS: dict[str, tuple[int, str, list[Any]]] = {
+    "4 sgd": (
+        4,
+        "sgd",
+        ["fsdp", {**TP, "dp_shard": 2}, {**HSDP, "dp_shard": 2}, {**PP, "dp_shard": 2}],
+    ),
+    "8 adamw": (8, "adamw", ["fsdp", {**TP, **PP, "dp_shard": 2}]),
+    "8 adamw, two axes": (
+        8,
+        "adamw",
+        [{**TP, "dp_shard": 4}, {**PP, "dp_shard": 4}, {**HSDP, "dp_shard": 4}],
+    ),
+}
+"""Processes, optimizer, layouts in turn."""
+
+Told = dict[str, Any]
+
+
+def ranks(size: int, asked: Told, environ: dict[str, str], group: Cgroup | None) -> list[Told]:
+    """What each rank of a world tells."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(HERE / "larger_case.py"), json.dumps(asked)]
+    if group is not None:
+        used = "usage_in_bytes" if "limit_in_bytes" in group.limit else "current"
+        environ = {**environ, "CGROUP_USAGE": str(group.folder / f"memory.{used}")}
+        command = [sys.executable, "-c", ENTER, str(group.folder / "cgroup.procs"), *command]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    errors = [Path(asked["folder"], f"rank-{rank}.txt") for rank in range(size)]
+    started = []
+    for rank, path in enumerate(errors):
+        env = {**environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with path.open("w") as error:
+            one = subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=error, text=True
+            )
+        started.append(one)
+    until_s = time.monotonic() + DEADLINE_S
+    try:
+        while any(one.poll() is None for one in started):
+            time.sleep(0.05)
+            broken = any(one.poll() not in (None, 0) for one in started)
+            if broken or time.monotonic() > until_s:
+                time.sleep(2.0 * broken)  # others say why they end, too
+                break
+    finally:
+        for one in started:
+            one.kill()
+    told = [one.communicate()[0].splitlines() for one in started]
+    said = "\n".join(f"rank {r}: {path.read_text()[-2500:]}" for r, path in enumerate(errors))
+    assert [one.returncode for one in started] == [0] * size, said
+    return [json.loads(lines[-1]) for lines in told]
+
+
+def trained(
+    library: str, size: int, optimizer: str, legs: list[Any], *, host: bool = False, **changed: Any
+) -> Told:
+    """A row: its legs as every rank tells them, and the losses of one process."""
+    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))}
+    plain = {**os.environ, **paths}
+    steps = 3 * len(legs)
+    with tempfile.TemporaryDirectory(prefix="larger-") as folder, memory_cgroup(2**40) as group:
+        asked = {"model": MODEL, "optimizer": optimizer, "legs": legs, "batch": size}
+        asked |= {"folder": folder, "steps": steps, **changed}
+        (single,) = ranks(1, {**asked, "plain": True, "legs": ["single"]}, plain, None)
+        weights_bytes = single["legs"][0]["weights"]
+        simulated = {
+            **plain,
+            "SIM_LIBRARY": library,
+            "SIM_DEVICES": str(size),
+            "SIM_MEMORY_BYTES": str(int(LIMIT * weights_bytes)),
+            "PYTHONPATH": f"{HERE / 'site'}{os.pathsep}{plain['PYTHONPATH']}",
+            "PYTHONWARNINGS": "ignore",
+        }
+        inside = group if host and isinstance(group, Cgroup) else None
+        told = ranks(size, {**asked, "host": inside is not None}, simulated, inside)
+    assert single["device"] == "cpu"
+    assert all(one["device"].startswith("cuda") for one in told)
+    return {
+        "ranks": size,
+        "optimizer": optimizer,
+        "weights": weights_bytes,
+        "limit": int(LIMIT * weights_bytes),
+        "losses": single["legs"][0]["losses"],
+        "legs": [[one["legs"][n] for one in told] for n in range(len(legs))],
+        "host": inside is not None,
+    }
+
+
+def short(row: Told) -> Told:
+    """A row for the record: per leg the most that any rank held, per instant, in MiB."""
+    mib = 2**20
+    legs = []
+    for n, told in enumerate(row["legs"]):
+        held = {
+            name: {
+                key: round(max(one["held"][name].get(key, 0) for one in told) / mib, 2)
+                for key in told[0]["held"][name]
+            }
+            for name in told[0]["held"]
+        }
+        expected = row["losses"][3 * n : 3 * n + 3]
+        off = max(abs(a / b - 1) for a, b in zip(told[0]["losses"], expected, strict=True))
+        legs.append(
+            {
+                "layout": told[0]["layout"],
+                "share_mib": round(max(one["share"] for one in told) / mib, 2),
+                "largest_unit_mib": round(told[0]["unit"] / mib, 2),
+                "held_mib": held,
+                "losses": told[0]["losses"],
+                "furthest_from_one_process": float(f"{off:.1e}"),
+            }
+        )
+    names = {"ranks": row["ranks"], "optimizer": row["optimizer"]}
+    sizes = {"weights_mib": round(row["weights"] / mib, 2), "limit_mib": round(row["limit"] / mib)}
+    return {**names, **sizes, "legs": legs}
+
+
+def check(row: Told) -> None:
+    """What must be true of a row."""
+    for n, told in enumerate(row["legs"]):
+        expected = row["losses"][3 * n : 3 * n + 3]
+        for one in told:
+            where = (one["layout"], one["held"])
+            assert one["apart"] == [], where
+            assert one["exported apart"] == [], where
+            assert one["resumed"] == bool(n), where
+            for ours, theirs in zip(one["losses"], expected, strict=True):
+                assert abs(ours / theirs - 1) < TOLERANCE[row["optimizer"]], (where, ours, theirs)
+            for name, times in (("build", 1), ("resume", STATES[row["optimizer"]])):
+                most = times * one["share"] + one["unit"]
+                assert one["held"][name]["device"] <= most, (name, most, where)
+            assert max(held["reserved"] for held in one["held"].values()) <= row["limit"], where
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; default all")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--host", action="store_true", help="look at the host's memory as well")
+    asked = parser.parse_args()
+    built = str(library())
+    found: Told = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
+    for name in asked.rows or ROWS:
+        row = trained(built, *ROWS[name], host=asked.host)
+        found[name] = {"date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", **short(row)}
+        print(json.dumps(found[name], indent=1), flush=True)
+        check(row)
+        if asked.out:
+            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

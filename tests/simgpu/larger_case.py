@@ -1,0 +1,232 @@
+"""One rank of a model that is larger than its device: legs of one training, each on another layout.
+
+    python larger_case.py '{"model": {…}, "optimizer": "sgd", "legs": ["fsdp", {…}], "folder": …}'
+
+as RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT say. Every leg builds, goes on from what the one before
+saved, trains, saves and exports. The last line of each rank tells what its device held at most in
+each of these instants, and its losses, as JSON. With `plain` there is one leg, of all steps, in one
+process: it writes the weights of a plain build to `initial.safetensors`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import shoal
+from shoal.checkpoint.export import export
+from shoal.fabric import World, start_world
+from shoal.machine.memory import trim_heap
+from shoal.models.catalog import build
+from shoal.trainer.run_state import model_parts
+
+SEQUENCE, VOCABULARY, STEPS = 4, 768, 3
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4, eps=1e-4),
+}
+INITIAL = "initial.safetensors"
+
+
+def tokens(number: int) -> torch.Tensor:
+    """A sample, (5,); the same everywhere."""
+    draws = torch.Generator().manual_seed(number)
+    return torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=draws)
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    """A few, for layouts that look at what the model does with them."""
+    whole = torch.stack([tokens(1001), tokens(1002)])
+    return whole[:, :-1], whole[:, 1:]
+
+
+class Tokens:
+    """The samples of all steps, in order of their number."""
+
+    draws_nothing = True
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = tokens(index)
+        return row[:-1], row[1:]
+
+
+class Host:
+    """What a node's processes hold at most of its memory, devices' aside: sampled, in bytes.
+
+    The processes are alone in a memory cgroup, whose use is the kernel's count of private memory and
+    of pages of files. Simulated devices lie in it too: each rank tells how much its own has reserved.
+    """
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.usage = Path(os.environ.get("CGROUP_USAGE", ""))
+        self.world, self.most, self.over = world, 0, threading.Event()
+        if world.is_first:
+            (folder / "reserved").write_bytes(bytes(8 * world.size))
+        world.barrier()
+        with (folder / "reserved").open("r+b") as file:
+            self.reserved = mmap.mmap(file.fileno(), 8 * world.size)
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def now(self) -> int:
+        used = int(self.usage.read_text())
+        return used - sum(struct.unpack(f"{self.world.size}q", self.reserved[:]))
+
+    def _look(self) -> None:
+        place = slice(8 * self.world.rank, 8 * self.world.rank + 8)
+        while not self.over.wait(0.01):
+            self.reserved[place] = struct.pack("q", torch.cuda.memory_reserved())
+            if self.world.is_first:
+                self.most = max(self.most, self.now())
+
+
+class Instants:
+    """What a device, and the node's host, hold at most while something is done, in bytes."""
+
+    def __init__(self, world: World, host: Host | None) -> None:
+        self.world, self.host, self.held = world, host, dict[str, dict[str, int]]()
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        if self.world.device.type == "cpu":
+            yield
+            return
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = 0
+        if self.host:
+            trim_heap()
+            self.world.barrier()
+            self.host.most = before = self.host.now()
+        try:
+            yield
+            torch.cuda.synchronize()
+        finally:
+            self.held[name] = {
+                "device": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+                **({"host": self.host.most - before} if self.host else {}),
+            }
+            sys.stderr.write(f"{name} {self.held[name]}\n")
+
+
+def apart(run: Any, path: Path) -> list[str]:
+    """Tensors of which this rank's part has other bits than a file of whole ones."""
+    found = []
+    with safe_open(path, "pt") as file:
+        for name, (part, shard) in model_parts(run).items():
+            whole = file.get_slice(name)
+            boxes = [whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in shard.slices]
+            if shard.slices and not torch.equal(part.cpu().reshape(-1), torch.cat(boxes)):
+                found.append(name)
+    return found
+
+
+def started(world: World, asked: dict[str, Any], layout: Any, model: dict[str, Any]) -> Any:
+    """A run on a layout; under "offload" it says which policy it needs there."""
+    plain, policies = asked.get("plain"), {}
+    if isinstance(layout, dict) and "offload" in layout:
+        layout = {**layout}
+        policies["offload"] = layout.pop("offload")
+    return shoal.parallelize(
+        lambda: build("llama", model, vocabulary=VOCABULARY, sequence=SEQUENCE),
+        OPTIMIZERS[asked["optimizer"]],
+        layout=layout,
+        batch=asked["batch"],
+        micro_batch=1,
+        precision="fp32",
+        sample=samples,
+        folder=None if plain or model["layers"] < asked["model"]["layers"] else asked["folder"],
+        world=world,
+        **policies,
+    )
+
+
+def left(run: Any) -> None:
+    """All of `run.close` but leaving the world."""
+    for part in (run.saving, run.touched, run.guard):
+        part.close()
+    for undo in run.program.on_close:
+        undo()
+    if run.lease is not None:
+        run.lease.release()
+
+
+def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> dict[str, Any]:
+    """Build, go on, train, save, export: on one layout."""
+    folder, layout, plain = Path(asked["folder"]), asked["legs"][number], asked.get("plain")
+    if host:  # what a layout imports is no part of the model
+        left(started(world, asked, layout, {**asked["model"], "layers": 4}))
+        gc.collect()
+    instants = Instants(world, host)
+    with instants.during("build"):
+        run = started(world, asked, layout, asked["model"])
+    blocks = run.program.twin.blocks if run.program.twin is not None else run.model.blocks
+    told: dict[str, Any] = {
+        "layout": run.plan.layout.text(),
+        "weights": 4 * run.plan.parameters,
+        "share": sum(-(-part.numel() // 128) * 512 for part, _ in model_parts(run).values()),
+        "unit": 4 * sum(p.numel() for p in blocks[0].parameters()),
+    }
+    if plain:
+        save_file(run.state_dict(), folder / INITIAL)
+    else:
+        told["apart"] = [] if number else apart(run, folder / INITIAL)
+        with instants.during("resume"):
+            told["resumed"] = run.restore()
+    losses: list[float] = []
+    with instants.during("train"):
+        for batch in run.loader(Tokens()):
+            losses.append(float(run.step(batch).loss))
+            if len(losses) == (asked["steps"] if plain else STEPS):
+                break
+    if not plain:
+        with instants.during("save"):
+            saved = run.save()
+        out = folder / f"exported-{number}.safetensors"
+        with instants.during("export"):
+            if world.is_first:
+                export(saved, out)
+            world.barrier()
+        told["exported apart"] = apart(run, out)
+    left(run)
+    return {**told, "losses": losses, "held": instants.held}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    asked = json.loads(sys.argv[1])
+    world = start_world()
+    host = Host(world, Path(asked["folder"])) if asked.get("host") else None
+    told = []
+    for number in range(len(asked["legs"])):
+        with sdpa_kernel(SDPBackend.MATH):  # what the device has
+            told.append(leg(world, asked, number, host))
+        gc.collect()
+        if world.device.type != "cpu":
+            torch.cuda.empty_cache()
+    if host:
+        host.over.set()
+    sys.stdout.write(json.dumps({"device": str(world.device), "legs": told}) + "\n")
+    sys.stdout.flush()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
