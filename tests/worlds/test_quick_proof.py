@@ -9,10 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.base.batches import proof_batch
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
+from shoal.base.schedules import SCHEDULES
 from shoal.models.catalog import build as catalog
 from shoal.models.loss import token_loss
+from shoal.planner.guide import check_micro_batches
 from shoal.proof import seconds
 from shoal.proof.proof_case import ProofCase, head
 from shoal.proof.quick import _structure, model_parts, source_of
@@ -137,6 +140,27 @@ def test_small_steps_hold_a_short_one() -> None:
     assert len(head(range(100), 32, 8, 2)) == 64 + 8 + 4
     assert len(head(range(5), 32, 8, 2)) == 5
     assert head(iter(range(10**9)), 2, 1, 1) == [0, 1, 2], "of a stream only what is needed"
+
+
+def test_ranks_that_share_a_micro_batch_ask_for_no_more_of_them() -> None:
+    """tp and cp multiply processes, and nothing of what one process must compute beside them."""
+
+    def step(layout: dict[str, int], processes: int) -> int:
+        case = ProofCase(nn.Identity, None, range(100), None, layout, Plan(Layout(), 64, 16))
+        return case.small(processes).plan.batch
+
+    assert step({"tp": 2, "pp": 2}, 4) == step({"pp": 2}, 2) == 8
+    assert step({"tp": 4, "cp": 2}, 8) == step({"tp": 2}, 2) == 4
+    assert step({"tp": 2, "dp_shard": 2}, 4) == 8
+
+
+def test_every_schedule_can_run_the_steps_of_a_proof() -> None:
+    for schedule in SCHEDULES:
+        for pp in (2, 4, 6):
+            chunks = 2 if schedule == "interleaved" else 1
+            layout = Layout(pp=pp, dp_replicate=3, schedule=schedule, chunks=chunks)
+            batch, micro_batch = proof_batch(layout, 8)
+            check_micro_batches(layout, batch, micro_batch)
 
 
 def test_the_key_knows_the_model() -> None:

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.base.errors import ConfigError
+from shoal.base.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,20 @@ def default_micro_batch(batch: int) -> int:
     (4, 3, 5)
     """
     return batch // math.gcd(batch, 8)
+
+
+def proof_batch(layout: Layout, micro_batch: int) -> tuple[int, int]:
+    """Returns a step's samples in the proof before a run, and its micro-batch: at most 2 samples.
+
+    Two micro-batches for each rank that draws its own, so that something accumulates, and in a
+    pipeline for each of its ranks too: what every schedule can run. Ranks that share a micro-batch
+    (tp, cp) ask for no more of them, which one process would have to compute as well.
+
+    >>> proof_batch(Layout(dp_replicate=4), 16), proof_batch(Layout(pp=2, tp=2), 16)
+    ((16, 2), (8, 2))
+    """
+    few = min(micro_batch, 2)
+    return 2 * layout.data_degree * layout.pp * few, few
 
 
 def steps_per_epoch(samples: int, batch: int) -> int:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal.base.batches import proof_batch
 from shoal.base.estimate import Case, Instant, MemoryEstimate, ModelFacts, UnitFacts
 from shoal.planner.frameworks import Framework
 from shoal.planner.measured import PROCESS_BYTES
@@ -225,16 +226,15 @@ def _proving(case: Case, habits: Framework | None) -> list[Instant]:
     if not case.proves or case.layout.processes == 1:
         return []
     device, whole = case.cluster.device, whole_elements(case)
-    micro_batch = min(case.micro_batch, 2)
-    degree = case.layout.processes
-    samples = 2 * degree * micro_batch + micro_batch
+    batch, micro_batch = proof_batch(case.layout, case.micro_batch)
+    samples = batch + micro_batch  # the second step is a short one
     rate = device.matrix_flops_per_s.get("fp64", 0.0) * PROOF_SHARE
     seconds = 3 * case.model.forward_flops * samples / rate if rate else 0.0
     twin = 8 * PROOF_STATES * whole
     if seconds > PROOF_S or twin + device.reserved_bytes > device.memory_bytes:
         return []
     small = replace(case, model=_in_float64(case.model), optimizer_bytes=4).but(
-        compute="fp64", micro_batch=micro_batch, batch=2 * degree * micro_batch, average=0.0
+        compute="fp64", micro_batch=micro_batch, batch=batch, average=0.0
     )
     layout = predict_memory(small, None, habits)
     beside = layout.peak_bytes - layout.parts.get("context", 0.0)

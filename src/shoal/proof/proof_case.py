@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from shoal.base.batches import proof_batch
+from shoal.base.facts import this_machine
 from shoal.base.plan import Plan
 from shoal.base.policies import (
     CompilePolicy,
@@ -31,7 +33,7 @@ from shoal.config.sections import Config
 from shoal.data.fetch import draws_nothing, first_samples, is_indexed, kept_draws
 from shoal.data.sources import Source
 from shoal.planner.model_facts import FAMILIES, family_of
-from shoal.planner.settle import Words, words_of
+from shoal.planner.settle import Words, settle_layout, words_of
 from shoal.proof.side import Side, Trial
 from shoal.trainer.contract import Loss
 from shoal.trainer.job import build_model, import_loss
@@ -78,10 +80,14 @@ class ProofCase:
         """
         return {key: getattr(self.plan, key) for key in PROVEN}
 
-    def small(self, degree: int) -> ProofCase:
-        """The same with two small micro-batches per rank and step; `degree` data-parallel ranks."""
-        micro_batch = min(self.plan.micro_batch, 2)
-        plan = replace(self.plan, micro_batch=micro_batch, batch=2 * degree * micro_batch)
+    def small(self, processes: int) -> ProofCase:
+        """The same with few small micro-batches per step, see `proof_batch`.
+
+        Errors   PlanError where the layout is none of so many processes
+        """
+        layout = settle_layout(self.plan, self.layout, processes, None, this_machine()).layout
+        batch, micro_batch = proof_batch(layout, self.plan.micro_batch)
+        plan = replace(self.plan, micro_batch=micro_batch, batch=batch)
         return replace(self, plan=plan, full_steps=1)
 
     @property

@@ -228,13 +228,14 @@ def too_long(expected_s: float, folder: Path) -> str:
     )
 
 
-def quick_battery(case: ProofCase, degree: int, budget_s: float | None = None) -> Battery:
+def quick_battery(case: ProofCase, processes: int, budget_s: float | None = None) -> Battery:
     """Two steps of SGD on small micro-batches, the second step a short one.
 
+    processes  of the layout
     budget_s   for the one process; None where the proof is all that was asked for
     """
     return Battery(
-        case.small(degree).trial(),
+        case.small(processes).trial(),
         optimizers={SGD: OPTIMIZERS[SGD]},
         steps=STEPS,
         seed=case.plan.seed,
