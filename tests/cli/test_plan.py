@@ -173,6 +173,26 @@ def test_a_pipeline_becomes_a_run_too(tmp_path: Path) -> None:
     assert "next        shoal train run.toml" in done.stdout
 
 
+def test_dealt_experts_become_a_run_too(tmp_path: Path) -> None:
+    from shoal.config.load import load
+
+    words = ("model.name=mixtral-8x7b", "--on", "8x8xH100-80GB", "--write", "run.toml")
+    text = " ".join(plan(*words, folder=tmp_path).stdout.split())
+    assert "1 fsdp + ep: dp 64 · ep 8" in text
+    layout = load(tmp_path / "run.toml").config.layout
+    assert (layout.dp_shard, layout.zero, layout.ep) == (64, 3, 8)
+
+
+@pytest.mark.parametrize("words", [("layout.cp=2",), ("model.name=moe", "layout.ep=2")])
+def test_what_auto_would_not_take_is_told_to_the_run(tmp_path: Path, words: tuple[str]) -> None:
+    """The command that is proposed runs the layout that was planned, its stage included."""
+    said = ("layout.dp_shard=2", "launch.processes=4")
+    done = plan(*words, *said, "data.source=synthetic", folder=tmp_path)
+    next_line = " ".join(done.stdout[done.stdout.index("next ") :].split())
+    assert "layout.zero=" in next_line, done.stdout + done.stderr
+    assert all(word in next_line for word in words)
+
+
 def test_what_is_asked_for_here_is_searched(tmp_path: Path) -> None:
     done = plan("layout.tp=2", "layout.pp=2", folder=tmp_path)
     assert "3d: pp 2 · tp 2" in done.stdout, done.stderr

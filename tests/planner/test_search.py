@@ -7,11 +7,18 @@ from dataclasses import replace
 import pytest
 from planned_case import case_of, run_of
 
-from shoal.base.degrees import planned_degrees
+from shoal.base.degrees import check_together, planned_degrees
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.base.policies import POLICIES
-from shoal.planner.explain import ask_guide, dies_first, guide_layout, why_before
+from shoal.planner.explain import (
+    PART_WORDS,
+    ask_guide,
+    dies_first,
+    guide_layout,
+    layout_text,
+    why_before,
+)
 from shoal.planner.machines import parse_machines
 from shoal.planner.plan_document import plan_record
 from shoal.planner.published import published
@@ -236,3 +243,35 @@ def test_micro_batches_grow_until_memory_is_full() -> None:
     text, other = ask_guide(best, SearchSpace(built=True))
     assert other is not None
     assert best.time.step_s <= 1.02 * other.time.step_s, text
+
+
+MIXTURE = model_facts(published("mixtral-8x7b"), 8192, 2)
+NODES = parse_machines("2x8xH100-80GB")
+
+
+def test_experts_are_dealt_to_data_parallel_ranks() -> None:
+    """Of a mixture: in whole shards, evenly, never beside tp, which may have cut them already."""
+    layouts = [c.case.layout for c in search(run_of(MIXTURE, NODES), SearchSpace())]
+    dealt = [layout for layout in layouts if layout.ep > 1]
+    assert {layout.strategy for layout in dealt} >= {"fsdp + ep", "zero1 + pp + ep"}
+    for layout in dealt:
+        check_together(layout)
+        assert MIXTURE.experts % layout.ep == 0
+        assert layout.tp == 1
+    assert {layout.ep for layout in layouts} == {1, 2, 4, 8}, "one is tried, and what lends most"
+    assert {c.case.layout.ep for c in search(run_of(LLAMA, NODE), SearchSpace())} == {1}
+
+
+def test_experts_that_are_dealt_are_given_or_found() -> None:
+    two = SearchSpace(degrees=(("ep", 2),))
+    assert {c.case.layout.ep for c in search(run_of(MIXTURE, NODES), two)} == {2}
+    first = SearchSpace(built=True)
+    assert {c.case.layout.ep for c in search(run_of(MIXTURE, NODES), first)} == {1}, "it fits"
+
+
+def test_time_on_the_way_to_experts_has_a_name() -> None:
+    found = search(run_of(MIXTURE, NODES), SearchSpace())
+    ours = next(c for c in found if c.case.layout.ep > 1)
+    assert 0 < ours.time.parts["experts"] < ours.time.step_s
+    assert not ours.time.parts.keys() - PART_WORDS.keys()
+    assert "ep 8" in layout_text(replace(ours.case.layout, ep=8))

@@ -5,6 +5,7 @@ Everything is per sample or per unit of the model, so that layouts only divide a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ class UnitFacts:
 
     parameters            trainable elements (tied ones where they come first), of which
       plain_parameters      tensor parallelism copies (norms, biases of rows, routers)
-      expert_parameters     expert parallelism splits
+      expert_parameters     expert parallelism splits, of as many `experts`
     frozen_parameters     elements that are not trained
     forward_flops         of matrix products; the backward is twice that
     elementwise_bytes     read and written by everything that is no matrix product, forward
@@ -47,6 +48,7 @@ class UnitFacts:
     parameters: int = 0
     plain_parameters: int = 0
     expert_parameters: int = 0
+    experts: int = 0
     frozen_parameters: int = 0
     forward_flops: float = 0.0
     elementwise_bytes: float = 0.0
@@ -89,6 +91,11 @@ class ModelFacts:
     def forward_flops(self) -> float:
         """Matrix FLOP of one sample's forward."""
         return sum(unit.count * unit.forward_flops for unit in self.units)
+
+    @property
+    def experts(self) -> int:
+        """What the number of experts of every mixture is a multiple of; 0 without mixtures."""
+        return math.gcd(*(unit.experts for unit in self.units))
 
     @property
     def blocks(self) -> int:

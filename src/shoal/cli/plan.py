@@ -127,16 +127,20 @@ def _without(arguments: list[str], fix: list[str]) -> list[str]:
     return [word for word in arguments if word.partition("=")[0] not in said]
 
 
+ORDER = ("schedule", "chunks")
+"""Keys of a pipeline's order: told only where it is not the default."""
+
+
 def _chosen(case: Any) -> dict[str, Any]:
     """What a run must be told to be this case, where its own defaults come to something else."""
     from shoal.base.policies import MemoryPolicy
     from shoal.base.schedules import DEFAULT
+    from shoal.planner.settle import words_of
 
     layout, chosen = case.layout, {}
-    if layout.tp * layout.pp > 1:  # what `auto` would not take by itself
-        chosen = {f"layout.{axis}": n for axis, n in layout.degrees.items() if n > 1}
-        if layout.zero:
-            chosen["layout.zero"] = layout.zero
+    if layout.is_derived:  # what `auto` would not take by itself
+        words = words_of(layout)
+        chosen = {f"layout.{key}": n for key, n in words.items() if key not in ORDER}
     if layout.pp > 1 and case.schedule != DEFAULT:
         chosen["layout.schedule"] = case.schedule
         if layout.chunks > 1:

@@ -34,9 +34,8 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
     case = best.case
     paths = [Path(a) for a in arguments if "=" not in a]
     loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
-    degrees = {axis: degree for axis, degree in case.layout.degrees.items() if degree > 1}
-    degrees.pop("islands", None)
-    given = {axis: degrees.get(axis, 0) for axis in AXES[1:]}
+    given = {axis: getattr(case.layout, axis) for axis in (*AXES[1:], "ep")}
+    given = {axis: degree if degree > 1 else 0 for axis, degree in given.items()}
     single = case.layout.processes == 1
     loaded.replace("layout", ORIGIN, strategy="single" if single else "auto", **given)
     if case.layout.zero:

@@ -26,7 +26,7 @@ PART_WORDS = {
     "recompute": "recomputing",
     "tensor": "tensor-parallel messages",
     "context": "context-parallel messages",
-    "expert": "expert messages",
+    "experts": "tokens on their way to experts",
     "pipeline": "messages between stages",
     "bubble": "the pipeline's bubble",
     "imbalance": "uneven stages",
@@ -84,7 +84,7 @@ def layout_text(layout: Layout) -> str:
         )
         if layout.zero and layout.tp * layout.pp * layout.cp > 1:
             parts.append(f"zero {layout.zero}")
-    parts += [f"{axis} {degree}" for axis in ("cp", "tp") if (degree := layout.degrees[axis]) > 1]
+    parts += [f"{axis} {n}" for axis in ("cp", "tp", "ep") if (n := getattr(layout, axis)) > 1]
     if layout.threads > 1:
         parts.append(f"{layout.threads} threads")
     name = layout.strategy

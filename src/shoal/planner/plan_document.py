@@ -135,7 +135,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
     return {
         "text": shape_text(case),
         "strategy": case.layout.strategy,
-        "degrees": case.layout.degrees,
+        "degrees": {**case.layout.degrees, "ep": case.layout.ep},
         "zero": case.layout.zero,
         "schedule": case.schedule if case.layout.pp > 1 else "",
         "chunks": case.chunks,

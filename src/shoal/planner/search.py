@@ -1,10 +1,10 @@
 """Looks for the fastest layouts that fit: every legal combination is asked for memory, then time.
 
 The loop is over degrees (tp inside a node, pp by the depth of the model, cp where sequences are
-long, the rest data-parallel), what the data-parallel ranks split, the samples of a micro-batch, and
-what is recomputed. Memory is asked first, because it is cheap and ends most candidates. What a cut
-cannot do (heads that do not divide, more stages than blocks, a block gathered or recomputed again
-in every half of a split backward) is never proposed.
+long, the rest data-parallel, of which ep borrows), what the data-parallel ranks split, the samples
+of a micro-batch, and what is recomputed. Memory is asked first, because it is cheap and ends most
+candidates. What a cut cannot do (heads that do not divide, more stages than blocks, a block
+gathered or recomputed again in every half of a split backward) is never proposed.
 
 Source: the legality rules are those of docs/plan.md, each with its measurement.
 """
@@ -193,7 +193,7 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, float]:
     """How much machinery a layout needs: axes and policies, how deep they cut, then time."""
     case = candidate.case
     layout = case.layout
-    axes = sum(degree > 1 for degree in layout.degrees.values())
+    axes = sum(degree > 1 for degree in (*layout.degrees.values(), layout.ep))
     extras = (
         (case.plan.recompute != "none") + (case.plan.offload != "none") + (case.schedule != DEFAULT)
     )
@@ -253,11 +253,13 @@ def _layouts(case: Case, space: SearchSpace) -> Iterator[Layout]:
         yield space.layout
         return
     degrees = dict(space.degrees)
-    ep = degrees.pop("ep", 1)
+    given = degrees.pop("ep", 0)
     for layout in _every_layout(case, space):
         exact = all(layout.degrees[axis] == degree for axis, degree in degrees.items())
-        if exact and layout.lends(ep) and (space.zero is None or layout.zero == space.zero):
-            yield replace(layout, ep=ep)
+        if exact and (space.zero is None or layout.zero == space.zero):
+            for ep in [given] if given else _expert_degrees(case, layout, space):
+                if layout.lends(ep):
+                    yield replace(layout, ep=ep)
 
 
 def _every_layout(case: Case, space: SearchSpace) -> Iterator[Layout]:
@@ -300,6 +302,20 @@ def _context_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Ite
         if devices % cp == 0:
             yield cp
         cp *= 2
+
+
+def _expert_degrees(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
+    """1, and where a mixture is not cut by tp as well: the most ranks of a node, and of all.
+
+    More ranks hold fewer experts each and send as many tokens, but across nodes on slower links.
+    """
+    yield 1
+    experts = case.model.experts
+    if layout.tp > 1 or (space.built and "ep" not in AUTO_AXES):
+        return
+    even = [n for n in range(2, experts + 1) if experts % n == 0 and layout.lends(n)]
+    inside = [n for n in even if n * layout.cp <= case.cluster.per_node]
+    yield from sorted({*inside[-1:], *even[-1:]})
 
 
 def _pipeline_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:

@@ -36,7 +36,6 @@ CONSTANTS = ("block", "micro_batch", "step")
 SHOWN = {
     "attention": "matrix", "weights": "matrix", "loss": "elementwise", "launch": "constants",
     "block": "constants", "micro_batch": "constants", "step": "constants",
-    "context": "tensor", "experts": "tensor",
 }  # fmt: skip
 """Terms that are shown as part of another."""
 

@@ -85,6 +85,7 @@ def _unit(name: str, count: int, cut: Cut, routed: bool) -> UnitFacts:
         parameters=part.parameters,
         plain_parameters=part.plain,
         expert_parameters=part.experts,
+        experts=shape.experts if routed else 0,
         forward_flops=part.flops * tokens,
         attention_flops=part.attention_flops * tokens,
         elementwise_bytes=part.moved * cut.e * tokens,
