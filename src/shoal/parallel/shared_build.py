@@ -40,7 +40,8 @@ from torch import Tensor, nn
 from shoal.base.errors import ShoalError
 from shoal.base.units import bytes_text
 from shoal.fabric import World
-from shoal.parallel.checkpoint_files import files_as_read
+from shoal.machine.memory import read_as_used
+from shoal.parallel.checkpoint_files import files_as_read, opened_unread
 from shoal.parallel.mmap_init import belongs_to_file, is_mapped, mapped, mmap_init, over
 from shoal.parallel.program import dtype_of
 from shoal.trace.alone import alone
@@ -82,7 +83,7 @@ def build_once(
         least = LEAST_BYTES if least_bytes is None else least_bytes
         try:
             with _many_files():
-                with mmap_init(opened=files), alone():
+                with mmap_init(opened=files), opened_unread(), alone():
                     made.append(build())
                 return _table(made[0], files, least)
         except Exception as failure:  # the builder's own errors come again, on every rank
@@ -182,7 +183,7 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
         storages.setdefault(key, storage)
         widths[key] = max(widths.get(key, 1), tensor.element_size())
     places: list[dict[str, Any]] = []
-    small, read = 0, files_as_read()
+    small, read, used = 0, files_as_read(), set[tuple[int, int]]()
     for key, storage in storages.items():
         found = next((one for one in read if one.start <= key < one.stop), None)
         if storage.filename in files:
@@ -190,10 +191,13 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
             places.append({"file": descriptor, "at": 0, "bytes": storage.nbytes()})
         elif found is not None and found.place(key) % widths[key] == 0:
             told = {"path": found.path, "at": found.place(key), "node": found.node}
+            used.add((found.start, found.stop))
             places.append({**told, "bytes": storage.nbytes()})
         else:
             places.append({"file": -1, "at": small, "bytes": storage.nbytes()})
             small += storage.nbytes()
+    for start, stop in used:
+        read_as_used(start, stop)
     rest = _packed(storages, places, small, files)
     for place in places:
         if place.get("file", 0) < 0:
@@ -305,7 +309,9 @@ def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
     end = place["at"] + place["bytes"]
     if read:
         if path not in known:
-            known[path] = torch.UntypedStorage.from_file(path, shared=False, nbytes=told.st_size)
+            whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=told.st_size)
+            read_as_used(whole.data_ptr(), whole.data_ptr() + told.st_size)
+            known[path] = whole
         return known[path][place["at"] : end]  # a storage of its own over the same pages
     whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=max(end, 1))
     if not place["at"] and place["bytes"] == told.st_size:
