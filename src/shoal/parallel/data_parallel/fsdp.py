@@ -50,7 +50,7 @@ from shoal.fabric.world import holds_groups
 from shoal.machine.memory import trim_heap
 from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
-from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows
+from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
 from shoal.trace.flops import meta_twin
@@ -120,6 +120,7 @@ def _lay_out(program: Program) -> None:
         # torch refuses channels_last, and rows are dealt out anyway. In files: unit by unit.
         if not parameter.is_contiguous() and not is_mapped(parameter):
             parameter.data = parameter.data.contiguous()
+    settle(_whole(program))
     for parameter in _whole(program):
         parameter.data = parameter.data.to(program.world.device)
 
