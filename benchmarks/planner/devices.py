@@ -235,6 +235,15 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
         out.write_text(json.dumps({"verdict": word.word, "text": word.text, "limit": limit}))
     world.barrier()
     simulated_cuda.set_limit(world.device.index or 0, limit)
+    try:
+        _three_steps(world, name, kind, plan)
+    except torch.OutOfMemoryError:
+        out.with_suffix(f".{world.rank}").touch()
+        raise
+
+
+def _three_steps(world: Any, name: str, kind: str, plan: Plan) -> None:
+    make, data, loss = MODELS[name]
     run = shoal.parallelize(
         make,
         lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
@@ -264,10 +273,12 @@ def limits(models: list[str], out: str) -> int:
                     words = [str(HERE / "devices.py"), "--limited", name, kind, where]
                     lives = True
                     try:
-                        run_together([*words, str(file)], PROCESSES, deadline_s=90)
-                    except (RuntimeError, TimeoutError):
+                        run_together([*words, str(file)], PROCESSES, deadline_s=300)
+                    except (RuntimeError, TimeoutError) as failure:
                         lives = False
-                    told = json.loads(file.read_text()) if file.exists() else {"verdict": "?"}
+                        if not [*Path(folder).glob("row.[0-9]")]:
+                            raise SystemExit(f"{name} {kind} {where}: {failure}") from None
+                    told = json.loads(file.read_text())
                 rows.append(
                     {"model": name, "layout": kind, "limited": where, "lives": lives, **told}
                 )

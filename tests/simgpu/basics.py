@@ -251,6 +251,31 @@ def events_measure_and_wait() -> None:
 
 
 @check
+def a_shape_that_is_known_is_of_the_same_arguments() -> None:
+    """Meta kernels are asked once per arguments: what changes their answer is told apart."""
+    for end in (10.0, 100.0):
+        assert torch.arange(end, device="cuda").shape == (end,)
+    whole = torch.arange(12, device="cuda").view(3, 4)
+    assert [(whole * by).dtype for by in (2, 2.5)] == [torch.int64, torch.float32]
+    assert [(whole * torch.tensor(by)).dtype for by in (2, 2.5)] == [torch.int64, torch.float32]
+    assert (whole * torch.tensor(2.5, dtype=torch.float64)).dtype == torch.float64
+    assert [whole.sum(dim).shape for dim in (0, 1)] == [(4,), (3,)]
+    assert [whole.sum(0, keepdim=keep).shape for keep in (True, False)] == [(1, 4), (4,)]
+    assert [(x * 2).stride() for x in (whole, whole.t())] == [(4, 1), (1, 4)]
+    assert [torch.cat([whole] * n).shape for n in (1, 2)] == [(3, 4), (6, 4)]
+    assert [(whole / 5).dtype, (whole.double() / 5).dtype] == [torch.float32, torch.float64]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (whole / 5).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with pytest.raises(RuntimeError, match="must match the size"):  # at its launch, each time
+        whole + whole.t()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        whole + whole.t()
+
+
+@check
 def nothing_was_reported() -> None:
     assert sim.races_told() == 0
 

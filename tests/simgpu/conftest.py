@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 400.0
 sys.path.insert(0, str(HERE))
+
+from forks import Forks  # noqa: E402
+from ranks import on_cpu  # noqa: E402
 
 collect_ignore = [str(one) for one in HERE.rglob("*.py") if not one.name.startswith("test_")]
 """Programs that run on the device: nothing of them can be imported without it."""
@@ -47,16 +50,32 @@ def environ(library: str) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def forks(environ: dict[str, str]) -> Iterator[Forks]:
+    """Programs on simulated devices, forked from one that has imported all."""
+    made = Forks(environ)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def cpu_forks() -> Iterator[Forks]:
+    """The same without a device."""
+    made = Forks(on_cpu())
+    yield made
+    made.close()
+
+
 Run = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
 def run(environ: dict[str, str]) -> Run:
-    """Runs a program of this folder on simulated devices: run("planted.py", "all", SIM_MODE="lazy")."""
+    """Runs a program of this folder in a process of its own: run("planted.py", "all", SIM_MODE="lazy")."""
 
     def start(*words: str, **settings: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, *(str(HERE / w) if w.endswith(".py") else w for w in words)],
+            [sys.executable, str(HERE / words[0]), *words[1:]],
             env={**environ, **settings},
             capture_output=True,
             text=True,

@@ -3,7 +3,8 @@
 Run as it stands on the CPU over gloo, and on simulated devices over "NCCL": `test_own_loop.py`
 compares. Whatever differs between the two is a fault of order, place or lifetime, since kernels are
 the same. The last line of rank 0 is {"device": …, "rows": {name: [loss, …, sum of weights]},
-"launches": of all of them}.
+"launches": of all of them, "steps": {name: {"bits": digest of its weights, "all": launches of its
+steps, "begun": those that began before they returned, "waits": {operator: times}}}}.
 
     python own_loop.py NAME … [--seeds N]    as RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT say
 
@@ -13,12 +14,14 @@ With seeds a layout trains N steps, each under a schedule of its own: seeds 0 to
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import tempfile
 import traceback
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shoal
@@ -53,7 +56,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
     "tp fsdp": (4, {"tp": 2, "dp_shard": 2}, {}),
     "pp fsdp": (4, {"pp": 2, "dp_shard": 2}, {}),
+    **{f"plain {name}": (2, {"strategy": name}, {}) for name in ("ddp", "zero1", "zero2", "fsdp")},
+    "plain hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
 }
+"""Processes, layout, policies. "plain …": a model that chooses no kernel by its device."""
 
 
 def tokens(step: int) -> torch.Tensor:
@@ -83,25 +89,31 @@ class Tokens:
         return row[:-1], row[1:]
 
 
-def trained(world: World, name: str, seeds: int) -> list[float]:
-    """Losses of a few steps, then the sum of all weights' magnitudes."""
+def module_of(name: str) -> nn.Module:
+    """A transformer; "plain …": what chooses no kernel by its device, as norms and attention do."""
+    torch.manual_seed(1)
+    if name.startswith("plain"):
+        wide = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+        return nn.Sequential(nn.Embedding(61, 16), *wide, nn.Linear(16, 61))
+    if name == "ep":
+        sizes = {key: size for key, size in SIZES.items() if key != "kv_heads"}
+        return build("moe", {**sizes, **EXPERTS}, vocabulary=61, sequence=12)
+    return build("llama", SIZES, vocabulary=61, sequence=12)
+
+
+def trained(world: World, name: str, seeds: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses of a few steps, then the sum of all weights' magnitudes; what the steps launched."""
     _, layout, policies = LAYOUTS[name]
     policies = dict(policies)
     on_device = world.device.type != "cpu"
     if "offload" in policies and not on_device:
         policies = {}  # its twin has nothing to move
-    kind = "moe" if name == "ep" else "llama"
-    torch.manual_seed(1)
-    sizes = {**SIZES, **EXPERTS} if kind == "moe" else SIZES
-    if kind == "moe":
-        del sizes["kv_heads"]
-    module = build(kind, sizes, vocabulary=61, sequence=12)
     precision = policies.pop("precision", "fp64")
     folder = tempfile.mkdtemp(prefix="own-loop-") if name == "saved" else None
     # Many steps of a large rate would blow the last digit up, in which sums of ranks may differ.
     lr = 1e-5 if seeds else 1e-2
     run = shoal.parallelize(
-        module,
+        module_of(name),
         lambda parameters: torch.optim.AdamW(parameters, lr, foreach=True),
         layout=layout,
         batch=8,
@@ -113,6 +125,7 @@ def trained(world: World, name: str, seeds: int) -> list[float]:
     )
     losses: list[float] = []
     steps = seeds or STEPS
+    before = launched(world)
     while len(losses) < steps:
         for batch in run.loader(Tokens(steps)):
             if seeds and on_device:
@@ -122,13 +135,17 @@ def trained(world: World, name: str, seeds: int) -> list[float]:
                 run.save(folder, wait=False)  # beside the next step
             if len(losses) == steps:
                 break
+    told = since(before, launched(world))
+    digest = hashlib.sha256()
+    for parameter in run.model.parameters():
+        digest.update(own_part(parameter).contiguous().numpy().tobytes())
     whole = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
     for part in (run.saving, run.touched, run.guard):  # all of `run.close` but leaving the world
         part.close()
     for undo in run.program.on_close:
         undo()
     left = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
-    return [*losses, whole, left]
+    return [*losses, whole, left], {"bits": digest.hexdigest(), **told}
 
 
 def turned(world: World) -> list[float]:
@@ -223,13 +240,31 @@ def seed_schedule(seed: int) -> None:
     simulated_cuda.seed_schedule(seed)
 
 
-def launched(world: World) -> int:
-    """How many kernels, copies and collectives this rank has launched."""
+Launched = tuple[int, int, dict[str, int]]
+
+
+def launched(world: World) -> Launched:
+    """Kernels, copies and collectives of this rank so far, those that began before their launch
+    returned, and calls by operator."""
     if not is_accelerator(world.device):
-        return 0
+        return 0, 0, {}
     import simulated_cuda
 
-    return simulated_cuda.launches()[0]
+    return *simulated_cuda.launches(), simulated_cuda.counts()
+
+
+def since(before: Launched, now: Launched) -> dict[str, Any]:
+    """What was launched between two moments, and operators for which the host waited."""
+    waits = {
+        name.removesuffix(" (waits)"): times - before[2].get(name, 0)
+        for name, times in now[2].items()
+        if name.endswith(" (waits)")
+    }
+    return {
+        "all": now[0] - before[0],
+        "begun": now[1] - before[1],
+        "waits": {name: times for name, times in waits.items() if times},
+    }
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -244,7 +279,8 @@ def main() -> None:
     torch.set_num_threads(1)
     offload.Activations.__init__.__defaults__ = (1,)  # tensors here are small
     world = start_world()
-    rows = {}
+    rows: dict[str, Any] = {}
+    steps: dict[str, Any] = {}
     words = argparse.ArgumentParser()
     words.add_argument("names", nargs="+")
     words.add_argument("--seeds", type=int, default=0)
@@ -252,13 +288,15 @@ def main() -> None:
     for name in asked.names:
         try:
             with sdpa_kernel(SDPBackend.MATH):  # what the device has
-                rows[name] = (
-                    PARTS[name](world) if name in PARTS else trained(world, name, asked.seeds)
-                )
+                if name in PARTS:
+                    rows[name] = PARTS[name](world)
+                else:
+                    rows[name], steps[name] = trained(world, name, asked.seeds)
         except Exception as failure:
             rows[name] = f"{type(failure).__name__}: {failure}"
             traceback.print_exc()  # on every rank: the others may wait for the one that failed
-    told = {"device": str(world.device), "rows": rows, "launches": launched(world)}
+    told = {"device": str(world.device), "rows": rows, "steps": steps}
+    told["launches"] = launched(world)[0]
     if world.rank == 0:
         print(json.dumps(told), flush=True)
     world.close()

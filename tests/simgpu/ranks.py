@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +23,32 @@ def on_cpu() -> dict[str, str]:
     return {**without, "PYTHONPATH": path}
 
 
+def started(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A program of this folder in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(HERE / words[0]), *words[1:]],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
 def world(
-    program: str, size: int, words: Sequence[str], environ: Mapping[str, str]
+    program: str,
+    size: int,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    start: Callable[..., Any] = started,
 ) -> dict[str, Any]:
     """Run a program as `size` ranks; the last line of rank 0, and as `said` what all wrote beside it.
 
+    start    of a rank: `started`, or `Forks.start`, for which environ is what differs
     Errors   AssertionError with the ranks' last words where one fails
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / program), *words],
-            env={**environ, **meets, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size))
+    ranks = [start((program, *words), {**environ, **meets, **sizes, **own}) for own in places]
     try:
         told = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
     finally:

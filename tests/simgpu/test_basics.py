@@ -11,25 +11,27 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def test_promises(run) -> None:
-    done = run("basics.py")
+def test_promises(forks) -> None:
+    done = forks.run("basics.py")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert len(told["checks"]) >= 13
     assert not told["wrong"], "\n".join(f"{k}: {v}" for k, v in told["wrong"].items())
 
 
-def test_rooms_of_the_source_know_a_device(run) -> None:
+def test_rooms_of_the_source_know_a_device(forks) -> None:
     """What trains nothing: abilities, memory, measurements, refusals, pinned copies, loaded states."""
-    done = run("rooms.py")
+    done = forks.run("rooms.py")
     told = json.loads(done.stdout.splitlines()[-1])
     assert not told["wrong"], "\n".join(f"{k}: {v}" for k, v in told["wrong"].items())
     assert done.returncode == 0, done.stderr
 
 
-def test_a_seed_repeats_exactly(run) -> None:
+def test_a_seed_repeats_exactly(forks, run) -> None:
+    """In a program of its own and in forks, which are the same to the device."""
     first, again, other = (
-        run("basics.py", "digest", SIM_SEED=seed).stdout.strip() for seed in ("3", "3", "4")
+        start("basics.py", "digest", SIM_SEED=seed).stdout.strip()
+        for start, seed in ((run, "3"), (forks.run, "3"), (forks.run, "4"))
     )
     assert first
     assert first == again

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-SOURCE = HERE.parents[1] / "src"
 FORMATS: tuple[dict[str, Any], ...] = (
     {"precision": "fp64", "micro_batch": 1, "model": {"dim": 256, "layers": 3}},
     {"precision": "bf16", "recompute": "full", "model": {"dim": 384, "layers": 2}},
@@ -28,17 +22,8 @@ SCHEDULES = (("lazy", 0), ("drawn", 0))
 Told = dict[str, Any]
 
 
-def train(library: str, asked: list[dict[str, Any]]) -> list[Told]:
-    environment = {
-        **os.environ,
-        "SIM_LIBRARY": library,
-        "SIM_DEVICES": "1",
-        "PYTHONPATH": f"{HERE / 'site'}:{SOURCE}",
-    }
-    done = subprocess.run(
-        [sys.executable, str(HERE / "offload_case.py"), json.dumps(asked)],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+def train(forks: Any, asked: list[dict[str, Any]]) -> list[Told]:
+    done = forks.run("offload_case.py", json.dumps(asked))
     assert done.returncode == 0, done.stderr[-3000:]
     told: list[Told] = json.loads(done.stdout.splitlines()[-1])
     return told
@@ -49,13 +34,13 @@ def numbers(told: Told) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=["fp64", "bf16"])
-def test_what_waits_on_the_host_changes_no_bit(library: str, form: dict[str, Any]) -> None:
+def test_what_waits_on_the_host_changes_no_bit(forks: Any, form: dict[str, Any]) -> None:
     """Losses, clipped norms and weights, under schedules that run as late as they may, or drawn."""
     plain = {**form, "offload": "none", "mode": "eager", "seed": 0, "limit_bytes": LIMIT_BYTES}
     asked = [plain]
     for policy in POLICIES:
         asked += [{**plain, "offload": policy, "mode": m, "seed": seed} for m, seed in SCHEDULES]
-    first, *others = train(library, asked)
+    first, *others = train(forks, asked)
     for told, one in zip(others, asked[1:], strict=True):
         assert numbers(told) == numbers(first), one
     peaks = {
@@ -68,7 +53,7 @@ CARD_BYTES = 24 * 2**30
 
 
 @pytest.mark.proof
-def test_a_hundredth_of_a_13b_runs_in_a_hundredth_of_24_gib(library: str) -> None:
+def test_a_hundredth_of_a_13b_runs_in_a_hundredth_of_24_gib(forks: Any) -> None:
     """The setting that `shoal plan` proposes for llama-2-13b on one card of 24 GiB."""
     asked = {
         "offload": "parameters", "precision": "bf16", "recompute": "full", "mode": "drawn",
@@ -76,7 +61,7 @@ def test_a_hundredth_of_a_13b_runs_in_a_hundredth_of_24_gib(library: str) -> Non
         "limit_bytes": CARD_BYTES // 100,
     }  # fmt: skip
     whole = {**asked, "offload": "none", "limit_bytes": 2**32}
-    ours, plain = train(library, [asked, whole])
+    ours, plain = train(forks, [asked, whole])
     assert ours["parameters"] >= 130_000_000
     assert ours["peak_bytes"] <= CARD_BYTES // 100 < plain["peak_bytes"] // 10
     assert numbers(ours) == numbers(plain)

@@ -1,41 +1,88 @@
-"""A loop of one's own on simulated devices gives the numbers of the same loop on the CPU."""
+"""A loop of one's own on simulated devices: the numbers of the same loop on the CPU, and its launches.
+
+One world of 2 ranks on devices and one on the CPU take every row, since a start costs more than one.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from ranks import on_cpu, world
+from ranks import world
 
 MOVED = ("recompute", "compress", "offload activations", "offload optimizer")
 SAMPLE = {
     2: ("ddp", "zero1", "zero2", "fsdp", "tp", "pp", "cp", "ep", *MOVED),
-    4: ("hsdp",),
+    4: ("hsdp", "pp fsdp"),
 }
+PLAIN = {2: ("plain ddp", "plain zero1", "plain zero2", "plain fsdp"), 4: ("plain hsdp",)}
+COUNTED = {2: ("ddp", "fsdp", "tp", "pp", "ep"), 4: ("hsdp", "pp fsdp")}
 ALL_OF_FOUR = ("hsdp", "tp fsdp", "pp fsdp")
+WAITS = {"aten::equal"}
+"""Operators of a step for which the host waits, as on a GPU: what they give depends on numbers. This
+one asks, once in a run, whether the optimizer moved the model."""
+
+Told = dict[str, Any]
 
 
-def compare(size: int, names: tuple[str, ...], environ: dict[str, str]) -> None:
-    expected = world("own_loop.py", size, names, on_cpu())
-    ours = world("own_loop.py", size, names, environ)
-    assert expected["device"] == "cpu"
+def both(
+    forks: Any, cpu_forks: Any, size: int, names: tuple[str, ...], **settings: str
+) -> tuple[Told, Told]:
+    """What devices told, and the CPU."""
+    ours = world("own_loop.py", size, names, settings, forks.start)
+    expected = world("own_loop.py", size, names, {}, cpu_forks.start)
     assert ours["device"] == "cuda:0"
+    assert expected["device"] == "cpu"
+    return ours, expected
+
+
+def compare(told: tuple[Told, Told], names: tuple[str, ...]) -> None:
+    """Kernels are the same, so numbers are, to what sums of ranks in another order make."""
+    ours, expected = (one["rows"] for one in told)
     for name in names:
-        assert isinstance(expected["rows"][name], list), (name, expected["rows"][name])
-        assert ours["rows"][name] == pytest.approx(expected["rows"][name], rel=1e-14, abs=0), name
+        assert isinstance(expected[name], list), (name, expected[name])
+        assert ours[name] == pytest.approx(expected[name], rel=1e-14, abs=0), name
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.proof)])
-def test_every_layout_computes_what_it_computes_on_the_cpu(environ, size: int) -> None:
-    compare(size, SAMPLE[size], environ)
+SIZES = [2, pytest.param(4, marks=pytest.mark.proof)]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def trained(request, forks, cpu_forks) -> tuple[int, tuple[Told, Told]]:
+    size = request.param
+    return size, both(forks, cpu_forks, size, (*SAMPLE[size], *PLAIN[size]))
+
+
+def test_every_layout_computes_what_it_computes_on_the_cpu(trained) -> None:
+    size, told = trained
+    compare(told, SAMPLE[size])
+
+
+def test_a_plain_module_has_the_bits_of_the_cpu(trained) -> None:
+    size, (ours, expected) = trained
+    for name in PLAIN[size]:
+        assert ours["steps"][name]["bits"] == expected["steps"][name]["bits"], name
+        assert ours["rows"][name] == expected["rows"][name], name
+
+
+def test_kernels_begin_after_their_launch(trained) -> None:
+    """A step runs behind the host's back."""
+    size, (ours, _) = trained
+    for name in COUNTED[size]:
+        step = ours["steps"][name]
+        assert step["all"] > 500, name
+        assert step["begun"] <= 0.05 * step["all"], name
+        assert set(step["waits"]) <= WAITS, name
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(20))
-def test_every_seed_computes_it(environ, seed: int) -> None:
-    compare(2, SAMPLE[2], {**environ, "SIM_SEED": str(seed)})
+def test_every_seed_computes_it(forks, cpu_forks, seed: int) -> None:
+    compare(both(forks, cpu_forks, 2, SAMPLE[2], SIM_SEED=str(seed)), SAMPLE[2])
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_other_schedules_compute_it(environ, mode: str) -> None:
+def test_other_schedules_compute_it(forks, cpu_forks, mode: str) -> None:
     for size, names in ((2, SAMPLE[2]), (4, ALL_OF_FOUR)):
-        compare(size, names, {**environ, "SIM_MODE": mode})
+        compare(both(forks, cpu_forks, size, names, SIM_MODE=mode), names)

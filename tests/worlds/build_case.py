@@ -28,6 +28,7 @@ from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.shared_build import build_once
 from shoal.trainer import parallelize as starting
 from shoal.trainer.parallelize import build_module, parallelize
+from shoal.trainer.run_state import model_parts
 
 SEED = 3
 MAPPED_BYTES = 4096
@@ -388,7 +389,7 @@ def held(world: World, layout: Any) -> dict[str, Any]:
 
 
 class Large(nn.Module):
-    """A model of transformers' of 96 MiB, in few large tensors, from a folder."""
+    """A model of transformers' from a folder, in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,27 +402,32 @@ class Large(nn.Module):
         return logits
 
 
-def _large(folder: str, dtype: torch.dtype) -> None:
+LARGE: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 512, "intermediate_size": 2048, "num_key_value_heads": 2},
+    "mixtral": {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 4},
+}
+
+
+def _large(folder: str, dtype: torch.dtype, kind: str, layers: int) -> None:
+    """Write a model of 16 MB per layer, in files of 20 MB."""
     import transformers
 
-    config = transformers.LlamaConfig(
-        hidden_size=2048, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=2, vocab_size=512,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    own = {**LARGE[kind], "num_hidden_layers": layers, "num_attention_heads": 8}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=2048, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(folder, max_shard_size="20MB")
 
 
-def read(world: World, layout: Any, folder: str, dtype: str = "float32") -> dict[str, Any]:
+def read(
+    world: World, layout: Any, folder: str, dtype: str = "float32", kind: str = "llama"
+) -> dict[str, Any]:
     """What a rank has read from the disk when it holds its part of a model from a folder.
 
-    read   bytes, as the system counts them · apart  from plain weights · lines  for the user
+    read    bytes that it made the system read, of files that nobody had in memory
+    looked  bytes of one block and of what is in no block: a look at the model reads them
+    narrow  bytes of other ranks' parts in rows of which this rank keeps a few pages or less
+    apart   from plain weights · lines  for the user
     """
-    FOLDER[0] = folder
-    if world.is_first:
-        _large(folder, getattr(torch, dtype))
-        _forget(folder)
-    world.barrier()
     lines: list[str] = []
     built = starting._built
 
@@ -430,27 +436,47 @@ def read(world: World, layout: Any, folder: str, dtype: str = "float32") -> dict
         lines.extend(found)
         return module, found
 
-    before = _read_bytes()
-    with mock.patch.object(starting, "_built", told):
-        run = parallelize(
-            Large,
-            lambda p: torch.optim.SGD(p, lr=1e-2),
-            layout=layout,
-            batch=4,
-            micro_batch=1,
-            precision="fp32",
-            world=world,
-        )
-    read_bytes = _read_bytes() - before
-    world.barrier()
+    def start() -> Any:
+        tokens = torch.arange(2 * 8).view(2, 8)
+        with mock.patch.object(starting, "_built", told):
+            return parallelize(
+                Large,
+                lambda p: torch.optim.SGD(p, lr=1e-2),
+                layout=layout,
+                batch=4,
+                micro_batch=1,
+                precision="fp32",
+                sample=None if layout == "fsdp" else (tokens, tokens),
+                world=world,
+            )
+
+    for part, layers in (("tiny", 2), ("large", 8)):  # the first reads what a start imports
+        FOLDER[0] = str(Path(folder, part))
+        if world.is_first:
+            _large(FOLDER[0], getattr(torch, dtype), kind, layers)
+            _forget(FOLDER[0])
+        world.barrier()
+        lines.clear()
+        before = _read_bytes()
+        run = start()
+        read_bytes = _read_bytes() - before
+        world.barrier()
+        for undo in run.program.on_close:
+            undo()
     weights, plain = gather_weights(run.program), Large()
-    for undo in run.program.on_close:
-        undo()
+    held = dict(plain.named_parameters())
+    blocks = [p for name, p in held.items() if ".layers." in name]
+    cuts = {name: run.program.rows[name].cut for name in held}
+    inside = [held[name].nbytes for name, cut in cuts.items() if cut is not None and cut.dim]
     return {
         "read": read_bytes,
-        "files": len(list(Path(folder).glob("*.safetensors"))),
+        "files": len(list(Path(FOLDER[0]).glob("*.safetensors"))),
         "weights": 4 * run.plan.parameters,
-        "apart": [n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])],
+        "share": 4 * sum(part.numel() for part, _ in model_parts(run).values()),
+        "block": sum(p.nbytes for p in blocks) // 8,
+        "beside": sum(p.nbytes for p in held.values()) - sum(p.nbytes for p in blocks),
+        "narrow": sum(inside) // 2,
+        "apart": [n for n, p in held.items() if not torch.equal(p, weights[n])],
         "lines": lines,
     }
 

@@ -11,10 +11,12 @@ Limits    one written page, anywhere in a file, and none of its tensors counts a
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,51 @@ def pretrained_shapes() -> Iterator[None]:
         yield
     finally:
         setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
+
+
+@contextmanager
+def opened_unread() -> Iterator[None]:
+    """Inside, safetensors files are opened without reading more of them than is looked at.
+
+    Whoever opens one looks at its header and at each tensor's first page, of the file as it is
+    mapped: the system would read as much around each as the disk reads ahead, up to all of it.
+    Pages that are there already make it read nothing. Nothing happens without safetensors.
+    """
+    own: Any = getattr(sys.modules.get("safetensors"), "safe_open", None)
+
+    def opened(path: Any, *given: Any, **named: Any) -> Any:
+        with suppress(OSError, TypeError, ValueError):  # the library says better what is wrong
+            _read_starts(path)
+        return own(path, *given, **named)
+
+    def give(given: Any, taken: Any) -> None:
+        for name in OPENERS:  # transformers may have been imported inside
+            if own and getattr(sys.modules.get(name), "safe_open", None) is taken:
+                setattr(sys.modules[name], "safe_open", given)  # noqa: B010 (for mypy)
+
+    give(opened, own)
+    try:
+        yield
+    finally:
+        give(own, opened)
+
+
+OPENERS = ("safetensors", "safetensors.torch", "transformers.modeling_utils")
+"""Modules by whose name `safe_open` files are opened."""
+
+
+def _read_starts(path: Any) -> None:
+    """Bring a safetensors file's header and its tensors' first pages into the page cache, alone."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        size = int.from_bytes(os.pread(file, 8, 0), "little")
+        header = json.loads(os.pread(file, size, 8))
+        for name, told in header.items():
+            if name != "__metadata__":
+                os.pread(file, 1, 8 + size + told["data_offsets"][0])
+    finally:
+        os.close(file)
 
 
 def made_beside(module: nn.Module, folder: Path) -> list[str]:

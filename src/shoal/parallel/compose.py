@@ -26,6 +26,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
 from shoal.fabric import World
 from shoal.fabric.device import what_is_missing
+from shoal.machine.memory import is_read_as_used, read_ahead
 from shoal.parallel import (
     ALONG_AXES,
     batch_norm,
@@ -99,7 +100,7 @@ def record(program: Program, look: Look | None) -> Record | None:
     real = Record(program.module, run, plan)
     real.passes.update(shown.passes)
 
-    with suppress(Exception), lent(program.module, program.world.device):
+    with suppress(Exception), lent(program.module, program.world.device, read_ahead):
         return real if real.often else None
     return None
 
@@ -117,9 +118,10 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
         from shoal.trace.flops import meta_twin
-        from shoal.trace.lend import lent
+        from shoal.trace.lend import lent, one_for_all
 
-        with lent(module, program.world.device):
+        device = program.world.device
+        with lent(module, device, read_ahead), one_for_all(module, is_read_as_used):
             derived = _derived(program, record)
         if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
             travel = partial(_travel_of, derived.split, derived.cut, samples)

@@ -33,14 +33,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
+from shoal.base.placement import Cut
 from shoal.base.units import bytes_text
-from shoal.machine.memory import trim_heap
+from shoal.machine.memory import read_ahead, trim_heap
 from shoal.parallel._torch import UncompiledMode, pytree
+from shoal.parallel.program import take
 
 PREFIX = "shoal-weights-"
 
 IN_FILE = "_shoal_in_file"
 """Attribute of a tensor: where it lay when it was mapped. What lies elsewhere now is in memory."""
+
+IS_PART = "_shoal_is_part"
+"""Attribute of a tensor: where it lay when it became a part of another one, in its file."""
 
 LEAST_BYTES = 2**20
 """Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
@@ -74,13 +79,49 @@ def settle(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if not is_mapped(tensor):
             continue
-        storage = tensor.untyped_storage()
-        place = storage.data_ptr()
-        if place not in copies:
-            copies[place] = storage.clone()
-        offset = tensor.storage_offset()
-        tensor.data = over(copies[place], tensor, offset)
+        if tensor.__dict__.pop(IS_PART, None) == tensor.data_ptr():
+            tensor.data = own_rows(tensor.detach(), slice(None))
+        else:
+            storage = tensor.untyped_storage()
+            place = storage.data_ptr()
+            if place not in copies:
+                read_ahead(tensor)
+                copies[place] = storage.clone()
+            tensor.data = over(copies[place], tensor, tensor.storage_offset())
         tensor.__dict__.pop(IN_FILE, None)
+
+
+def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) -> Tensor:
+    """Copy some rows of a tensor, and no others, into one of its shape in row order.
+
+    The other rows are made unread, and on a CPU take no memory until somebody writes them.
+
+    device   of the copy; None: the tensor's own
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+    if tensor.dim():
+        read_ahead(tensor[rows])
+        copy[rows].copy_(tensor[rows])
+        return copy
+    return copy.copy_(tensor)
+
+
+def keep_part(tensor: Tensor, cut: Cut, rank: int) -> None:
+    """Cut a tensor in place to the part that rank `rank` of the cut's axis holds.
+
+    One that lies in a mapped file stays there, unread: other techniques may cut the part further.
+    A part in several pieces is copied, since it is no view.
+    """
+    spans = cut.spans(rank)
+    if len(spans) == 1 and is_mapped(tensor):
+        ((start, stop),) = spans
+        tensor.data = tensor.detach().narrow(cut.dim, start, stop - start)
+        setattr(tensor, IS_PART, tensor.data_ptr())
+        belongs_to_file(tensor)
+        return
+    for start, stop in spans:
+        read_ahead(tensor.detach().narrow(cut.dim, start, stop - start))
+    tensor.data = take(tensor.detach(), cut, rank)
 
 
 def is_mapped(tensor: Tensor) -> bool:

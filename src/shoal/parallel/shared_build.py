@@ -4,7 +4,8 @@ Where ranks will keep parts of a model only, none has to make all of it for itse
 machine would draw the same numbers eight times, and hold them eight times for a moment.
 
     local rank 0   runs the builder in mapped files (mmap_init.py), and tells the others of its
-                   machine where each tensor lies; small tensors go into one more file
+                   machine where each tensor lies; small tensors go into one more file, which it
+                   maps as well
     the others     run the builder on the meta device, which makes the modules without numbers, and
                    put the mapped tensors into the objects that it made: ties and references stay
     a checkpoint   whose reader maps its files (safetensors does) is not read at all for that: where
@@ -40,13 +41,17 @@ from torch import Tensor, nn
 from shoal.base.errors import ShoalError
 from shoal.base.units import bytes_text
 from shoal.fabric import World
-from shoal.parallel.checkpoint_files import files_as_read
-from shoal.parallel.mmap_init import belongs_to_file, is_mapped, mapped, mmap_init, over
+from shoal.machine.memory import read_as_used, trim_heap
+from shoal.parallel.checkpoint_files import files_as_read, opened_unread
+from shoal.parallel.mmap_init import belongs_to_file, mapped, mmap_init, over
 from shoal.parallel.program import dtype_of
 from shoal.trace.alone import alone
 
 LEAST_BYTES = 64 * 2**20
 """Smaller models are built by every rank: that takes less time than telling where tensors lie."""
+
+ALIGNED = 64
+"""Bytes at a multiple of which each tensor begins in the file of small ones, as torch's own do."""
 
 FILES = Path("/proc/self/fd")
 """Where Linux shows a process's files."""
@@ -82,7 +87,7 @@ def build_once(
         least = LEAST_BYTES if least_bytes is None else least_bytes
         try:
             with _many_files():
-                with mmap_init(opened=files), alone():
+                with mmap_init(opened=files), opened_unread(), alone():
                     made.append(build())
                 return _table(made[0], files, least)
         except Exception as failure:  # the builder's own errors come again, on every rank
@@ -98,6 +103,7 @@ def build_once(
     world.machine_barrier()
     while files:
         os.close(files.popitem()[1])
+    trim_heap()  # small tensors lie in a file now
     return module, _said(module, world.gather_json(why), world)
 
 
@@ -182,7 +188,7 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
         storages.setdefault(key, storage)
         widths[key] = max(widths.get(key, 1), tensor.element_size())
     places: list[dict[str, Any]] = []
-    small, read = 0, files_as_read()
+    small, read, used = 0, files_as_read(), set[tuple[int, int]]()
     for key, storage in storages.items():
         found = next((one for one in read if one.start <= key < one.stop), None)
         if storage.filename in files:
@@ -190,10 +196,13 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
             places.append({"file": descriptor, "at": 0, "bytes": storage.nbytes()})
         elif found is not None and found.place(key) % widths[key] == 0:
             told = {"path": found.path, "at": found.place(key), "node": found.node}
+            used.add((found.start, found.stop))
             places.append({**told, "bytes": storage.nbytes()})
         else:
             places.append({"file": -1, "at": small, "bytes": storage.nbytes()})
-            small += storage.nbytes()
+            small += -(-storage.nbytes() // ALIGNED) * ALIGNED
+    for start, stop in used:
+        read_as_used(start, stop)
     rest = _packed(storages, places, small, files)
     for place in places:
         if place.get("file", 0) < 0:
@@ -282,15 +291,15 @@ def put_in(module: nn.Module, table: Table) -> None:
         done.add(id(tensor))
         if tensor.is_meta:
             _swap(tensor, over(storages[number], tensor, offset))
-        elif is_mapped(tensor):
+        elif "path" not in table["storages"][number]:
             tensor.data = over(storages[number], tensor, offset)
         belongs_to_file(tensor)
 
 
 def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
-    """Map a file privately, or copy a small storage out of the one that holds all of them.
+    """Map a part of a file privately.
 
-    known    files of a checkpoint that are mapped already: one holds many tensors
+    known    files that are mapped already: one of a checkpoint, or of small tensors, holds many
     Errors   CannotShare where this process does not see the other one's file
     """
     read = "path" in place
@@ -302,15 +311,13 @@ def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
         raise CannotShare(f"{path}: {failure.strerror}") from failure
     if told.st_ino != node:
         raise CannotShare(f"{path} is another file in this process")
-    end = place["at"] + place["bytes"]
-    if read:
-        if path not in known:
-            known[path] = torch.UntypedStorage.from_file(path, shared=False, nbytes=told.st_size)
-        return known[path][place["at"] : end]  # a storage of its own over the same pages
-    whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=max(end, 1))
-    if not place["at"] and place["bytes"] == told.st_size:
-        return whole
-    return _raw(whole, place["at"], place["bytes"]).clone().untyped_storage()
+    if path not in known:
+        whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=told.st_size)
+        if read:
+            read_as_used(whole.data_ptr(), whole.data_ptr() + told.st_size)
+        known[path] = whole
+    # A storage of its own over the same pages.
+    return known[path][place["at"] : place["at"] + place["bytes"]]
 
 
 def _raw(storage: Any, start: int, size_bytes: int) -> Tensor:

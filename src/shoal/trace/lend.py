@@ -18,7 +18,7 @@ Limits    what C++ does inside of one operation with weights that it kept is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.trace._torch import pytree
+from shoal.trace.alike import shapes_of
 
 HANDLES = frozenset(
     {
@@ -43,25 +44,92 @@ PLACES = {"device", "is_cuda", "is_cpu"}
 
 
 @contextmanager
-def lent(module: nn.Module, device: torch.device) -> Iterator[None]:
+def lent(
+    module: nn.Module, device: torch.device, before: Callable[[Tensor], None] | None = None
+) -> Iterator[None]:
     """Inside, operations on the tensors of a module run on `device`, wherever the tensors are.
 
-    Nothing happens where all of them are there, or on the meta device.
+    Nothing happens where all of them are there, or on the meta device, but for `before`.
+
+    before   is told of each tensor that an operation is about to read whole: it may lie in a file
     """
     held = [*module.parameters(), *module.buffers()]
     away = [t for t in held if t.device.type not in (device.type, "meta")]
-    if not away:
+    told = before or _nobody
+    if away:
+        with _Lending(away, device, told):
+            yield
+    elif before:
+        with _Telling(told):
+            yield
+    else:
         yield
-        return
-    with _Lending(away, device):
+
+
+@contextmanager
+def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Inside, the layers of a list that have equal shapes all compute with the first one's weights.
+
+    For looks at what depends on what, which would read all weights of a checkpoint for that. Each
+    layer's tensors stay objects and storages of their own. Attributes do not count: what layers do
+    with weights of one shape may differ.
+
+    wanted   whether a layer should do without this weight of its own
+    """
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in module.modules():
+        if not isinstance(part, nn.ModuleList | nn.Sequential):
+            continue
+        firsts: dict[object, nn.Module] = {}
+        for layer in part:
+            first = firsts.setdefault(shapes_of(layer), layer)
+            given = dict(first.named_parameters(remove_duplicate=False))
+            for name, other in layer.named_parameters(remove_duplicate=False):
+                one = given[name]
+                if one is other or not wanted(other):
+                    continue
+                own.setdefault(id(other), (other, other.data))
+                storage = one.untyped_storage()[:]
+                place = (one.storage_offset(), one.size(), one.stride())
+                other.data = torch.empty(0, dtype=one.dtype).set_(storage, *place)
+    try:
         yield
+    finally:
+        for tensor, data in own.values():
+            tensor.data = data
+
+
+def _nobody(_: Tensor) -> None:
+    """Nobody is told."""
+
+
+class _Telling(TorchFunctionMode):
+    """Tells which tensors a function is about to read whole; of a table, rows are read."""
+
+    def __init__(self, before: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Tell, and call it."""
+        name = getattr(func, "__name__", "")
+        if name not in HANDLES and name not in ("__get__", "__set__", "embedding"):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if type(leaf) in (Tensor, nn.Parameter):
+                    self.before(leaf)
+        return func(*args, **(kwargs or {}))
 
 
 class _Lending(TorchFunctionMode):
     """Gives every function copies of lent tensors."""
 
-    def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tensors: list[Tensor], device: torch.device, before: Callable[[Tensor], None]
+    ) -> None:
         super().__init__()
+        self.before = before
         self.storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         self.host, self.device = tensors[0].device, device
 
@@ -87,6 +155,7 @@ class _Lending(TorchFunctionMode):
             if not self._is_lent(leaf):
                 return leaf
             if id(leaf) not in copies:
+                self.before(leaf)
                 copies[id(leaf)] = leaf, leaf.to(self.device)
             return copies[id(leaf)][1]
 

@@ -50,7 +50,7 @@ from shoal.fabric.world import holds_groups
 from shoal.machine.memory import trim_heap
 from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
-from shoal.parallel.mmap_init import mmap_init
+from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
 from shoal.trace.flops import meta_twin
@@ -117,8 +117,10 @@ def apply(program: Program) -> Program:
 def _lay_out(program: Program) -> None:
     """Make parameters what torch can cut: in row order; what it leaves alone goes to the device."""
     for parameter in program.module.parameters():
-        if not parameter.is_contiguous():  # torch refuses channels_last; rows are dealt out anyway
+        # torch refuses channels_last, and rows are dealt out anyway. In files: unit by unit.
+        if not parameter.is_contiguous() and not is_mapped(parameter):
             parameter.data = parameter.data.contiguous()
+    settle(_whole(program))
     for parameter in _whole(program):
         parameter.data = parameter.data.to(program.world.device)
 
@@ -215,7 +217,7 @@ def _wrap(
         for parameter, data in before:
             # What the optimizer was built over goes back to the host, from where torch moved it:
             # until it has been given the rows, it would hold the whole model on the device.
-            if parameter.device != data.device:
+            if parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
         del before
         trim_heap()
@@ -257,17 +259,16 @@ def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.
     """Copy this rank's rows of a unit to the device; the other rows are made there, unread.
 
     torch moves whole units, and cuts them there: of a checkpoint in mapped files every rank would
-    read all. What it cuts off may be any numbers.
+    read all. What it cuts off may be any numbers. On a CPU as well: it wants rows without gaps.
     """
     ranks, rank = over.size(over.ndim - 1), over.get_local_rank(over.ndim - 1)
     for parameter in parameters:
-        if isinstance(parameter, DTensor) or parameter.device == device:
+        here = parameter.device == device and not is_mapped(parameter)
+        if isinstance(parameter, DTensor) or here:
             continue
         rows = -(-len(parameter) // ranks)
         own = slice(rank * rows, (rank + 1) * rows)
-        whole = torch.empty_like(parameter.detach(), device=device)
-        whole[own].copy_(parameter.detach()[own])
-        parameter.data = whole
+        parameter.data = own_rows(parameter.detach(), own, device)
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:

@@ -31,7 +31,8 @@ from shoal.parallel.expert_parallel.balance import Loads
 from shoal.parallel.expert_parallel.check import NotExperts, check_rows, checked
 from shoal.parallel.expert_parallel.listed import ListedForward
 from shoal.parallel.expert_parallel.stand_in import RoutedForward
-from shoal.parallel.program import Program, take
+from shoal.parallel.mmap_init import keep_part
+from shoal.parallel.program import Program
 from shoal.trace.find_experts import ExpertLayer
 from shoal.trace.listed_experts import ListedExperts
 from shoal.trace.record import Record
@@ -157,7 +158,7 @@ def apply(program: Program, layers: Sequence[Experts]) -> Program:
         for parameter, _ in _cuts(layer, axis.size):
             name = names[id(parameter)]
             if name not in done:  # else tied to another layer's
-                parameter.data = take(parameter.data, program.cuts[name], axis.rank)
+                keep_part(parameter, program.cuts[name], axis.rank)
                 done.add(name)
         stand_in = (
             RoutedForward(layer, axis, loads)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.base.placement import Cut, even_cut
-from shoal.parallel.program import take
+from shoal.parallel.mmap_init import keep_part
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Split, Tiled, grid_place
 from shoal.parallel.spmd.model_split import ModelSplit
@@ -41,7 +41,7 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
     for name, p in module.named_parameters():
         cut = cut_of(name, tuple(p.shape), split)
         if cut is not None:
-            p.data = take(p.detach(), cut, axis.rank)
+            keep_part(p, cut, axis.rank)
             p.grad = None
     return [one.take_away for one in reversed(stand_ins)]
 

@@ -157,6 +157,43 @@ std::mutex& table_lock() { static auto* m = new std::mutex; return *m; }
 std::map<std::string, int64_t>& counts() { static auto* c = new std::map<std::string, int64_t>; return *c; }
 std::unordered_set<std::string>& without_meta() { static auto* s = new std::unordered_set<std::string>; return *s; }
 
+// What a meta kernel's answer hangs on: types, shapes and strides of tensors, other arguments by value.
+// number: a scalar beside a tensor, whose value changes no shape. False: something unknown is among them.
+bool signature(const IValue& v, bool number, std::vector<const c10::TensorImpl*>& seen, std::string& key) {
+  auto put = [&](int64_t n) { key.append((const char*)&n, sizeof n); };
+  if (v.isTensor()) {
+    const Tensor& t = v.toTensor();
+    if (!t.defined()) return key += 'u', true;
+    auto* impl = t.unsafeGetTensorImpl();
+    key += 't';
+    put((int64_t)t.scalar_type() * 2 + (!on_device(t) && impl->is_wrapped_number()));
+    put(std::find(seen.begin(), seen.end(), impl) - seen.begin());  // the same one twice
+    seen.push_back(impl);
+    put(t.dim());
+    for (auto n : t.sizes()) put(n);
+    for (auto n : t.strides()) put(n);
+  } else if (v.isList()) {
+    key += 'l';
+    put((int64_t)v.toListRef().size());
+    for (const IValue& one : v.toListRef()) if (!signature(one, number, seen, key)) return false;
+  } else if (v.isDouble()) {
+    key += 'd';
+    double x = v.toDouble();
+    if (!number) key.append((const char*)&x, sizeof x);
+  } else if (v.isInt() || v.isBool()) {
+    key += v.isInt() ? 'i' : 'b';
+    put(v.isInt() ? v.toInt() : v.toBool());
+  } else if (v.isString()) {
+    put((int64_t)v.toStringRef().size());
+    key += v.toStringRef();
+  } else {
+    key += v.isNone() ? 'n' : 'o';
+    return v.isNone() || v.isDevice() || v.isGenerator();
+  }
+  return true;
+}
+std::unordered_map<std::string, IValues>& answers() { static auto* m = new std::unordered_map<std::string, IValues>; return *m; }
+
 std::string whence(const Tensor& t) {  // where a tensor was last written, for a message
   Access a;
   bool known_write = false;
@@ -250,13 +287,34 @@ void fallback(const c10::OperatorHandle& op, IValues* stack) {
     std::lock_guard<std::mutex> hold(table_lock());
     waits |= without_meta().count(full) > 0;
   }
-  IValues shapes;
-  if (!waits) {
+  IValues shapes;  // asked once: most meta kernels are Python, and a step repeats itself
+  std::string key = full + (char)c10::get_default_dtype_as_scalartype();
+  std::vector<const c10::TensorImpl*> met;
+  bool known = !waits;
+  bool beside = false;  // a tensor: where there is none, or only `out`, numbers are sizes (arange)
+  for (size_t i = 0; i < n_args; i++)
+    if (!schema.arguments()[i].is_out()) each(args[i], [&](const Tensor&) { beside = true; });
+  for (size_t i = 0; i < n_args && known; i++) {
+    auto type = schema.arguments()[i].type();
+    if (type->kind() == c10::TypeKind::ListType) type = type->containedType(0);
+    known = signature(args[i], beside && type->kind() == c10::TypeKind::NumberType, met, key);
+  }
+  if (known) {
+    std::lock_guard<std::mutex> hold(table_lock());
+    auto found = answers().find(key);
+    if (found != answers().end()) shapes = found->second;
+  }
+  if (!waits && shapes.empty()) {
     try {
       shapes = arguments(true);
       Below below;
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
       for (auto& s : shapes) waits |= !s.isTensor() && !s.isTensorList() && !s.isNone();
+      if (known && !waits && !shapes.empty()) {
+        std::lock_guard<std::mutex> hold(table_lock());
+        if (answers().size() > 20000) answers().clear();
+        answers().emplace(std::move(key), shapes);
+      }
     } catch (const c10::NotImplementedError&) {
       waits = true;
       std::lock_guard<std::mutex> hold(table_lock());
