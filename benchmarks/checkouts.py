@@ -5,7 +5,8 @@ small Llama ready. All sides are there at once; one of them steps, the others wa
 pipe. A triple is one step of each, one right after the other, in rotating order; the slower rank
 counts. Beside the other checkout stands A/A: this one a second time. Two instances of the same
 program differ by up to 5 % for as long as they live (where their memory lies), so all sides are
-launched again and again, and a pair is the medians of two sides of one launch.
+launched again and again, and a pair is the medians of two sides of one launch. Memory is asked in
+huge pages, of which there are fewer ways to lie.
 
     python benchmarks/checkouts.py DIR                     ddp in fp32 and bf16, tp 2
     python benchmarks/checkouts.py DIR --launches 2        does it work?
@@ -102,6 +103,7 @@ class Side:
                     **world,
                     "PYTHONPATH": str(source / "src"),
                     "OMP_NUM_THREADS": "1",
+                    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                 },
