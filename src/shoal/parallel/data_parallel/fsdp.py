@@ -47,7 +47,7 @@ from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
-from shoal.machine.memory import trim_heap
+from shoal.machine.memory import read_ahead, trim_heap
 from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
@@ -259,7 +259,8 @@ def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.
     """Copy this rank's rows of a unit to the device; the other rows are made there, unread.
 
     torch moves whole units, and cuts them there: of a checkpoint in mapped files every rank would
-    read all. What it cuts off may be any numbers. On a CPU as well: it wants rows without gaps.
+    read all. What it cuts off may be any numbers. Where files lie on the device it copies the rows
+    alone, but of tensors with gaps between their rows.
     """
     ranks, rank = over.size(over.ndim - 1), over.get_local_rank(over.ndim - 1)
     for parameter in parameters:
@@ -268,7 +269,10 @@ def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.
             continue
         rows = -(-len(parameter) // ranks)
         own = slice(rank * rows, (rank + 1) * rows)
-        parameter.data = own_rows(parameter.detach(), own, device)
+        if parameter.device == device and parameter.is_contiguous():
+            read_ahead(parameter.detach()[own])
+        else:
+            parameter.data = own_rows(parameter.detach(), own, device)
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
