@@ -138,7 +138,7 @@ def trained(world: World, name: str, seeds: int) -> tuple[list[float], dict[str,
     told = since(before, launched(world))
     digest = hashlib.sha256()
     for parameter in run.model.parameters():
-        digest.update(own_part(parameter).contiguous().numpy().tobytes())
+        digest.update(own_part(parameter).contiguous().view(-1).view(torch.uint8).numpy().data)
     whole = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
     for part in (run.saving, run.touched, run.guard):  # all of `run.close` but leaving the world
         part.close()
