@@ -167,15 +167,6 @@ def test_the_models_own_draws_are_not_disturbed(workers: int) -> None:
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == want
 
 
-def test_a_quiet_dataset_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    monkeypatch.setattr("shoal.data.fetch.seed_draws", lambda *key: calls.append(key))
-    list(Loader(Numbers(4), batch=2, micro_batch=2, seed=0))
-    assert calls == []
-    list(Loader(Augmented(4), batch=2, micro_batch=2, seed=0))
-    assert len(calls) == 4 + 2
-
-
 class Broken(Numbers):
     """Sample 3 cannot be read."""
 

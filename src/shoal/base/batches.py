@@ -34,29 +34,28 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
     >>> [(m.start, m.stop) for m in cut_step(8, 11, batch=8, micro_batch=2)]
     [(8, 10), (10, 11)]
     """
-    left = batch if samples is None else min(batch, samples - position % samples)
-    return cut_span(position, position + left, micro_batch)
+    stop = step_stop(position, samples, batch)
+    return [MicroBatch(i, *span) for i, span in enumerate(own_spans(position, stop, micro_batch))]
 
 
-def cut_span(start: int, stop: int, micro_batch: int) -> list[MicroBatch]:
-    """Cut a whole step, of all ranks, into micro-batches; `owned` then picks those of one rank.
+def step_stop(position: int, samples: int | None, batch: int) -> int:
+    """Where in the stream the step ends that begins at `position`; the rest as `cut_step`."""
+    return position + (batch if samples is None else min(batch, samples - position % samples))
 
-    start, stop   stream positions of the samples, stop excluded; the last piece may be short
 
-    >>> [(m.start, m.stop) for m in cut_span(4, 7, 2)]
-    [(4, 6), (6, 7)]
+def own_spans(
+    start: int, stop: int, micro_batch: int, rank: int = 0, degree: int = 1
+) -> list[tuple[int, int]]:
+    """List (start, stop) of the micro-batches of a step that data rank `rank` of `degree` runs.
+
+    start, stop   stream positions of the step, over all ranks
+    In order: those with index mod degree = rank; the last one may be short.
+
+    >>> own_spans(4, 9, 2), own_spans(4, 9, 2, rank=1, degree=2)
+    ([(4, 6), (6, 8), (8, 9)], [(6, 8)])
     """
-    starts = range(start, stop, micro_batch)
-    return [MicroBatch(i, first, min(first + micro_batch, stop)) for i, first in enumerate(starts)]
-
-
-def owned(micro_batches: list[MicroBatch], rank: int, degree: int) -> list[MicroBatch]:
-    """Select the micro-batches of data rank `rank` of `degree`, in order: index mod degree = rank.
-
-    >>> [m.index for m in owned(cut_step(0, None, 6, 1), rank=1, degree=4)]
-    [1, 5]
-    """
-    return [m for m in micro_batches if m.index % degree == rank]
+    firsts = range(start + rank * micro_batch, stop, degree * micro_batch)
+    return [(first, min(first + micro_batch, stop)) for first in firsts]
 
 
 def default_micro_batch(batch: int) -> int:

@@ -11,14 +11,16 @@ on another layout, or in the middle of an epoch, is the same as never to have st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from shoal.base.batches import MicroBatch, cut_span, cut_step, owned, steps_per_epoch
+from shoal.base.batches import own_spans, step_stop, steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Fetcher, FetcherView, digest_of, from_workers
+from shoal.data.fetch import Collate, Fetcher, FetcherView, Joined, Span, digest_of, from_workers
 from shoal.data.step import LoadedMicroBatch, StepBatch
+
+MESSAGE = 8
+"""Micro-batches that are fetched and joined at once, at most; messages cost by the tensor."""
 
 
 def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers: int) -> None:
@@ -105,7 +107,10 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """The position, and the dataset's length to recognise another dataset; JSON values."""
-        return {"position": self.position, "samples": self.samples}
+        return self._state_at(self._position)
+
+    def _state_at(self, position: int) -> dict[str, Any]:
+        return {"position": position, "samples": self.samples}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state()` was taken, under any layout.
@@ -124,72 +129,88 @@ class Loader:
         """The steps from `position` to the end of its epoch."""
         return self._batches(self._steps)
 
-    def over(self, steps: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
+    def over(self, steps: Sequence[Span]) -> Iterator[StepBatch]:
         """Steps that are given: one for each (start, stop) in the stream, none across an epoch."""
-        return self._batches(lambda: (cut_span(*span, self.micro_batch) for span in steps))
+        return self._batches(lambda: iter(steps))
 
-    def _batches(self, steps: Callable[[], Iterator[list[MicroBatch]]]) -> Iterator[StepBatch]:
-        """steps   gives the micro-batches, over all ranks, of one step after another"""
-        moves = self._moves
-        first = self._position
-        looked_at = () if self._probed else ((first, first + 1),) * 2
-        fetched = self._fetched(steps(), looked_at)
+    def _batches(self, steps: Callable[[], Iterator[Span]]) -> Iterator[StepBatch]:
+        """steps   gives where one step after another starts and stops, over all ranks"""
+        moves, first = self._moves, self._position
+        fetched = self._from_workers(steps(), first) if self.workers else iter(())
         self.under_way = True
         try:
-            for micro_batches in steps():
-                probe = () if self._probed else self._probe(first, next(fetched), next(fetched))
-                step = self._step(micro_batches, fetched)
-                self._position = step.next_position
-                yield replace(step, after=self.state(), stream=id(self), probe=probe)
+            for start, stop in steps():
+                probe = () if self._probed else self._probe(first, fetched)
+                step = self._step(start, stop, fetched, probe)
+                self._position = stop
+                yield step
                 if self._moves != moves:
                     return
         finally:
             self.under_way = False
 
-    def _probe(self, position: int, sample: Any, again: Any) -> tuple[Any, ...]:
+    def _probe(self, position: int, fetched: Iterator[Joined]) -> tuple[Any, ...]:
         """What ranks compare of their datasets: the same sample on each, and whether it stays."""
         self._probed = True
+        sample, again = self._values([(position, position + 1)] * 2, fetched)
         number = self._fetcher.own_ids(position, position + 1)[0]
         seen = digest_of(sample)
         told = seen if seen == digest_of(again) else "drawn anew at every reading"
         return f"{self.samples} samples", f"sample {number}: {told}"
 
-    def _step(self, micro_batches: list[MicroBatch], fetched: Iterator[Any]) -> StepBatch:
-        mine = owned(micro_batches, self.rank, self.degree)
-        loaded = [LoadedMicroBatch(m.index, m.start, m.stop, next(fetched)) for m in mine]
+    def _step(
+        self, start: int, stop: int, fetched: Iterator[Joined], probe: tuple[Any, ...]
+    ) -> StepBatch:
+        spans = self._own(start, stop)
+        values = self._values(spans, fetched)
+        total = -(-(stop - start) // self.micro_batch)
+        numbers = range(self.rank, total, self.degree)
         return StepBatch(
-            micro_batches=tuple(loaded),
-            position=micro_batches[0].start,
-            next_position=micro_batches[-1].stop,
-            total=len(micro_batches),
-            epoch=micro_batches[0].start // self.samples,
-            sample_ids=tuple(self._fetcher.own_ids(m.start, m.stop) for m in mine),
+            micro_batches=tuple(
+                LoadedMicroBatch(number, *span, value)
+                for number, span, value in zip(numbers, spans, values, strict=True)
+            ),
+            position=start,
+            next_position=stop,
+            total=total,
+            epoch=start // self.samples,
+            sample_ids=tuple(self._fetcher.own_ids(*span) for span in spans),
+            after=self._state_at(stop),
+            stream=id(self),
+            probe=probe,
         )
 
-    def _steps(self) -> Iterator[list[MicroBatch]]:
-        """The micro-batches, over all ranks, of each step to the end of the current epoch."""
+    def _own(self, start: int, stop: int) -> list[Span]:
+        """Micro-batches of this rank, of a step."""
+        return own_spans(start, stop, self.micro_batch, self.rank, self.degree)
+
+    def _values(self, spans: list[Span], fetched: Iterator[Joined]) -> list[Any]:
+        """The joined samples of some micro-batches of this rank, from workers or made here."""
+        if not self.workers:
+            return self._fetcher.values(spans).micro_batches() if spans else []
+        values: list[Any] = []
+        while len(values) < len(spans):
+            values += next(fetched).micro_batches()
+        return values
+
+    def _steps(self) -> Iterator[Span]:
+        """Where each step starts and stops, to the end of the current epoch."""
         position = self._position
         end = (position // self.samples + 1) * self.samples
         while position < end:
-            micro_batches = cut_step(position, self.samples, self.batch, self.micro_batch)
-            yield micro_batches
-            position = micro_batches[-1].stop
+            stop = step_stop(position, self.samples, self.batch)
+            yield position, stop
+            position = stop
 
-    def _fetched(
-        self, steps: Iterator[list[MicroBatch]], before: Sequence[tuple[int, int]]
-    ) -> Iterator[Any]:
-        """The joined samples of every micro-batch that this rank runs, here or from workers.
-
-        before   spans to fetch first
-        """
-        own = (
-            (m.start, m.stop)
-            for micro_batches in steps
-            for m in owned(micro_batches, self.rank, self.degree)
-        )
-        spans = chain(before, own)
-        if self.workers == 0:
-            return (self._fetcher.value(start, stop) for start, stop in spans)
-        per_step = -(-self.batch // (self.micro_batch * self.degree))
+    def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[Joined]:
+        """What workers send: first what `_probe` wants, then every micro-batch of this rank."""
+        spans = chain([] if self._probed else [[(first, first + 1)] * 2], self._messages(steps))
+        per_step = -(-self.batch // (self.micro_batch * self.degree * MESSAGE))
         ahead = max(2, -(-per_step // self.workers))
         return from_workers(FetcherView(self._fetcher), spans, self.workers, ahead)
+
+    def _messages(self, steps: Iterator[Span]) -> Iterator[list[Span]]:
+        """Spans of this rank's micro-batches; those of one message are of one step."""
+        for step in steps:
+            own = self._own(*step)
+            yield from (own[at : at + MESSAGE] for at in range(0, len(own), MESSAGE))

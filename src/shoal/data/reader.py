@@ -22,11 +22,10 @@ from shoal.data.fetch import (
     Collate,
     Failure,
     digest_of,
-    draws_nothing,
     join,
     load_error,
-    seeded_draws,
 )
+from shoal.data.seeding import draws_nothing, seeded_draws
 from shoal.data.step import LoadedMicroBatch, StepBatch
 
 END = object()

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from shoal.data.fetch import draws_nothing
 from shoal.data.order import permute
+from shoal.data.seeding import draws_nothing
 from shoal.data.tokens import cross_entropy, grown
 
 SPLIT_SEED = 0

@@ -25,7 +25,7 @@ from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.systems import untried
-from shoal.data.fetch import kept_draws, seed_draws
+from shoal.data.seeding import kept_draws, seed_draws
 from shoal.fabric import World, start_world
 from shoal.machine.memory import trim_heap
 from shoal.optim.build import rebind

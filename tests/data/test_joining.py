@@ -1,0 +1,97 @@
+"""Samples of a step are joined at once only where its micro-batches cannot tell."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from shoal.base.errors import UserError
+from shoal.data.fetch import Fetcher, Joined, NotUniform, join_uniform
+
+
+class Pair(NamedTuple):
+    """A kind that torch joins in its own way."""
+
+    left: int
+    right: int
+
+
+KINDS: dict[str, Any] = {
+    "tensors": lambda i: torch.arange(3) + i,
+    "scalars": lambda i: torch.tensor(float(i)),
+    "arrays": lambda i: np.full((2, 2), i, dtype=np.float32),
+    "ints": lambda i: i,
+    "floats": lambda i: i / 2,
+    "bools": lambda i: i % 2 == 0,
+    "texts": lambda i: f"text {i}",
+    "pairs": lambda i: (torch.arange(3) + i, i),
+    "lists": lambda i: [torch.arange(3) + i, f"{i}"],
+    "dicts": lambda i: {"ids": torch.arange(3) + i, "more": (i, {"name": b"%d" % i})},
+    "empty": lambda i: (),
+}
+OTHERS: dict[str, Any] = {
+    "named tuples": lambda i: Pair(i, -i),
+    "dtypes": lambda i: torch.tensor(i, dtype=torch.int64 if i % 4 < 2 else torch.float32),
+    "numbers": lambda i: i if i % 4 < 2 else i / 2,
+    "numpy's numbers": lambda i: np.float32(i),
+    "parameters": lambda i: torch.nn.Parameter(torch.zeros(2) + i) if i % 4 < 2 else torch.zeros(2),
+}
+
+
+class Made:
+    """Sample i is made by a function."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in kind, dtype and value."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+def test_micro_batches_are_as_if_joined_alone(name: str) -> None:
+    """Those in a row, and those between which another rank has one."""
+    make = {**KINDS, **OTHERS}[name]
+    fetcher = Fetcher(Made(make), 16, 0, False, None)
+    for spans in ([(4, 6), (6, 8), (8, 9)], [(0, 2), (6, 8)]):
+        found = fetcher.values(spans)
+        assert (found.sizes is not None) == (name in KINDS)
+        alone = [default_collate([make(i) for i in range(*span)]) for span in spans]
+        assert all(map(same, found.micro_batches(), alone))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_uniform(name: str) -> None:
+    with pytest.raises(NotUniform):
+        join_uniform([OTHERS[name](i) for i in range(4)])
+
+
+def test_what_cannot_be_joined_names_its_micro_batch() -> None:
+    fetcher = Fetcher(Made(lambda i: torch.zeros(2 if i < 6 else i)), 16, 0, False, None)
+    with pytest.raises(UserError, match=r"joining positions 6 … 7 \(epoch 0\)"):
+        fetcher.values([(2, 4), (4, 6), (6, 8)])
+
+
+def test_one_tensor_travels_for_all_micro_batches() -> None:
+    """A worker's message costs by the tensor."""
+    found = Fetcher(Made(KINDS["tensors"]), 64, 0, True, None).values([(0, 2), (2, 4), (4, 6)])
+    assert isinstance(found, Joined)
+    assert isinstance(found.value, torch.Tensor)
+    assert found.value.shape == (6, 3)
