@@ -175,8 +175,8 @@ run.close()
 def test_what_a_rank_of_a_pipeline_of_split_layers_loads() -> None:
     """Parts of layers in stages, with a loader: nothing for people, no search."""
     files = _loaded(FOUR_RANKS)
-    assert 100 < len(files) <= 156, sorted(files)  # to become 150
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 24_800  # to become 24,000
+    assert 100 < len(files) <= 150, sorted(files)
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 24_000
 
 
 def test_the_picture_of_the_house_is_the_contract() -> None:

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.base.errors import CheckpointError
-from shoal.base.shards import Box
+from shoal.base.shards import DTYPES, Box
 from shoal.checkpoint import boxes
-from shoal.checkpoint.tensorfile import DTYPES
 
 Offer = tuple[str, tuple[int, ...], str, Box]
 """A slice that a rank holds: name, global shape, dtype, box."""

@@ -26,10 +26,9 @@ from typing import Any
 import msgspec
 
 from shoal.base.errors import CheckpointError
-from shoal.base.shards import Box
+from shoal.base.shards import DTYPES, Box
 from shoal.checkpoint import boxes
 from shoal.checkpoint.faults import Damaged, shown
-from shoal.checkpoint.tensorfile import DTYPES
 
 FORMAT = "shoal-checkpoint"
 VERSION = 1

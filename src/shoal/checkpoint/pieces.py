@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from shoal.base.errors import CheckpointError
-from shoal.base.shards import Box, Shard
+from shoal.base.shards import DTYPES, Box, Shard
 from shoal.checkpoint import boxes
 from shoal.checkpoint.assign_slices import Offer, deal
 from shoal.checkpoint.collective_phase import exchange
-from shoal.checkpoint.tensorfile import DTYPES
 from shoal.fabric import World
 
 Key = tuple[str, Box]

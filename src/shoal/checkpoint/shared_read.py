@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from shoal.base.phases import counting
-from shoal.base.shards import Box
+from shoal.base.shards import DTYPES, Box
 from shoal.checkpoint import boxes
 from shoal.checkpoint.manifest import Manifest, StoredSlice
-from shoal.checkpoint.tensorfile import DTYPES
 from shoal.fabric import World
 
 LEAST_BYTES = 2**16

@@ -21,31 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import CheckpointError, ConfigError
-
-DTYPES = {
-    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
-    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
-    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
-    "bool": ("BOOL", 1), "complex64": ("C64", 8),
-    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
-}  # fmt: skip
-"""torch's dtype name → (safetensors' name, bytes per element): everything a checkpoint can hold."""
-
-
-def check_savable(dtypes: Mapping[str, str], where: str) -> None:
-    """Refuse tensors of a dtype that no checkpoint can hold.
-
-    dtypes   tensor's name → torch's name of its dtype, without "torch." · where  begins the message
-    Errors   ConfigError with the first such tensor's name
-    """
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"{where}: {name} is {dtype}, which checkpoints cannot hold; they hold "
-                f"{', '.join(DTYPES)}"
-            )
-
+from shoal.base.errors import CheckpointError
+from shoal.base.shards import DTYPES
 
 CHUNK_BYTES = 1 << 20
 """Bytes hashed and moved at a time: small enough that the second touch finds them in cache."""

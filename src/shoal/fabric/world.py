@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,9 @@ from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, ow
 from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
 from shoal.fabric.process_info import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SEND, Traffic
-from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
+
+if TYPE_CHECKING:
+    from shoal.fabric.uneven_collectives import PendingSum
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -122,6 +124,8 @@ class World:
         tensor   [elements], left as it is until the result was waited for
         cuts     rank r gets the elements from cuts[r] to cuts[r + 1]
         """
+        from shoal.fabric.uneven_collectives import PendingSum, reduce_scatter
+
         if self.group is None:
             return PendingSum(None, tensor.clone().unsqueeze(0), tensor)
         self.traffic.count(REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size)
@@ -131,6 +135,8 @@ class World:
         """All-gather a flat tensor of which ranks hold parts: begin to complete it, in place."""
         if self.group is None:
             return None
+        from shoal.fabric.uneven_collectives import all_gather_parts
+
         self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size)
         return all_gather_parts(tensor, cuts, self.rank, self.group)
 

@@ -1,27 +1,26 @@
-"""Makes the optimizer: by name for the main job, or rebinds the one that the user brought.
+"""Makes the optimizer of `[optimizer]`, by name, for the main job.
 
 Names are those of torch.optim's classes, and three of our own: lion, lamb and muon.
 
 Weight decay acts on matrices only: vectors and scalars (norms, biases) form a group without it.
-AdamW runs fused where torch has a fused kernel (CPU and CUDA). Optimizers that call the model
-themselves (LBFGS and other closures) are refused: a layout decides when the model runs.
+AdamW runs fused where torch has a fused kernel (CPU and CUDA).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, PlanError, nearest
+from shoal.base.errors import ConfigError, nearest
 from shoal.base.policies import OptimizerPolicy
 from shoal.fabric.device import abilities
+from shoal.optim.accept import needs_closure, refuse_closures
 
-Parameters = Mapping[str, nn.Parameter]
 OWN = {"lamb": "LAMB", "lion": "Lion", "muon": "MuonWithAdamW"}
 """Classes that torch.optim lacks, or has for some models only: `shoal.optim.NAME:CLASS`, by their
 name in `[optimizer]`."""
@@ -39,7 +38,7 @@ def build_optimizer(
     """
     kind = _find_class(policy.name)
     if issubclass(kind, torch.optim.LBFGS):
-        raise _needs_closure(kind)
+        raise needs_closure(kind)
     accepted = inspect.signature(kind).parameters
     settings: dict[str, Any] = {"lr": policy.lr}
     if "betas" in accepted and len(kind_default(kind, "betas")) == 2:
@@ -115,58 +114,3 @@ def name_of(class_name: str) -> str:
 
 def _fused_works(parameters: Iterable[nn.Parameter]) -> bool:
     return all(abilities(p.device).fused and p.is_floating_point() for p in parameters)
-
-
-def rebind(
-    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    module: nn.Module,
-    parameters: Parameters,
-) -> torch.optim.Optimizer:
-    """Returns the user's optimizer, checked to hold parameters of the module only.
-
-    optimizer   an instance over the module's parameters, given back as it is, or a function
-                `params -> optimizer`, which is called with a list of `parameters`
-    parameters  the named trainable parameters of the program
-    Errors      PlanError for a parameter that the optimizer holds and the module does not, by its
-                place and shape; ConfigError for what is no optimizer and no such function, and for
-                one that calls the model itself (LBFGS, closures)
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        if not callable(optimizer):
-            raise ConfigError(
-                f"optimizer: a torch.optim.Optimizer or a function params -> optimizer is wanted, "
-                f"got {type(optimizer).__name__}"
-            )
-        optimizer = optimizer(list(parameters.values()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer: the function gave {type(optimizer).__name__}, a torch.optim.Optimizer "
-                f"is wanted"
-            )
-    names = {id(p): n for n, p in module.named_parameters(remove_duplicate=False)}
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise PlanError(
-                    f"optimizer: parameter {place} of group {number}, shape "
-                    f"{list(parameter.shape)}, is not in the model: the optimizer was built over "
-                    f"other parameters, and training would change nothing; build it from this "
-                    f"model's parameters, or give a function params -> optimizer"
-                )
-    return refuse_closures(optimizer)
-
-
-def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, unless its step insists on calling the model."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    needs = closure is not None and closure.default is inspect.Parameter.empty
-    if needs or isinstance(optimizer, torch.optim.LBFGS):
-        raise _needs_closure(type(optimizer))
-    return optimizer
-
-
-def _needs_closure(kind: type) -> ConfigError:
-    return ConfigError(
-        f"optimizer: {kind.__name__} evaluates the model itself through a closure, which a layout "
-        f"cannot split; nearest: torch.optim.AdamW"
-    )

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.optim.build import name_of
 
 Plain = bool | int | float | str | None
 
@@ -111,6 +110,8 @@ def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
     """Refuse state that another optimizer class wrote, by its name. Errors: CheckpointError."""
     if record["class"] != type(optimizer).__name__:
+        from shoal.optim.build import name_of
+
         raise CheckpointError(
             f"optimizer: the checkpoint was written by {record['class']}, this run has "
             f"{type(optimizer).__name__}; nearest: optimizer.name={name_of(record['class'])}"

@@ -27,15 +27,8 @@ from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, Re
 from shoal.fabric import World
 from shoal.fabric.device import what_is_missing
 from shoal.machine.memory import is_read_as_used, read_ahead
-from shoal.parallel import (
-    ALONG_AXES,
-    batch_norm,
-    compare_weights,
-    dropout_rng,
-    precision,
-    sync_buffers,
-)
-from shoal.parallel._torch import pytree
+from shoal.parallel import ALONG_AXES, compare_weights, dropout_rng, precision
+from shoal.parallel._torch import BatchNorm, pytree
 from shoal.parallel.place import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
 
@@ -85,7 +78,7 @@ def record(program: Program, look: Look | None) -> Record | None:
     layout = program.plan.layout
     if look is None:
         return None
-    from shoal.trace.flops import meta_twin
+    from shoal.trace.copies import meta_twin
     from shoal.trace.lend import lent
     from shoal.trace.record import Record
 
@@ -117,7 +110,7 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
-        from shoal.trace.flops import meta_twin
+        from shoal.trace.copies import meta_twin
         from shoal.trace.lend import lent, one_for_all
 
         device = program.world.device
@@ -259,9 +252,15 @@ def wrap(program: Program) -> Program:
     plan = program.plan
     # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
     program = dropout_rng.apply(program, plan.seed)
-    program = batch_norm.apply(program)
-    # After BatchNorm's rule: what is left over has no rule.
-    program = sync_buffers.apply(program)
+    if any(isinstance(part, BatchNorm) for part in program.module.modules()):
+        from shoal.parallel import batch_norm
+
+        program = batch_norm.apply(program)
+    if next(program.module.buffers(), None) is not None:
+        from shoal.parallel import sync_buffers
+
+        # After BatchNorm's rule: what is left over has no rule.
+        program = sync_buffers.apply(program)
     for technique in _asked(plan, AROUND_BLOCKS):
         program = technique.apply(program)
     # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may

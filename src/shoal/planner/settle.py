@@ -16,7 +16,6 @@ from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ShoalError
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import Layout
-from shoal.base.lines import read_object
 from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES, check_compile, check_compress, with_lists
 from shoal.base.schedules import check_recompute
@@ -175,6 +174,8 @@ def kept_plan(folder: Path, processes: int) -> Plan | None:
     Format   <run>/plan.json: a plan (`Plan.to_json`), and beside it `chosen`: the layout was left
              open, and this is the one that was taken
     """
+    from shoal.base.lines import read_object  # asked for where a job keeps a folder
+
     told = read_object(folder / "plan.json")
     try:
         plan = Plan.from_json(json.dumps(told))

@@ -1,5 +1,6 @@
-"""Copies of a module that has run already: what it remembers of its last pass loses its history.
+"""Copies of a module: with its numbers, or with shapes alone, as its twin on the meta device.
 
+A module may have run already: what it remembers of its last pass loses its history in the copy.
 Many modules keep a tensor of the last forward pass as an attribute (a recurrent state, an attention
 map, an auxiliary loss). Such a tensor hangs in the graph of that pass, and torch refuses to copy
 it. A copy of the module needs its value only.
@@ -27,6 +28,31 @@ def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.
     """
     with _WithoutHistory():
         return copy.deepcopy(module, known)
+
+
+def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
+    """Copy a module with tensors without data; forward hooks and replaced forwards are left out.
+
+    Tensors that are plain attributes are copied so too, those inside of lists and dicts are not.
+
+    device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
+    """
+    twins: dict[int, Any] = {}
+    loose = [v for part in module.modules() for v in vars(part).values()]
+    plain = [v for v in loose if isinstance(v, torch.Tensor)]  # kept without being registered
+    for tensor in [*module.parameters(), *module.buffers(), *plain]:
+        twin = torch.empty_strided(  # empty_like is made of Python for shapes: ten times slower
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        twins[id(tensor)] = twin
+    copied = copied_module(module, twins)
+    for part in copied.modules():
+        part._forward_pre_hooks.clear()
+        part._forward_hooks.clear()
+        part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
+    return copied
 
 
 class _WithoutHistory(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.trace._torch import pytree
 from shoal.trace.alone import alone
-from shoal.trace.copies import copied_module
+from shoal.trace.copies import meta_twin
 
 
 def backward_flops(
@@ -44,28 +44,3 @@ def backward_flops(
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
-    """Copy a module with tensors without data; forward hooks and replaced forwards are left out.
-
-    Tensors that are plain attributes are copied so too, those inside of lists and dicts are not.
-
-    device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
-    """
-    twins: dict[int, Any] = {}
-    loose = [v for part in module.modules() for v in vars(part).values()]
-    plain = [v for v in loose if isinstance(v, torch.Tensor)]  # kept without being registered
-    for tensor in [*module.parameters(), *module.buffers(), *plain]:
-        twin = torch.empty_strided(  # empty_like is made of Python for shapes: ten times slower
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
-        if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        twins[id(tensor)] = twin
-    copied = copied_module(module, twins)
-    for part in copied.modules():
-        part._forward_pre_hooks.clear()
-        part._forward_hooks.clear()
-        part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
-    return copied

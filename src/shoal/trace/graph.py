@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from shoal.base.whole_operations import shown_whole
 from shoal.trace._torch import pytree
 from shoal.trace._torch_graph import (
     FakeTensorMode,
@@ -30,7 +30,6 @@ from shoal.trace._torch_graph import (
     track_tensor_tree,
 )
 from shoal.trace.alike import hooked_inside
-from shoal.trace.shared_attention import is_attention_with_dropout, share, write_mask, write_out
 
 aten = torch.ops.aten
 
@@ -114,8 +113,7 @@ def trace(
         _fake(fakes, p, (shapes or {}).get(name, p.shape)) for name, p in parameters.items()
     ] + [_fake(fakes, t, t.shape) for t in (*buffers.values(), *inputs)]
     try:
-        whole = shown_whole() if masks else nullcontext()
-        with torch.enable_grad(), _whole_functions(), whole:
+        with torch.enable_grad(), _whole_functions(), _whole_attention(masks):
             module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*flat)
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
@@ -149,6 +147,15 @@ def _fake(fakes: FakeTensorMode, like: Tensor, shape: Sequence[int]) -> Tensor:
     with fakes:
         made = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     return made.requires_grad_(like.requires_grad)
+
+
+def _whole_attention(masks: bool) -> AbstractContextManager[None]:
+    """Context manager in which our models show attention as one operation, where it gets masks."""
+    if not masks:
+        return nullcontext()
+    from shoal.base.whole_operations import shown_whole
+
+    return shown_whole()
 
 
 @contextmanager
@@ -199,19 +206,49 @@ def is_function(target: object) -> bool:
     return getattr(target, "__module__", "") == FUNCTION
 
 
+def shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute scaled dot-product attention; under cp its graph marks it for ranks to share.
+
+    Called as it is, it computes torch's own attention.
+
+    q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
+    mask   [..., tokens or 1, tokens], as torch's `attn_mask`
+    """
+    grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
 def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
-    """Take out checks that cost time; write attention with dropout as the products it is."""
+    """Take out checks that cost time; put attention into the form that its ranks need."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             node.meta["val"] = getattr(module, str(node.target))
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
-        elif is_attention_with_dropout(node):
-            write_out(module.graph, node)
-        elif masks and not (shared and share(module.graph, node)):
-            write_mask(module.graph, node)
+        elif node.target is aten.scaled_dot_product_attention.default:
+            _write_attention(module.graph, node, masks, shared)
     module.graph.lint()
     module.recompile()
+
+
+def _write_attention(graph: fx.Graph, node: fx.Node, masks: bool, shared: bool) -> None:
+    """Write attention with dropout as products, and other attention so that masks can be cut."""
+    from shoal.trace.shared_attention import drops_out, share, write_mask, write_out
+
+    if drops_out(node):
+        write_out(graph, node)
+    elif masks and not (shared and share(graph, node, shared_attention)):
+        write_mask(graph, node)
 
 
 def _trained(graph: fx.Graph, flat: Sequence[Tensor]) -> frozenset[fx.Node]:

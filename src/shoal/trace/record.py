@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,14 @@ from shoal.trace.calls import Call
 from shoal.trace.draws import Draw, Drawing
 from shoal.trace.echo import as_cheaply, echoing
 from shoal.trace.find_experts import ExpertLayer, find_layers, stacked
-from shoal.trace.listed_experts import ListedExperts, find_lists, lists_of
 from shoal.trace.shapes import tensors_of
 from shoal.trace.stand_in import StandIn
 from shoal.trace.trunk import Run, Trunk, find_trunk, guess_blocks
 from shoal.trace.untouched import without_trace
 from shoal.trace.vocabulary import Tables, TableUses, Uses, find_tables, is_table
+
+if TYPE_CHECKING:
+    from shoal.trace.listed_experts import ListedExperts
 
 
 class Record:
@@ -97,6 +99,8 @@ class Record:
 
     def listed_experts(self) -> list[ListedExperts]:
         """Lists of modules that are experts."""
+        from shoal.trace.listed_experts import find_lists, lists_of  # only ep asks for them
+
         lists = lists_of(self.module, self.trunk.blocks)
         names = [f"{name}.{k}" for name, part in lists for k in range(len(part))]
         return find_lists(self.module, self.trunk.blocks, self.calls(names))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import PlanError, ShoalError
 from shoal.trace._torch import pytree
-from shoal.trace.flops import meta_twin
+from shoal.trace.copies import meta_twin
 
 PRODUCT_LAYERS = (
     nn.Linear,

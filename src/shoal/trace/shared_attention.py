@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +23,6 @@ from torch import Tensor, fx
 from shoal.trace._torch_graph import make_fx
 
 aten = torch.ops.aten
-
-
-def is_attention_with_dropout(node: fx.Node) -> bool:
-    """Whether this operation drops out attention weights inside."""
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return False
-    return bool(_named(node).get("dropout_p"))
 
 
 def write_out(graph: fx.Graph, node: fx.Node) -> None:
@@ -60,13 +54,18 @@ def write_out(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def share(graph: fx.Graph, node: fx.Node) -> bool:
-    """Let the ranks compute this operation together, where it is attention that they can share.
+def drops_out(node: fx.Node) -> bool:
+    """Whether this attention drops out weights inside."""
+    return bool(_named(node).get("dropout_p"))
+
+
+def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor]) -> bool:
+    """Let the ranks compute this attention together, where they can share it.
 
     That is without dropout, and without a mask that takes a gradient (a learnt bias).
+
+    shared_attention   what then stands in the graph for the operation
     """
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return False
     named = _named(node)
     q, k, v = (named[name] for name in ("query", "key", "value"))
     shapes = [tuple(one.meta["val"].shape) for one in (q, k, v)]
@@ -89,32 +88,8 @@ def share(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def shared_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Compute scaled dot-product attention; under cp its graph marks it for ranks to share.
-
-    Called as it is, it computes torch's own attention.
-
-    q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
-    mask   [..., tokens or 1, tokens], as torch's `attn_mask`
-    """
-    grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
-
-
 def write_mask(graph: fx.Graph, node: fx.Node) -> None:
     """Put a mask in the place of `is_causal`."""
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return
     named = _named(node)
     if not named.get("is_causal"):
         return

@@ -30,8 +30,8 @@ from shoal.base.estimate import ModelFacts
 from shoal.base.policies import BlocksPolicy
 from shoal.trace._torch import FakeTensorMode, pytree
 from shoal.trace.blocks import FOUND
+from shoal.trace.copies import meta_twin
 from shoal.trace.facts_rows import Call, Rows
-from shoal.trace.flops import meta_twin
 from shoal.trace.kernels import GpuKernels
 from shoal.trace.model_units import find_units, kind_of
 from shoal.trace.shapes import (

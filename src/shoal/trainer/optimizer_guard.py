@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
 from shoal.base.policies import OptimizerPolicy
-from shoal.checkpoint.tensorfile import check_savable
+from shoal.base.shards import check_savable
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
 

@@ -28,7 +28,7 @@ from shoal.base.systems import untried
 from shoal.data.seeding import kept_draws, seed_draws
 from shoal.fabric import World, start_world
 from shoal.machine.memory import trim_heap
-from shoal.optim.build import rebind
+from shoal.optim.accept import rebind
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable

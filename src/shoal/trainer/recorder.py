@@ -17,7 +17,6 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.events import EventLog, append_line
-from shoal.base.lines import parse_step
 from shoal.fabric import World
 from shoal.fabric.device import utilisation
 
@@ -146,6 +145,8 @@ class Recorder:
 
 
 def _step_of(line: bytes) -> float:
+    from shoal.base.lines import parse_step  # only a resume reads what was written
+
     record = parse_step(line)
     return UNREADABLE if record is None else record["step"]
 

@@ -20,12 +20,11 @@ import torch
 
 from shoal.base.errors import CheckpointError
 from shoal.base.phases import phase
-from shoal.base.shards import Shard
+from shoal.base.shards import Shard, check_savable
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.listing import step_folder
 from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
-from shoal.checkpoint.tensorfile import check_savable
 from shoal.checkpoint.write import Piece
 from shoal.optim.average import WeightAverage
 from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state

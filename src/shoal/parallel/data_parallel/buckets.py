@@ -20,6 +20,7 @@ rebuilds them after step 1, which changes the rounding of sums on resume) and in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,15 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plan import Bucket, Plan
 from shoal.fabric import World
-from shoal.fabric.uneven_collectives import PendingSum
 from shoal.parallel.program import Local, Program, laid_out_like
+
+if TYPE_CHECKING:
+    from shoal.fabric.uneven_collectives import PendingSum
+
+    Pending = dist.Work | PendingSum | None
 
 REDUCE = {"fp32": "float32", "bf16": "bfloat16"}
 """Formats in which sums may travel."""
-
-Pending = dist.Work | PendingSum | None
 
 
 def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
@@ -125,10 +128,10 @@ class BucketReducer:
             self._send()
         with self.traffic.waiting():
             for number, (work, sent) in enumerate(self.pending):
-                if isinstance(work, PendingSum):
-                    work.result(out=self._own(number))
+                if self.plan[number].cuts:
+                    cast("PendingSum", work).result(out=self._own(number))
                 elif work is not None:
-                    work.wait()
+                    cast(dist.Work, work).wait()
                     if sent is not self.flats[number]:
                         self.flats[number].copy_(sent)
         # A work that is kept would keep its process group alive beyond `destroy`.

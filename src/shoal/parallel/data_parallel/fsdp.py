@@ -53,7 +53,7 @@ from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
-from shoal.trace.flops import meta_twin
+from shoal.trace.copies import meta_twin
 from shoal.trace.stand_in import StandIn
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.planner.partition import partition
-from shoal.trace.flops import meta_twin
+from shoal.trace.copies import meta_twin
 from shoal.trace.liveness import Flow, Leaf, UnitCall
 from shoal.trace.shapes import map_tensors, tensors_of
 

@@ -21,7 +21,7 @@ from shoal.parallel.spmd.experiment import Call, Experiment, Value, run
 from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, divides
 from shoal.parallel.spmd.node_arguments import Edit, divided, edits, numbers_in, renumbered
 from shoal.parallel.spmd.outcome import labels_of
-from shoal.trace.shared_attention import shared_attention
+from shoal.trace.graph import shared_attention
 
 LARGE = 1 << 18
 """Elements in a call's tensors from which smaller sizes are tried."""

@@ -24,8 +24,7 @@ from shoal.parallel.spmd.rules import Rules
 from shoal.parallel.spmd.solve import reason_of, solve
 from shoal.parallel.spmd.steps import NotSplit
 from shoal.trace.calls import Call
-from shoal.trace.graph import Traced, Untraceable, trace
-from shoal.trace.shared_attention import shared_attention
+from shoal.trace.graph import Traced, Untraceable, shared_attention, trace
 from shoal.trace.vocabulary import Tables
 
 SUMMED = "; its gradient is summed over the ranks once a step"

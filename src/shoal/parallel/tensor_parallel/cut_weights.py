@@ -19,7 +19,6 @@ from shoal.parallel.spmd.labels import Split, Tiled, grid_place
 from shoal.parallel.spmd.model_split import ModelSplit
 from shoal.parallel.spmd.sequence import even_cuts
 from shoal.parallel.spmd.stand_in import Programs, SplitForward
-from shoal.parallel.tensor_parallel.vocabulary import install
 from shoal.trace.stand_in import StandIn
 
 
@@ -37,7 +36,10 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
         programs.note(group.call.args, group.call.kwargs)
         for name in group.names:
             stand_ins.append(SplitForward(name, module.get_submodule(name), programs, axis))
-    stand_ins += install(module, split.tables, axis, split.scattered)
+    if split.tables.split:
+        from shoal.parallel.tensor_parallel.vocabulary import install
+
+        stand_ins += install(module, split.tables, axis, split.scattered)
     for name, p in module.named_parameters():
         cut = cut_of(name, tuple(p.shape), split)
         if cut is not None:
