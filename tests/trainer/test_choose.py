@@ -18,7 +18,7 @@ from shoal.base.plan import Plan
 from shoal.config.load import load
 from shoal.config.resolve import plan_of
 from shoal.config.sections import Config
-from shoal.data.fetch import first_samples
+from shoal.data.dataset import first_samples
 from shoal.data.sources import open_source
 from shoal.planner.measured import this_cluster
 from shoal.planner.settle import keep_choice

@@ -190,7 +190,7 @@ def _look_at(config: Config) -> tuple[Any, Look]:
     """The model, and how to run one like it on the first samples of its data."""
     import torch
 
-    from shoal.data.fetch import is_indexed, join
+    from shoal.data.dataset import is_indexed, join
     from shoal.data.seeding import kept_draws
     from shoal.data.sources import open_source
     from shoal.trainer.contract import call_model, split_batch

@@ -16,7 +16,8 @@ from typing import Any
 
 from shoal.base.batches import own_spans, step_stop, steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Fetcher, FetcherView, Joined, Span, digest_of, from_workers
+from shoal.data.dataset import Collate, digest_of
+from shoal.data.fetch import Fetcher, Joined, Span
 from shoal.data.step import LoadedMicroBatch, StepBatch
 
 MESSAGE = 8
@@ -204,6 +205,11 @@ class Loader:
 
     def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[Joined]:
         """What workers send: first what `_probe` wants, then every micro-batch of this rank."""
+        from shoal.data.workers import (  # torch's, which one may do without
+            FetcherView,
+            from_workers,
+        )
+
         spans = chain([] if self._probed else [[(first, first + 1)] * 2], self._messages(steps))
         per_step = -(-self.batch // (self.micro_batch * self.degree * MESSAGE))
         ahead = max(2, -(-per_step // self.workers))

@@ -18,15 +18,10 @@ from torch.utils.data import IterableDataset
 
 from shoal.base.batches import cut_step
 from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.data.fetch import (
-    Collate,
-    Failure,
-    digest_of,
-    join,
-    load_error,
-)
+from shoal.data.dataset import Collate, digest_of, join, load_error
 from shoal.data.seeding import draws_nothing, seeded_draws
 from shoal.data.step import LoadedMicroBatch, StepBatch
+from shoal.data.workers import Failure
 
 END = object()
 

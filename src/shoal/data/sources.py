@@ -17,7 +17,7 @@ from shoal.base.phases import phase
 from shoal.base.units import bytes_text, count_text
 from shoal.config.paths import check_data, load_function, split_source, validation_share
 from shoal.config.sections import DataSection
-from shoal.data.fetch import Collate, is_indexed
+from shoal.data.dataset import Collate, is_indexed
 from shoal.data.samples import EvenPart, open_digits
 from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
 from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder

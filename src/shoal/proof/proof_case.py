@@ -30,7 +30,7 @@ from shoal.base.policies import (
 )
 from shoal.config.resolve import asked_layout, plan_of
 from shoal.config.sections import Config
-from shoal.data.fetch import first_samples, is_indexed
+from shoal.data.dataset import first_samples, is_indexed
 from shoal.data.seeding import draws_nothing, kept_draws
 from shoal.data.sources import Source
 from shoal.planner.model_facts import FAMILIES, family_of

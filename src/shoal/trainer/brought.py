@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import digest_of, identity_of
+from shoal.data.dataset import digest_of, identity_of
 from shoal.data.step import StepBatch
 from shoal.parallel.program import Program
 from shoal.trainer._torch import LoaderIterator, pytree

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
-from shoal.data.fetch import is_indexed
+from shoal.data.dataset import is_indexed
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.trainer.brought import whole_data

@@ -24,7 +24,7 @@ from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.config.sections import Config
-from shoal.data.fetch import is_indexed, join
+from shoal.data.dataset import is_indexed, join
 from shoal.data.seeding import kept_draws
 from shoal.data.sources import Source
 from shoal.fabric import World

@@ -24,7 +24,7 @@ import torch
 from shoal.base.lines import is_number, read_object
 from shoal.base.units import seconds_text
 from shoal.config.sections import Config
-from shoal.data.fetch import is_indexed
+from shoal.data.dataset import is_indexed
 from shoal.data.samples import EvenPart, First
 from shoal.data.sources import Source
 from shoal.models.loss import find_logits, token_loss
