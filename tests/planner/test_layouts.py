@@ -19,8 +19,9 @@ from shoal.base.schedules import (
     copies,
     stages_per_rank,
 )
-from shoal.planner.guide import check_micro_batches, choose_layout, describe_bubble
-from shoal.planner.schedules import make_schedule
+from shoal.planner.bubble import describe_bubble
+from shoal.planner.schedules import check_micro_batches, make_schedule
+from shoal.planner.settle import choose_layout
 
 LAPTOP = MachineFacts(cores=4, memory_bytes=8 * 2**30, gpus=0)
 SAME = {"zero3": "fsdp"}

@@ -9,13 +9,16 @@ Source: the ring of Baidu's all-reduce (2017); for attention: Liu et al. 2023 (2
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.fabric.all_to_all import to_each
 from shoal.fabric.point_to_point import PointToPoint, Transfer
-from shoal.fabric.uneven_collectives import PendingSum
 from shoal.fabric.world import World
+
+if TYPE_CHECKING:
+    from shoal.fabric.uneven_collectives import PendingSum
 
 
 class Turn:
