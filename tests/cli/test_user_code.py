@@ -12,9 +12,10 @@ import torch
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.config.sections import DataSection, ModelSection
-from shoal.data.fetch import Failure, load_error, sample_kind
+from shoal.data.fetch import load_error, sample_kind
 from shoal.data.loader import Loader
 from shoal.data.sources import open_source
+from shoal.data.workers import Failure
 from shoal.trainer.job import build_model, call_builder, import_object
 
 FLOATS = [(torch.zeros(1, 8, 8), 3)] * 4

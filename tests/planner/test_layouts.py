@@ -9,7 +9,7 @@ import pytest
 from shoal.base.degrees import BUILT_AXES, check_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout, expand
+from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import TensorPolicy, check_compress
 from shoal.base.schedules import (
@@ -19,6 +19,7 @@ from shoal.base.schedules import (
     copies,
     stages_per_rank,
 )
+from shoal.base.strategies import expand
 from shoal.planner.bubble import describe_bubble
 from shoal.planner.schedules import check_micro_batches, make_schedule
 from shoal.planner.settle import choose_layout

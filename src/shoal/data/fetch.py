@@ -5,39 +5,28 @@ Before item i of epoch e these are seeded by (seed, e, i), before joining a micr
 its start in the stream), and afterwards they are put back: neither the layout, nor the number of
 workers, nor the model's own draws change an image's crop. Not covered: draws on a GPU, and
 `numpy.random.default_rng()` without a seed. A dataset with `draws_nothing = True` skips this.
-
-Worker processes are torch's own. They die with their parent, even a killed one.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import errno
 import hashlib
-import multiprocessing
-import os
 import random
-import signal
-import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
 from shoal.data.order import Indices, samples_at
 
 Collate = Callable[[list[Any]], Any]
-
-PR_SET_PDEATHSIG = 1
 
 BLOCK = 1024
 """Positions looked up at once: 0.3 ms for 1024, 0.2 ms for 8."""
@@ -189,32 +178,6 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
     return join(samples, collate, "the first samples")
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error on its way from a worker process: its one line, and the traceback there.
-
-    transient   a ClusterError, worth a restart; else a UserError
-    """
-
-    line: str
-    notes: tuple[str, ...]
-    transient: bool = False
-
-    @staticmethod
-    def of(error: ShoalError) -> Failure:
-        """Pack an error; exceptions themselves lose their notes between processes."""
-        notes = tuple(getattr(error, "__notes__", ()))
-        return Failure(str(error), notes, isinstance(error, ClusterError))
-
-    def raise_again(self) -> None:
-        """Errors: UserError or ClusterError, as it was raised in the worker."""
-        kind: type[ShoalError] = ClusterError if self.transient else UserError
-        error = kind(self.line)
-        for note in self.notes:
-            error.add_note(note)
-        raise error
-
-
 class Fetcher:
     """Loads stream positions of a map-style dataset; the same bits in any process.
 
@@ -273,91 +236,6 @@ class Fetcher:
         except Exception as error:
             where = f"data.source: sample {self._own(index)} (epoch {epoch}, position {position})"
             raise load_error(where, error) from error
-
-
-class FetcherView(Dataset[Any]):
-    """A fetcher as torch's DataLoader wants it: `view[start, stop]`, failures as values."""
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        self.fetcher = fetcher
-
-    def __getitem__(self, span: tuple[int, int]) -> Any:
-        """One micro-batch, or the Failure to be raised in the main process."""
-        try:
-            return self.fetcher.value(*span)
-        except (UserError, ClusterError) as error:
-            return Failure.of(error)
-
-
-def obey_parent(_worker: int = 0) -> None:
-    """Live exactly as long as the parent wants: its trainer is who answers signals, and may save.
-
-    Ctrl-C is left to the parent. On Linux so is a SIGTERM to the whole group, while one that the
-    parent sends itself ends this process; and the kernel kills it when its parent thread ends: else
-    it outlived a killed trainer, holding memory, until its next queue check.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not sys.platform.startswith("linux"):
-        return
-    # A Python handler is not told who sent a signal; waiting for it is.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_told, daemon=True).start()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it died before the request
-        os._exit(1)
-
-
-def _end_when_told() -> None:
-    """Wait for the parent's own SIGTERM."""
-    sender = 0
-    while sender != os.getppid():
-        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-    os._exit(0)
-
-
-def as_it_is(value: Any) -> Any:
-    """Keep torch from converting arrays, so that workers and main process give the same types."""
-    return value
-
-
-def from_workers(
-    dataset: Dataset[Any], spans: Iterable[Any] | None, workers: int, ahead: int
-) -> Iterator[Any]:
-    """What `dataset` gives, in order, fetched by `workers` processes, `ahead` results each.
-
-    spans   keys for dataset[key]; None for an iterable dataset
-    Errors  those of a Failure among the results · ClusterError if a worker process dies
-    """
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=spans,
-        num_workers=workers,
-        collate_fn=as_it_is,
-        worker_init_fn=obey_parent,
-        prefetch_factor=ahead,
-        generator=torch.Generator(),  # else the DataLoader draws from the model's generator
-    )
-    results = iter(loader)
-    try:
-        while True:
-            try:
-                result = next(results)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                raise ClusterError(
-                    f"data.workers = {workers}: {error}; out of memory or shared memory is the "
-                    f"usual cause: fewer data.workers, or a smaller train.micro_batch"
-                ) from error.with_traceback(None)
-            if isinstance(result, Failure):
-                result.raise_again()
-            yield result
-    finally:
-        # stops the workers now: left to the garbage collector (a traceback would hold it), torch's
-        # queues are closed first and every worker is waited for in vain, 5 s each
-        del results
 
 
 def is_indexed(dataset: object) -> bool:

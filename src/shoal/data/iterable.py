@@ -18,10 +18,11 @@ from typing import Any
 
 from shoal.base.batches import steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Failure, from_workers
+from shoal.data.fetch import Collate
 from shoal.data.loader import check_numbers
 from shoal.data.reader import ReadStep, StepReader, is_resumable
 from shoal.data.step import StepBatch
+from shoal.data.workers import Failure, from_workers
 
 
 class IterableLoader:

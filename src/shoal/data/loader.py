@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.base.batches import MicroBatch, cut_span, cut_step, owned, steps_per_epoch
 from shoal.base.errors import ConfigError
-from shoal.data.fetch import Collate, Fetcher, FetcherView, digest_of, from_workers
+from shoal.data.fetch import Collate, Fetcher, digest_of
 from shoal.data.step import LoadedMicroBatch, StepBatch
 
 
@@ -190,6 +190,8 @@ class Loader:
         spans = chain(before, own)
         if self.workers == 0:
             return (self._fetcher.value(start, stop) for start, stop in spans)
+        from shoal.data.workers import FetcherView, from_workers
+
         per_step = -(-self.batch // (self.micro_batch * self.degree))
         ahead = max(2, -(-per_step // self.workers))
         return from_workers(FetcherView(self._fetcher), spans, self.workers, ahead)

@@ -20,7 +20,6 @@ from shoal.base.batches import cut_step
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.data.fetch import (
     Collate,
-    Failure,
     digest_of,
     draws_nothing,
     join,
@@ -28,6 +27,7 @@ from shoal.data.fetch import (
     seeded_draws,
 )
 from shoal.data.step import LoadedMicroBatch, StepBatch
+from shoal.data.workers import Failure
 
 END = object()
 

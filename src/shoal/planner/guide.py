@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts, default_processes
-from shoal.base.layout import Layout, expand
+from shoal.base.layout import Layout
+from shoal.base.strategies import expand
 from shoal.base.units import bytes_text, count_text
 
 DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000

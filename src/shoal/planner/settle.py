@@ -15,7 +15,7 @@ from typing import Any
 from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import PlanError, ShoalError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout, expand
+from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES, check_compile, check_compress, with_lists
 from shoal.base.schedules import canonical, check_recompute, settle_schedule
@@ -104,6 +104,8 @@ def choose_layout(
     if strategy == "auto" and (threads or zero is not None):  # what else would carry them
         strategy = "dp" if threads else {0: "ddp", 1: "zero1", 2: "zero2"}.get(zero or 0, "zero3")
     if strategy != "auto":
+        from shoal.base.strategies import expand
+
         layout = expand(
             strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks
         )
