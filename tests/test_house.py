@@ -116,11 +116,10 @@ print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "shoal"
 """
 
 
-def _loaded(script: str) -> list[Path]:
+def _loaded(script: str, *arguments: str) -> list[Path]:
     """Files of ours that a script's process has loaded in the end; it prints them."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]
 
 
@@ -134,7 +133,8 @@ def test_what_a_reader_of_the_plain_path_must_load() -> None:
 
 
 FOUR_RANKS = """
-import os, signal, socket, sys, torch, shoal
+import json, os, signal, socket, sys, torch, shoal
+import torch.nn.functional as F
 from torch import nn
 
 torch.set_num_threads(1)
@@ -150,17 +150,50 @@ for name in ("", "LOCAL_"):
     place |= {f"{name}RANK": str(rank), f"{name}WORLD_SIZE": "4"}
 os.environ |= place | ({"SHOAL_STORE_FD": str(listener.fileno())} if rank == 0 else {})
 torch.manual_seed(0)
-samples = torch.rand(32, 8)
+samples = torch.rand(32, 4, 8)
 
 
-def build():
-    layers = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)]
-    return nn.Sequential(*layers)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (one.transpose(1, 2) for one in self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)
+        weights = self.gate(tokens).softmax(-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(weights.argmax(-1) == number)
+            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, number, None])
+        return x + out.view_as(x)
+
+
+kind = {"Layer": Layer, "Attention": Attention, "Mixture": Mixture}[sys.argv[1]]
 run = shoal.parallelize(
-    build, lambda p: torch.optim.SGD(p, lr=0.1), lambda y, t: ((y - t) ** 2).sum(1),
-    layout={"tp": 2, "pp": 2}, batch=16, micro_batch=4, sample=(samples[:4], samples[:4]),
+    lambda: nn.Sequential(*(kind() for _ in range(4))),
+    lambda p: torch.optim.SGD(p, lr=0.1), lambda y, t: ((y - t) ** 2).flatten(1).sum(1),
+    layout=json.loads(sys.argv[2]), batch=16, micro_batch=4, sample=(samples[:4], samples[:4]),
 )
 for batch in run.loader(torch.utils.data.TensorDataset(samples, samples)):
     run.step(batch)
@@ -172,9 +205,17 @@ run.close()
 """
 
 
-def test_what_a_rank_of_a_pipeline_of_split_layers_loads() -> None:
-    """Parts of layers in stages, with a loader: nothing for people, no search."""
-    files = _loaded(FOUR_RANKS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("Layer", {"tp": 2, "pp": 2}),
+        ("Attention", {"cp": 2, "tp": 2}),
+        ("Mixture", {"ep": 2, "dp_shard": 2, "zero": 2, "pp": 2}),
+    ],
+)
+def test_what_a_rank_of_a_divided_model_loads(kind: str, layout: dict[str, int]) -> None:
+    """Parts of layers, sequences, experts and stages, with a loader: no search, no one else's."""
+    files = _loaded(FOUR_RANKS, kind, json.dumps(layout))
     assert 100 < len(files) <= 150, sorted(files)
     assert sum(len(path.read_text().splitlines()) for path in files) <= 24_000
 

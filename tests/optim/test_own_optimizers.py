@@ -16,7 +16,8 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW, hidden_matrices
-from shoal.optim.state import check_class, join_state, split_state
+from shoal.optim.restore_state import check_class, join_state
+from shoal.optim.state import split_state
 
 
 def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:

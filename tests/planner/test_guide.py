@@ -6,7 +6,7 @@ import pytest
 
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts
-from shoal.planner.guide import choose_layout
+from shoal.planner.settle import choose_layout
 
 LAPTOP = MachineFacts(cores=4, memory_bytes=8 * 2**30, gpus=0)
 SERVER = MachineFacts(cores=96, memory_bytes=2**40, gpus=8)

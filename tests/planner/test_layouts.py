@@ -9,7 +9,7 @@ import pytest
 from shoal.base.degrees import BUILT_AXES, check_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout, expand
+from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import TensorPolicy, check_compress
 from shoal.base.schedules import (
@@ -19,8 +19,10 @@ from shoal.base.schedules import (
     copies,
     stages_per_rank,
 )
-from shoal.planner.guide import check_micro_batches, choose_layout, describe_bubble
-from shoal.planner.schedules import make_schedule
+from shoal.base.strategies import expand
+from shoal.planner.bubble import describe_bubble
+from shoal.planner.schedules import check_micro_batches, make_schedule
+from shoal.planner.settle import choose_layout
 
 LAPTOP = MachineFacts(cores=4, memory_bytes=8 * 2**30, gpus=0)
 SAME = {"zero3": "fsdp"}

@@ -9,8 +9,9 @@ import pytest
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout, expand
+from shoal.base.layout import Layout
 from shoal.base.plan import Plan
+from shoal.base.strategies import expand
 from shoal.planner.settle import Words, kept_plan, settle, words_of
 
 SERVER = MachineFacts(cores=64, memory_bytes=2**40, gpus=8)

@@ -205,18 +205,21 @@ def travels(world: World, context: str) -> dict[str, Any]:
 
 def divides(world: World, layout: dict[str, Any]) -> dict[str, Any]:
     """What a rank has of 8 tokens, 4 heads and 2 key heads: between layers and in attention."""
-    from shoal.parallel.context_parallel import ATTENTION
+    from shoal.parallel import context_parallel
 
     tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(1))
     seen: dict[str, Any] = {"tokens": set(), "heads": set()}
-    right = ATTENTION["auto"]
+    right = context_parallel.attention_of("auto")
     assert right is not None
 
     def attention(q: Any, axis: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
         seen["heads"].add((q.shape[2], q.shape[1], k.shape[1]))
         return right(q, axis, k, v, **options)
 
-    with _heard() as told, patch.dict(ATTENTION, {"auto": attention}):
+    with (
+        _heard() as told,
+        patch.object(context_parallel, "attention_of", lambda context: attention),
+    ):
         run = _run(world, _llama(8), tokens, layout)
     block = run.model.get_submodule("blocks.1")
     hook = block.register_forward_pre_hook(

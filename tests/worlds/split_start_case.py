@@ -14,7 +14,8 @@ from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.parallel import tensor_parallel
 from shoal.parallel.spmd.labels import Split
-from shoal.parallel.spmd.model_split import ModelSplit, plan_split
+from shoal.parallel.spmd.model_split import plan_split
+from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.trainer.parallelize import parallelize
 from tensor_case import built, graphs_with, sample
 

@@ -30,8 +30,8 @@ from shoal.parallel.program import Program
 from shoal.parallel.spmd import trial
 from shoal.parallel.spmd.check import check_class, checked
 from shoal.parallel.spmd.labels import Split
-from shoal.parallel.spmd.model_split import ModelSplit, plan_split
-from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.parallel.spmd.model_split import plan_split
+from shoal.parallel.spmd.split_block import BlockSplit, ModelSplit
 from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
 from shoal.trace.record import Record
 from shoal.trainer.parallelize import parallelize

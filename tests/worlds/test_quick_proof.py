@@ -15,7 +15,7 @@ from shoal.base.plan import Plan
 from shoal.base.schedules import SCHEDULES
 from shoal.models.catalog import build as catalog
 from shoal.models.loss import token_loss
-from shoal.planner.guide import check_micro_batches
+from shoal.planner.schedules import check_micro_batches
 from shoal.proof import seconds
 from shoal.proof.proof_case import ProofCase, head
 from shoal.proof.quick import _structure, model_parts, source_of

@@ -14,10 +14,12 @@ from typing import Any
 from shoal.base.batches import check_batch
 from shoal.base.errors import ConfigError, PlanError, UserError, one_of
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import PLANNED, STRATEGIES, Layout, expand
+from shoal.base.layout import PLANNED, STRATEGIES, Layout
 from shoal.base.schedules import copies
+from shoal.base.strategies import expand
 from shoal.base.units import bytes_text, count_text
-from shoal.planner.guide import STATE_BYTES_PER_PARAMETER, check_micro_batches
+from shoal.planner.guide import STATE_BYTES_PER_PARAMETER
+from shoal.planner.schedules import check_micro_batches
 
 ONE_PROCESS = ("single", "dp")
 NOISE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}

@@ -1,4 +1,7 @@
-"""Fetches in worker processes: torch's own, which die with their parent, even a killed one."""
+"""Fetches in worker processes: torch's own, which die with their parent, even a killed one.
+
+What fails in a worker is raised in the main process, with the one line and the traceback of there.
+"""
 
 from __future__ import annotations
 

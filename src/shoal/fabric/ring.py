@@ -9,13 +9,15 @@ Source: the ring of Baidu's all-reduce (2017); for attention: Liu et al. 2023 (2
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.fabric.all_to_all import to_each
 from shoal.fabric.point_to_point import PointToPoint, Transfer
-from shoal.fabric.uneven_collectives import PendingSum
 from shoal.fabric.world import World
+
+if TYPE_CHECKING:
+    from shoal.fabric.uneven_collectives import PendingSum
 
 
 class Turn:
@@ -73,4 +75,6 @@ class Ring:
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
         """Rows for every rank, in order of the ranks; see `all_to_all.to_each`."""
+        from shoal.fabric.all_to_all import to_each  # a ring without masks does without
+
         return to_each(self.world, rows, sent, received)

@@ -15,6 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shoal.fabric.device import device_generators
 
+aten = torch.ops.aten
+
+flash_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+flash_device = aten._scaled_dot_product_flash_attention.default
+flash_device_backward = aten._scaled_dot_product_flash_attention_backward.default
+
 __all__ = [
     "BatchNorm",
     "Convolution",
@@ -22,6 +29,10 @@ __all__ = [
     "UncompiledMode",
     "code_cache",
     "counting_writes",
+    "flash_cpu",
+    "flash_cpu_backward",
+    "flash_device",
+    "flash_device_backward",
     "forget_groups",
     "function_modes",
     "generators",

@@ -23,8 +23,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.base.units import bytes_text
-
 SMAPS = Path("/proc/self/smaps")
 """Where Linux shows what a process has mapped."""
 
@@ -141,6 +139,8 @@ def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
     names = made_beside(module, folder)
     if not names:
         return []
+    from shoal.base.units import bytes_text
+
     sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters()}
     made_bytes = sum(sizes[name] for name in names)
     return [

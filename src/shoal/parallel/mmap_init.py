@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
 from shoal.base.placement import Cut
-from shoal.base.units import bytes_text
 from shoal.machine.memory import read_ahead, trim_heap
 from shoal.parallel._torch import UncompiledMode, pytree
 from shoal.parallel.program import take
@@ -189,6 +188,8 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as failure:
+        from shoal.base.units import bytes_text
+
         raise ConfigError(
             f"{tempfile.gettempdir()}: no room for {bytes_text(size_bytes)} of initial weights "
             f"({failure.strerror}); nearest: TMPDIR=… names a folder on a larger disk"

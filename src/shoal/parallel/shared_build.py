@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import ShoalError
-from shoal.base.units import bytes_text
 from shoal.fabric import World
 from shoal.machine.memory import read_as_used, trim_heap
 from shoal.parallel.checkpoint_files import files_as_read, opened_unread
@@ -139,6 +138,8 @@ def _said(module: nn.Module, whys: list[str], world: World) -> list[str]:
     why = next((why for why in whys if why), "")
     if not why:
         return []
+    from shoal.base.units import bytes_text
+
     size_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     return [
         f"model: {len([w for w in whys if w])} of {world.size} processes build all of it for "

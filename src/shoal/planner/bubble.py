@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from shoal.base.layout import Layout
 from shoal.base.schedules import canonical
 from shoal.planner.check_schedule import check
 from shoal.planner.schedules import make_schedule
@@ -107,3 +108,32 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: 
     else:
         kept = ranks + (name == "dualpipe")
     return float(min(micro_batches, kept))
+
+
+def describe_bubble(layout: Layout, batch: int, micro_batch: int) -> str:
+    """Describe how long the rank of a pipeline that idles most stands idle, as a line.
+
+    batch, micro_batch   as `check_micro_batches` has let them pass
+    Gives    the share of a step, and a finer micro_batch where there are fewer micro-batches than
+             ranks; "" without a pipeline
+
+    >>> describe_bubble(Layout(pp=4, schedule="1f1b"), 16, 2)
+    'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'
+    >>> describe_bubble(Layout(pp=4, schedule="gpipe"), 16, 8).split("; ")[1]
+    'fewer micro-batches than stages, more is better: train.micro_batch=4'
+    """
+    if layout.pp == 1:
+        return ""
+    samples = batch // layout.data_degree
+    count = samples // micro_batch
+    name, ranks = layout.schedule, layout.pp
+    # A backward is about two forwards, half of it for the weights.
+    idle_s = bubble_s(name, ranks, count, 1.0, 1.0, 1.0, layout.chunks)
+    text = (
+        f"pipeline: {name} over {layout.stages} stages, {count} micro-batch"
+        f"{'es' if count > 1 else ''} per step: {idle_s / (idle_s + 3 * count):.0%} of it is bubble"
+    ).replace("%", " %")
+    finer = next((m for m in range(micro_batch - 1, 0, -1) if samples % m == 0), 0)
+    if count < ranks and finer:
+        text += f"; fewer micro-batches than stages, more is better: train.micro_batch={finer}"
+    return text

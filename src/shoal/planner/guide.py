@@ -7,11 +7,10 @@ memory is not looked into yet). The rule that spoke is said in one line, with wh
 
 from __future__ import annotations
 
-from shoal.base.degrees import check_degrees
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts, default_processes
-from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout, expand
-from shoal.base.schedules import canonical, copies, settle_schedule
+from shoal.base.layout import Layout
+from shoal.base.strategies import expand
 from shoal.base.units import bytes_text, count_text
 
 DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
@@ -48,50 +47,17 @@ launch.processes=2
     )
 
 
-def choose_layout(
-    strategy: str,
-    degrees: dict[str, int],
-    processes: int,
-    parameters: int | None,
-    machine: MachineFacts,
-    *,
-    zero: int | None = None,
-    threads: int = 0,
-    schedule: str = "",
-    chunks: int = 0,
-) -> tuple[Layout, str]:
-    """The layout to run and the line that says why.
+def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tuple[Layout, str]:
+    """Choose a layout by the guide: (the layout, the line that says why).
 
-    strategy    `auto` or a name · degrees  axes given by the user, which then must multiply out
     parameters  elements of the model; None when it is a builder that was not called yet
-    zero        what `dp_shard` splits, if the user says · threads  replicas of `dp`
-    schedule, chunks   of the pipeline, if the user says
-    Errors      PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here
+    Errors      PlanError: a rule without a layout here
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
-    >>> layout, why = choose_layout("auto", {}, 2, 4_200_000, machine)
+    >>> layout, why = by_size(2, 4_200_000, machine)
     >>> layout.strategy, why.split(": ", 2)[2].split(";")[0]
     ('ddp', 'ddp on 2 processes')
     """
-    if degrees:
-        named = zero if zero is not None or strategy == "auto" else STAGES.get(strategy)
-        if strategy in PIPELINES and strategy != "pp":
-            schedule = schedule or strategy
-        layout = check_degrees(
-            degrees, processes, named, threads=threads, schedule=schedule, chunks=chunks
-        )
-        _check_name(strategy, layout)
-        return layout, f"layout given: {layout.text()}"
-    if strategy == "auto" and (threads or zero is not None):  # what else would carry them
-        strategy = "dp" if threads else {0: "ddp", 1: "zero1", 2: "zero2"}.get(zero or 0, "zero3")
-    if strategy != "auto":
-        layout = expand(
-            strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks
-        )
-        alone = strategy not in ("single", "dp") and processes == 1
-        given = f"{strategy} on one process = " if alone else ""
-        return layout, f"strategy given: {given}{layout.text()}"
-    settle_schedule(schedule, chunks, 1)  # what auto takes here has no pipeline
     check_guide(parameters)
     size = (
         "a model of unknown size" if parameters is None else f"{count_text(parameters)} parameters"
@@ -118,92 +84,6 @@ def choose_layout(
         expand(chosen, processes),
         f"auto: {size}{span}: {chosen} on {processes} processes; also possible: {others}{aside}",
     )
-
-
-def _check_name(strategy: str, layout: Layout) -> None:
-    """Errors: PlanError where the name means something else than the degrees."""
-    same = {"zero3": "fsdp"}.get(strategy, strategy)
-    if strategy in PIPELINES and strategy != "pp" and canonical(strategy) == layout.schedule:
-        same = "pp"
-    if strategy != "auto" and same != layout.strategy:
-        named = layout.strategy in STRATEGIES
-        nearest = f"layout.strategy={layout.strategy}" if named else "leave layout.strategy out"
-        raise PlanError(
-            f"layout.strategy = {strategy}: the degrees given with it are {layout.text()}; "
-            f"nearest: {nearest}, or leave the degrees out"
-        )
-
-
-def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
-    """Check that a pipeline's schedule can run a step's micro-batches.
-
-    batch, micro_batch   samples per step over all ranks, samples per forward pass; that they divide
-                         evenly is taken for granted
-    Errors   PlanError with the nearest batch and micro-batch that it can run
-    """
-    if layout.pp == 1:
-        return
-    samples = batch // layout.data_degree
-    count = samples // micro_batch
-    name, ranks = layout.schedule, layout.pp
-    if not runs(layout, count):
-        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and runs(layout, n)]
-        cut = min(fitting, key=lambda n: abs(n - count), default=0)
-        whole = next(n for n in range(count, count + 2 * ranks + 1) if runs(layout, n))
-        nearest = [f"train.micro_batch={samples // cut}"] if cut else []
-        nearest += [f"train.batch={whole * micro_batch * layout.data_degree}"]
-        which = (
-            f"an even number of micro-batches per step, at least {2 * ranks} (twice layout.pp)"
-            if copies(name) > 1
-            else f"micro-batches per step in a multiple of layout.pp = {ranks}"
-        )
-        raise PlanError(
-            f"layout.schedule = {name}: needs {which}, got {count} per data-parallel rank "
-            f"(train.batch {batch}, train.micro_batch {micro_batch}); nearest: "
-            f"{', or '.join([*nearest, 'layout.schedule=1f1b'])}"
-        )
-
-
-def describe_bubble(layout: Layout, batch: int, micro_batch: int) -> str:
-    """Describe how long the rank of a pipeline that idles most stands idle, as a line.
-
-    batch, micro_batch   as `check_micro_batches` has let them pass
-    Gives    the share of a step, and a finer micro_batch where there are fewer micro-batches than
-             ranks; "" without a pipeline
-
-    >>> describe_bubble(Layout(pp=4, schedule="1f1b"), 16, 2)
-    'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'
-    >>> describe_bubble(Layout(pp=4, schedule="gpipe"), 16, 8).split("; ")[1]
-    'fewer micro-batches than stages, more is better: train.micro_batch=4'
-    """
-    if layout.pp == 1:
-        return ""
-    samples = batch // layout.data_degree
-    count = samples // micro_batch
-    name, ranks = layout.schedule, layout.pp
-    # A backward is about two forwards, half of it for the weights.
-    from shoal.planner.bubble import bubble_s
-
-    idle_s = bubble_s(name, ranks, count, 1.0, 1.0, 1.0, layout.chunks)
-    text = (
-        f"pipeline: {name} over {layout.stages} stages, {count} micro-batch"
-        f"{'es' if count > 1 else ''} per step: {idle_s / (idle_s + 3 * count):.0%} of it is bubble"
-    ).replace("%", " %")
-    finer = next((m for m in range(micro_batch - 1, 0, -1) if samples % m == 0), 0)
-    if count < ranks and finer:
-        text += f"; fewer micro-batches than stages, more is better: train.micro_batch={finer}"
-    return text
-
-
-def runs(layout: Layout, micro_batches: int) -> bool:
-    """Whether a schedule can run so many micro-batches."""
-    from shoal.planner.schedules import legal
-
-    try:
-        legal(layout.schedule, layout.pp, micro_batches, layout.chunks)
-    except PlanError:
-        return False
-    return True
 
 
 def _fits(strategy: str, parameters: int | None, processes: int, machine: MachineFacts) -> bool:

@@ -20,7 +20,8 @@ from dataclasses import replace
 
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import PlanError
-from shoal.base.schedules import canonical
+from shoal.base.layout import Layout
+from shoal.base.schedules import canonical, copies
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -114,6 +115,45 @@ def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
             f"two per rank, got layout.pp = {p} and {m}; nearest: layout.pp={right_p} and {right_m}"
         )
     return name
+
+
+def runs(layout: Layout, micro_batches: int) -> bool:
+    """Tell whether a layout's schedule can run so many micro-batches."""
+    try:
+        legal(layout.schedule, layout.pp, micro_batches, layout.chunks)
+    except PlanError:
+        return False
+    return True
+
+
+def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
+    """Check that a pipeline's schedule can run a step's micro-batches.
+
+    batch, micro_batch   samples per step over all ranks, samples per forward pass; that they divide
+                         evenly is taken for granted
+    Errors   PlanError with the nearest batch and micro-batch that it can run
+    """
+    if layout.pp == 1:
+        return
+    samples = batch // layout.data_degree
+    count = samples // micro_batch
+    name, ranks = layout.schedule, layout.pp
+    if not runs(layout, count):
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and runs(layout, n)]
+        cut = min(fitting, key=lambda n: abs(n - count), default=0)
+        whole = next(n for n in range(count, count + 2 * ranks + 1) if runs(layout, n))
+        nearest = [f"train.micro_batch={samples // cut}"] if cut else []
+        nearest += [f"train.batch={whole * micro_batch * layout.data_degree}"]
+        which = (
+            f"an even number of micro-batches per step, at least {2 * ranks} (twice layout.pp)"
+            if copies(name) > 1
+            else f"micro-batches per step in a multiple of layout.pp = {ranks}"
+        )
+        raise PlanError(
+            f"layout.schedule = {name}: needs {which}, got {count} per data-parallel rank "
+            f"(train.batch {batch}, train.micro_batch {micro_batch}); nearest: "
+            f"{', or '.join([*nearest, 'layout.schedule=1f1b'])}"
+        )
 
 
 def _multiple(m: int, p: int) -> int:

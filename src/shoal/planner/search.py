@@ -22,8 +22,9 @@ from shoal.base.plan import Plan
 from shoal.base.policies import RECOMPUTE
 from shoal.base.schedules import DEFAULT, SPLIT_BACKWARD, check_recompute, settle_schedule
 from shoal.planner.fits import Verdict, verdict
-from shoal.planner.guide import AUTO_AXES, check_micro_batches, runs
+from shoal.planner.guide import AUTO_AXES
 from shoal.planner.instants import predict_run
+from shoal.planner.schedules import check_micro_batches, runs
 from shoal.planner.search_space import SearchSpace
 from shoal.planner.step_time import predict_time
 

@@ -9,8 +9,9 @@ from typing import Any
 from shoal.base.cluster import Cluster
 from shoal.base.degrees import planned_degrees
 from shoal.base.errors import ConfigError, PlanError, one_of
-from shoal.base.layout import PIPELINES, STAGES, Layout, expand
+from shoal.base.layout import PIPELINES, STAGES, Layout
 from shoal.base.schedules import canonical, settle_schedule
+from shoal.base.strategies import expand
 from shoal.config.sections import LayoutSection, keys
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.batches import check_batch, default_micro_batch
-from shoal.base.errors import ShoalError
+from shoal.base.errors import PlanError, ShoalError
 from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout
+from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES, check_compile, check_compress, with_lists
-from shoal.base.schedules import check_recompute
-from shoal.planner.guide import check_micro_batches, choose_layout
+from shoal.base.schedules import canonical, check_recompute, settle_schedule
 
 Words = str | Mapping[str, Any]
 """A layout as users write it: a strategy, or keys of [layout]."""
@@ -67,6 +66,72 @@ def settle_layout(
     return settled
 
 
+def choose_layout(
+    strategy: str,
+    degrees: dict[str, int],
+    processes: int,
+    parameters: int | None,
+    machine: MachineFacts,
+    *,
+    zero: int | None = None,
+    threads: int = 0,
+    schedule: str = "",
+    chunks: int = 0,
+) -> tuple[Layout, str]:
+    """Choose the layout to run: (the layout, the line that says why).
+
+    strategy    `auto` or a name · degrees  axes given by the user, which then must multiply out
+    parameters  elements of the model; None when it is a builder that was not called yet
+    zero        what `dp_shard` splits, if the user says · threads  replicas of `dp`
+    schedule, chunks   of the pipeline, if the user says
+    Errors      PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here
+
+    >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
+    >>> choose_layout("fsdp", {}, 2, None, machine)[1]
+    'strategy given: fsdp (dp_shard = 2)'
+    """
+    if degrees:
+        named = zero if zero is not None or strategy == "auto" else STAGES.get(strategy)
+        if strategy in PIPELINES and strategy != "pp":
+            schedule = schedule or strategy
+        from shoal.base.degrees import check_degrees
+
+        layout = check_degrees(
+            degrees, processes, named, threads=threads, schedule=schedule, chunks=chunks
+        )
+        _check_name(strategy, layout)
+        return layout, f"layout given: {layout.text()}"
+    if strategy == "auto" and (threads or zero is not None):  # what else would carry them
+        strategy = "dp" if threads else {0: "ddp", 1: "zero1", 2: "zero2"}.get(zero or 0, "zero3")
+    if strategy != "auto":
+        from shoal.base.strategies import expand
+
+        layout = expand(
+            strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks
+        )
+        alone = strategy not in ("single", "dp") and processes == 1
+        given = f"{strategy} on one process = " if alone else ""
+        return layout, f"strategy given: {given}{layout.text()}"
+    settle_schedule(schedule, chunks, 1)  # what auto takes here has no pipeline
+    from shoal.planner.guide import by_size
+
+    return by_size(processes, parameters, machine)
+
+
+def _check_name(strategy: str, layout: Layout) -> None:
+    """Errors: PlanError where the name means something else than the degrees."""
+    same = {"zero3": "fsdp"}.get(strategy, strategy)
+    if strategy in PIPELINES and strategy != "pp" and canonical(strategy) == layout.schedule:
+        same = "pp"
+    if strategy != "auto" and same != layout.strategy:
+        named = layout.strategy in STRATEGIES
+        nearest = f"layout.strategy={layout.strategy}" if named else "leave layout.strategy out"
+        raise PlanError(
+            f"layout.strategy = {strategy}: the degrees given with it are {layout.text()}; "
+            f"nearest: {nearest}, or leave the degrees out"
+        )
+
+
 def check_together(plan: Plan) -> None:
     """Refuse policies of a plan that its layout, or each other, cannot carry.
 
@@ -106,7 +171,10 @@ def settle_batch(plan: Plan) -> Plan:
     accumulate = check_batch(
         plan.batch, micro_batch, plan.layout.data_degree, derived=not plan.micro_batch
     )
-    check_micro_batches(plan.layout, plan.batch, micro_batch)
+    if plan.layout.pp > 1:
+        from shoal.planner.schedules import check_micro_batches
+
+        check_micro_batches(plan.layout, plan.batch, micro_batch)
     return replace(plan, micro_batch=micro_batch, accumulate=accumulate)
 
 

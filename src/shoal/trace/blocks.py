@@ -212,3 +212,13 @@ class Blocks:
             return Wrapped("", outside)
         around = [name for name in self.named if path.startswith(f"{name}.")]
         return Wrapped(around[0] if around else ROOT, outside)
+
+
+def stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Parts whose parameters all have the same first dim, one of them a stack of matrices."""
+    for name, part in module.named_modules():
+        own = list(part.parameters())
+        if own and all(p.dim() for p in own) and max(p.dim() for p in own) >= 3:
+            sizes = {len(p) for p in own}
+            if len(sizes) == 1 and sizes.pop() > 1:
+                yield name, part

@@ -12,13 +12,14 @@ No name is asked for. Whether such a part really is a sum over experts is checke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.trace.blocks import stacked
 from shoal.trace.calls import Call
 
 Key = int | str
@@ -77,16 +78,6 @@ def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLaye
             layer = ExpertLayer(name, part, experts, roles)
             found.append(replace(layer, sample=tuple(t.detach() for t in layer.read(args, named))))
     return found
-
-
-def stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Parts whose parameters all have the same first dim, one of them a stack of matrices."""
-    for name, part in module.named_modules():
-        own = list(part.parameters())
-        if own and all(p.dim() for p in own) and max(p.dim() for p in own) >= 3:
-            sizes = {len(p) for p in own}
-            if len(sizes) == 1 and sizes.pop() > 1:
-                yield name, part
 
 
 def _roles(

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from shoal.base.policies import BlocksPolicy
 from shoal.trace._torch import pytree
-from shoal.trace.blocks import FOUND, UNCALLED, find_blocks
+from shoal.trace.blocks import FOUND, UNCALLED, find_blocks, stacked
 from shoal.trace.calls import Call
 from shoal.trace.draws import Draw, Drawing
 from shoal.trace.echo import as_cheaply, echoing
-from shoal.trace.find_experts import ExpertLayer, find_layers, stacked
 from shoal.trace.shapes import tensors_of
 from shoal.trace.stand_in import StandIn
 from shoal.trace.trunk import Run, Trunk, find_trunk, guess_blocks
@@ -38,6 +37,7 @@ from shoal.trace.untouched import without_trace
 from shoal.trace.vocabulary import Tables, TableUses, Uses, find_tables, is_table
 
 if TYPE_CHECKING:
+    from shoal.trace.find_experts import ExpertLayer
     from shoal.trace.listed_experts import ListedExperts
 
 
@@ -95,11 +95,13 @@ class Record:
 
     def experts(self) -> list[ExpertLayer]:
         """Layers of stacked experts."""
+        from shoal.trace.find_experts import find_layers  # only ep asks for them
+
         return find_layers(self.module, self.calls(name for name, _ in stacked(self.module)))
 
     def listed_experts(self) -> list[ListedExperts]:
         """Lists of modules that are experts."""
-        from shoal.trace.listed_experts import find_lists, lists_of  # only ep asks for them
+        from shoal.trace.listed_experts import find_lists, lists_of
 
         lists = lists_of(self.module, self.trunk.blocks)
         names = [f"{name}.{k}" for name, part in lists for k in range(len(part))]

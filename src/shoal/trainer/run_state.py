@@ -27,7 +27,8 @@ from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
 from shoal.checkpoint.write import Piece
 from shoal.optim.average import WeightAverage
-from shoal.optim.state import check_class, join_state, merge_records, restore_lr, split_state
+from shoal.optim.restore_state import check_class, join_state, restore_lr
+from shoal.optim.state import merge_records, split_state
 from shoal.parallel.full_state import held
 from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Local, Part, Program, dtype_of

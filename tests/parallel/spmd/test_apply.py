@@ -16,7 +16,8 @@ from shoal.base.layout import Layout
 from shoal.base.placement import Placement
 from shoal.models.llama import Llama
 from shoal.parallel.spmd.labels import Split, Whole
-from shoal.parallel.spmd.model_split import ModelSplit, plan_split, without
+from shoal.parallel.spmd.model_split import plan_split, without
+from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.parallel.tensor_parallel import place
 from shoal.parallel.tensor_parallel.cut_weights import apply_split
 from shoal.trace.record import Record

@@ -11,8 +11,9 @@ from user_modules import FlatLayer
 from shoal.parallel.spmd import label
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.check import Finding, check_class
-from shoal.parallel.spmd.model_split import BlockClass, plan_split
+from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.passed import checked_once
+from shoal.parallel.spmd.split_block import BlockClass
 from shoal.parallel.spmd.trial import Trial
 from shoal.trace.record import Record
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from user_modules import Gated
 
 from shoal.base.errors import PlanError
-from shoal.parallel.spmd.model_split import ModelSplit, plan_split
+from shoal.parallel.spmd.model_split import plan_split
+from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.trace.draws import keyed_inside
 from shoal.trace.record import Record
 

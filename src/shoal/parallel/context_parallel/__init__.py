@@ -25,7 +25,6 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.fabric.ring import Ring
-from shoal.parallel.context_parallel.ring import ring_attention
 from shoal.parallel.context_parallel.shard import ContextShard
 from shoal.parallel.context_parallel.split_units import Units, find_units
 from shoal.parallel.context_parallel.stand_in import (
@@ -34,22 +33,29 @@ from shoal.parallel.context_parallel.stand_in import (
     ContextLookup,
     ContextPrograms,
 )
-from shoal.parallel.context_parallel.ulysses import ulysses_attention
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import check_class
 from shoal.parallel.spmd.crossing import Kind
-from shoal.parallel.spmd.model_split import BlockClass, ModelSplit
 from shoal.parallel.spmd.rewrite import Shared
+from shoal.parallel.spmd.split_block import BlockClass, ModelSplit
 from shoal.trace.record import Record
 from shoal.trace.stand_in import StandIn
 
-ATTENTION: dict[str, Shared | None] = {
-    "auto": ring_attention,
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-    "gather": None,
-}
-"""How ranks compute attention, by what `layout.context` says."""
+
+def attention_of(context: str) -> Shared | None:
+    """Tell how ranks compute attention together; None: they gather keys and values.
+
+    context   what `layout.context` says; auto: ring
+    """
+    if context == "gather":
+        return None
+    if context == "ulysses":
+        from shoal.parallel.context_parallel.ulysses import ulysses_attention
+
+        return ulysses_attention
+    from shoal.parallel.context_parallel.ring import ring_attention
+
+    return ring_attention
 
 
 def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> Units | None:
@@ -63,7 +69,7 @@ def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> 
     if world.size == 1:
         return None
     ring = Ring(world)
-    units = find_units(record, world.size, ATTENTION[policy.context], tensor)
+    units = find_units(record, world.size, attention_of(policy.context), tensor)
     classes, failed = _checked(program, units, ring)
     whole = {**units.whole, **failed}
     if not classes:

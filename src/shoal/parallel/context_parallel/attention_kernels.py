@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.fabric.device import is_accelerator, takes_flash
-from shoal.parallel.context_parallel._torch import (
+from shoal.parallel._torch import (
     flash_cpu,
     flash_cpu_backward,
     flash_device,

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from shoal.fabric.ring import Ring
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labels import Split
-from shoal.parallel.spmd.model_split import BlockClass, ModelSplit
 from shoal.parallel.spmd.rewrite import Shared
-from shoal.parallel.spmd.split_block import BlockSplit, split_block
+from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit, split_block
 from shoal.trace.calls import Call, bare
 from shoal.trace.draws import keyed_inside
 from shoal.trace.likeness import Likeness

@@ -28,9 +28,8 @@ from shoal.base.errors import PlanError
 from shoal.base.phases import counting
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Label, Split, divides
-from shoal.parallel.spmd.model_split import BlockClass, ModelSplit, without
 from shoal.parallel.spmd.passed import PASSED
-from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit
 from shoal.parallel.spmd.trial import Results, Trial
 from shoal.trace.casts import NARROW, CastsLifted
 from shoal.trace.graph import is_function
@@ -85,7 +84,11 @@ def checked(
                 f"layout.tp = {split.degree}: {finding.block}: {finding.text()}; nearest: "
                 f"layout.tp=1"
             )
-    return without(module, split, failed) if failed else split
+    if not failed:
+        return split
+    from shoal.parallel.spmd.model_split import without  # no module of cp's, which checks too
+
+    return without(module, split, failed)
 
 
 def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | None:

@@ -20,9 +20,8 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, join
-from shoal.parallel.spmd.model_split import BlockClass
 from shoal.parallel.spmd.sequence import handed_on, whole_of
-from shoal.parallel.spmd.split_block import again
+from shoal.parallel.spmd.split_block import BlockClass, again
 from shoal.trace.casts import NARROW
 from shoal.trace.copies import copied_module
 

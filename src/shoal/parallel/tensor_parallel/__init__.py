@@ -20,8 +20,9 @@ from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.check import checked
 from shoal.parallel.spmd.crossing import Kind
-from shoal.parallel.spmd.model_split import ModelSplit, plan_split
+from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.sequence import SequenceShard
+from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
 from shoal.trace.record import Record
 

@@ -16,8 +16,8 @@ from shoal.base.placement import Cut, even_cut
 from shoal.parallel.mmap_init import keep_part
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labels import Split, Tiled, grid_place
-from shoal.parallel.spmd.model_split import ModelSplit
 from shoal.parallel.spmd.sequence import even_cuts
+from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.parallel.spmd.stand_in import Programs, SplitForward
 from shoal.trace.stand_in import StandIn
 

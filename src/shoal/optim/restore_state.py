@@ -1,0 +1,117 @@
+"""Puts a saved optimizer state back: by parameter name, whatever layout, order and groups it is.
+
+`state.py` tells what is saved, and which keys are sliced as their parameters are. Hyper-parameters
+of a run stay as they are given now; where they differ from what was saved, lines say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import CheckpointError
+from shoal.optim.build import name_of
+from shoal.optim.state import plain
+
+
+def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
+    """Refuse state that another optimizer class wrote, by its name. Errors: CheckpointError."""
+    if record["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"optimizer: the checkpoint was written by {record['class']}, this run has "
+            f"{type(optimizer).__name__}; nearest: optimizer.name={name_of(record['class'])}"
+        )
+
+
+def join_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+    record: Mapping[str, Any],
+) -> list[str]:
+    """Put a saved state back into an optimizer, in the place of what it has.
+
+    parameters  what this rank steps, whole or pieces, by name; state of other names is left out
+    tensors     by `PARAMETER.KEY`, on any device; of sliced keys the elements of the piece, in any
+                shape; of other keys whole · record  the JSON part, merged over ranks
+    Gives       lines for the user on hyper-parameters that differ: they stay as given now. Learning
+                rates are not compared (`restore_lr`)
+    Errors      CheckpointError if the checkpoint was written by another optimizer class
+    """
+    check_class(optimizer, record)
+    sliced = set(record.get("sliced", ()))
+    optimizer.state.clear()
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for full, value in tensors.items():
+        name, _, key = full.rpartition(".")
+        by_name.setdefault(name, {})[key] = value
+    for name, parameter in parameters.items():
+        state: dict[str, Any] = dict(record["scalars"].get(name, {}))
+        for key, value in by_name.get(name, {}).items():
+            # AdamW keeps `step` on the CPU unless it is fused or capturable.
+            if value.ndim == 0 and key not in sliced and not _steps_on_device(optimizer):
+                state[key] = value
+            else:
+                state[key] = _placed(value, parameter, key in sliced)
+        if state:
+            optimizer.state[parameter] = state
+    return _differences(optimizer, record["groups"], parameters)
+
+
+def restore_lr(
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], record: Mapping[str, Any]
+) -> None:
+    """Put saved learning rates back into the groups, for runs whose rate is the user's own state.
+
+    names    of the parameters or pieces that the optimizer holds · record  the JSON part
+    Does     groups are found by the name of a member; one that is empty on this rank by its place.
+             `initial_lr` comes along: torch's own schedulers want it in order to go on
+    """
+    groups = record["groups"]
+    then = {name: group for group in groups for name in group["names"]}
+    same_groups = len(groups) == len(optimizer.param_groups)
+    for place, group in enumerate(optimizer.param_groups):
+        known = [then[names[p]] for p in group["params"] if names.get(p) in then]
+        old: Mapping[str, Any] = known[0] if known else {}
+        if not group["params"] and same_groups:
+            old = groups[place]
+        for key in ("lr", "initial_lr"):
+            if key in old and isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(old[key])
+            elif key in old:
+                group[key] = old[key]
+
+
+def _placed(value: torch.Tensor, parameter: nn.Parameter, sliced: bool) -> torch.Tensor:
+    """The value on the parameter's device and in its memory format, which fused kernels rely on."""
+    same = value.numel() == parameter.numel() if sliced else value.shape == parameter.shape
+    if not same:
+        return value.to(parameter.device)
+    placed = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    return placed.copy_(value.reshape(parameter.shape))
+
+
+def _differences(
+    optimizer: torch.optim.Optimizer, saved: list[Any], parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    then = {name: group for group in saved for name in group["names"]}
+    names = {id(p): n for n, p in parameters.items()}
+    lines = []
+    for number, group in enumerate(optimizer.param_groups):
+        known = [names[id(p)] for p in group["params"] if names.get(id(p)) in then]
+        if not known:
+            continue
+        old = then[known[0]]
+        for key, value in group.items():
+            if key in ("params", "lr", "initial_lr") or key not in old:
+                continue
+            if plain(value) != old[key]:
+                lines.append(f"optimizer group {number}: {key} was {old[key]}, is {plain(value)}")
+    return lines
+
+
+def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
