@@ -175,7 +175,7 @@ class Told:
     armed: list[bool] = field(default_factory=list)
     counted: list[bool] = field(default_factory=list)
 
-    def arm(self, last: bool) -> None:
+    def arm(self, last: bool, once: bool = True) -> None:
         self.armed.append(last)
 
     def passed(self, counted: bool) -> None:

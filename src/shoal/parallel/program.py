@@ -39,8 +39,11 @@ class Reducer(Protocol):
     def begin(self, rounds: int) -> None:
         """All gradients are zero from here on; the busiest rank runs `rounds` micro-batches."""
 
-    def arm(self, last: bool) -> None:
-        """A backward pass comes; after the step's last one gradients may travel at once."""
+    def arm(self, last: bool, once: bool = True) -> None:
+        """A backward pass comes; after the step's last one gradients may travel at once.
+
+        once   False: several may come, whose gradients add up until `passed`
+        """
 
     def passed(self, counted: bool) -> None:
         """That backward pass is over; it does not count if it only joined the others'."""

@@ -92,11 +92,15 @@ class MicroBatch:
         if program.together and not total.requires_grad:
             # Parameters are gathered for every backward pass of every rank.
             total = total + _nothing_of(outputs)
+        return self.weighed(total, count)
+
+    def weighed(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Add a loss sum and its count to the step's sums; give what is to be differentiated."""
         if self.index == JOINING:
             total, count = total * 0, count * 0
         with SUMS_LOCK:
             self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
-        if not program.differentiates:
+        if not self.program.differentiates:
             return total * 0
         return total if self.scale == 1.0 else total * self.scale
 

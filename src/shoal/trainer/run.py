@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips
 from shoal.trainer.step import (
+    Flags,
     StepResult,
     Tally,
     counted,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.optim.average import WeightAverage
     from shoal.trainer.evaluate import Metric
     from shoal.trainer.loss_scale import LossScale
+    from shoal.trainer.own_passes import OwnMicroBatch, OwnPasses
     from shoal.trainer.run_state import Beside
 
 
@@ -93,6 +95,7 @@ class Run:
         self.extra_record: dict[str, Any] = {}
         self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self._tally: Tally | None = None
+        self._own: OwnPasses | None = None
         self._batch: Any = None
         self._spare: Any = None
         self._data_wait_s = 0.0
@@ -186,6 +189,79 @@ class Run:
     @together("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
+        micro_batches, rounds, spare = self._begin(batch)
+        first = self._first_step(micro_batches)
+        with self._looking(len(micro_batches)):
+            tally = forward_backward(
+                self.program,
+                micro_batches,
+                first or self.loss,
+                step=self.step_count,
+                rounds=rounds,
+                spare=spare,
+                scale=self._scale,
+                call=self.plan.call,
+                flags=self._flags(),
+            )
+        self._ran(tally, spare)
+        if first is not None:
+            first.tell(self.recorder.notice)
+
+    def micro_batches(self, batch: Any) -> Iterator[OwnMicroBatch]:
+        """The micro-batches of one optimizer step, for a loop that runs the model itself.
+
+            for micro in run.micro_batches(batch):
+                outputs = run.model(micro.inputs)
+                run.backward(loss_sum(outputs, micro.targets), count)
+            run.update()
+
+        batch    as `step` takes it
+        Errors   ConfigError under layouts that run passes in an order of their own (pp)
+        """
+        from shoal.trainer.own_passes import OwnPasses
+
+        with self.meeting.at("run.micro_batches"):
+            micro_batches, rounds, spare = self._begin(batch)
+            flags, scale = self._flags(), self._scale
+            self._own = own = OwnPasses(
+                self.program, micro_batches, self.step_count, rounds, spare, scale, flags
+            )
+        # Where every pass gathers parameters all ranks make the same calls; else some make fewer.
+        alike = nullcontext() if self.program.together else self.meeting.at("the loop's passes")
+        with alike, self._looking(len(micro_batches)):
+            yield from own.run()
+
+    @together("run.backward")
+    def backward(
+        self, loss: torch.Tensor, count: Any = None, *, retain_graph: bool = False
+    ) -> None:
+        """Differentiate a loss of the micro-batch at hand; its gradients are added to the step's.
+
+        loss     without dims: a sum over targets, which `update` divides by the count of all ranks
+        count    of those targets; said once per micro-batch, whatever it has of losses. None: the
+                 loss is a share of the step's mean already, as a sum divided by `run.total(n)`
+        Errors   ConfigError outside of `micro_batches`; for a loss that has no gradient or dims,
+                 and for two counts in one micro-batch
+        """
+        if self._own is None:
+            raise ConfigError(
+                "run.backward is for loops over run.micro_batches(batch); nearest: run.step(batch)"
+            )
+        self._own.backward(loss, count, retain_graph=retain_graph)
+
+    @together("run.total")
+    def total(self, count: Any) -> float:
+        """Sum a count over all ranks that draw samples of their own: a step's, for a mean."""
+        own = torch.as_tensor(count, dtype=torch.float64).reshape(1).to(self.world.device)
+        self.program.data.all_reduce(own)
+        return float(own)
+
+    @property
+    def _scale(self) -> float:
+        return self.loss_scale.value if self.loss_scale else 1.0
+
+    def _begin(self, batch: Any) -> tuple[list[tuple[int, Any]], int, Any]:
+        """Look at what was brought; (own micro-batches, those of the busiest rank, a spare one)."""
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
         if self._tally is not None:
@@ -200,61 +276,63 @@ class Run:
             refuse_old_checkpoints(folder, self.world)
             self._restored.add(folder)
         self._data_wait_s = self.recorder.data_wait_s()
-        self._batch = batch
+        self._batch, self._own = batch, None
         self.touched.before(self.step_count + 1)
         self._brought.look(self.step_count + 1, batch)
         micro_batches = own_micro_batches(batch, self._cut, self.program.data)
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
-        first = self._first_step(micro_batches)
         rounds = busiest(self.program, batch, len(micro_batches))
         own = micro_batches[-1][1] if micro_batches else None
         spare = to_join_with(self.program, batch, own, self._spare, rounds)
         hooks = () if self._weights_seen else hooked(self.program.parameters)
         for line in check_hooks([name for name in hooks if name not in self._hooked], self.program):
             self.recorder.notice(line)
+        return micro_batches, rounds, spare
+
+    @contextmanager
+    def _looking(self, micro_batches: int) -> Iterator[None]:
+        """Around the passes of a step: what is looked at in a run's first ones."""
         rewritten = nullcontext() if self._weights_seen else refuse_rewritten(self.program)
-        with rewritten, self._carried.looking(self.step_count + 1, len(micro_batches)):
-            self._tally = forward_backward(
-                self.program,
-                micro_batches,
-                first or self.loss,
-                step=self.step_count,
-                rounds=rounds,
-                spare=spare,
-                scale=self.loss_scale.value if self.loss_scale else 1.0,
-                call=self.plan.call,
-                stop=self._stop_wanted,
-                save_failed=self.saving.report() == FAILED,
-                peak_memory_bytes=peak_memory_bytes(self.world.device),
-                says=self.touched.says(self.step_count + 1),
-            )
-        self._weights_seen = True
-        self.touched.agree(self.step_count + 1, self._tally.said)
+        with rewritten, self._carried.looking(self.step_count + 1, micro_batches):
+            yield
+
+    def _flags(self) -> Flags:
+        return Flags(
+            stop=self._stop_wanted,
+            save_failed=self.saving.report() == FAILED,
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
+            says=self.touched.says(self.step_count + 1),
+        )
+
+    def _ran(self, tally: Tally, spare: Any) -> None:
+        """The passes are over and summed up."""
+        self._tally, self._weights_seen = tally, True
+        self.touched.agree(self.step_count + 1, tally.said)
         self.touched.after()
-        if first is not None:
-            first.tell(self.recorder.notice)
-        if not self._tally.broken:
+        if not tally.broken:
             self._spare = spare  # one whose numbers are well, for a step that leaves nothing
-        self.stopping = self._tally.stop
-        if self._tally.save_failed:
+        self.stopping = tally.stop
+        if tally.save_failed:
             self.saving.settle()  # on all ranks; says what went wrong
 
     @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
+        if self._own is not None:
+            own, self._own = self._own, None
+            self._ran(own.finish(), own.spare)
         if self._tally is None:
             raise ConfigError("run.update was called before run.forward_backward")
         tally, self._tally = self._tally, None
         self.touched.between()
         lr = self.guard.set_lr(self.step_count if self.lr_step is None else self.lr_step)
-        scale = self.loss_scale.value if self.loss_scale else 1.0
         with self.touched.stepping():
             done = update(
                 self.program,
                 self.optimizer,
                 tally,
                 clip=self.plan.clip,
-                scale=scale,
+                scale=self._scale,
                 watch=self.guard.watch,
                 adjust=self.adjust,
             )
@@ -342,7 +420,8 @@ class Run:
         """
         from shoal.trainer.run_state import restore_run
 
-        self._tally, self.skips.in_a_row = None, 0
+        self._tally = self._own = None
+        self.skips.in_a_row = 0
         chosen = self._folder(folder)
         self.saving.settle()  # what is still being written must not be taken for a leftover
         found = restore_run(self, chosen, step)

@@ -57,6 +57,20 @@ class Tally:
     said: list[list[float]]
 
 
+@dataclass(frozen=True)
+class Flags:
+    """What a rank has to say to the others beside its sums.
+
+    stop, save_failed, peak_memory_bytes   as in `Tally`
+    says   numbers below 2**52 that every rank shall learn, as many on each
+    """
+
+    stop: bool = False
+    save_failed: bool = False
+    peak_memory_bytes: int = 0
+    says: Sequence[float] = ()
+
+
 def reducer_of(program: Program) -> Reducer:
     """The program's reducer, which `compose` always sets."""
     if program.reducer is None:
@@ -74,10 +88,7 @@ def forward_backward(
     spare: Any = None,
     call: str = "single",
     scale: float = 1.0,
-    stop: bool = False,
-    save_failed: bool = False,
-    peak_memory_bytes: int = 0,
-    says: Sequence[float] = (),
+    flags: Flags | None = None,
 ) -> Tally:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
@@ -85,32 +96,54 @@ def forward_backward(
     rounds          micro-batches of the busiest rank · spare  a batch for passes without weight,
                     where layouts gather parameters and every rank must pass as often as any
     scale           what the loss is multiplied by before backward (fp16)
-    says            numbers below 2**52 that every rank shall learn, as many on each
     Gives           the tally; the program's local gradients are then sums over all ranks, scaled
     Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
                     frozen when the program was composed, both before anything was updated
     """
     reducer = reducer_of(program)
+    ready, sums = begin_passes(program, micro_batches, loss, step, rounds, spare, call, scale)
+    program.run(program, ready, reducer)
+    return sum_up(program, sums, len(micro_batches), flags or Flags())
+
+
+def begin_passes(
+    program: Program,
+    micro_batches: Sequence[tuple[int, Any]],
+    loss: Loss,
+    step: int,
+    rounds: int,
+    spare: Any,
+    call: str,
+    scale: float,
+) -> tuple[list[MicroBatch], torch.Tensor]:
+    """Zero the gradients; give this rank's passes, and what they add to: [loss sum, count].
+
+    Those that only join the others' collectives come last. Arguments as in `forward_backward`.
+    """
     _check_frozen(program)
-    reducer.begin(max(rounds, len(micro_batches)))
+    reducer_of(program).begin(max(rounds, len(micro_batches)))
     for begin in program.on_begin:
         begin()
-    device = program.world.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # [loss sum, count of targets]
+    sums = torch.zeros(2, dtype=torch.float64, device=program.world.device)
     passes = list(micro_batches)
     if program.together:
         passes += [(JOINING, spare)] * (rounds - len(passes))
     ready = [MicroBatch(program, loss, step, n, batch, call, scale, sums) for n, batch in passes]
-    program.run(program, ready, reducer)
+    return ready, sums
+
+
+def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tally:
+    """Sum gradients, loss and count over all ranks, after the passes; `ran` of them count."""
+    reducer = reducer_of(program)
     reducer.finish()
     used, norms = reducer.used(), reducer.local_norms()  # before others' gradients come in
     if program.shared:
         from shoal.parallel.data_parallel.shared import sum_shared
 
         sum_shared(program, reducer)
-    flags = [float(stop), float(program.moved()), float(save_failed)]
-    numbers = [float(len(micro_batches)), float(peak_memory_bytes), *says]
-    return _tally(program, sums, used, norms, flags, numbers)
+    told = [float(flags.stop), float(program.moved()), float(flags.save_failed)]
+    numbers = [float(ran), float(flags.peak_memory_bytes), *flags.says]
+    return _tally(program, sums, used, norms, told, numbers)
 
 
 def _check_frozen(program: Program) -> None:

@@ -109,7 +109,7 @@ class BucketReducer:
         self.seen, self.fresh = set(), set()
         self.pending, self.norms = [], []
 
-    def arm(self, last: bool) -> None:
+    def arm(self, last: bool, once: bool = True) -> None:
         """Before the last pass: count ready gradients from here on and send full buckets."""
         if last:
             self.armed = True

@@ -350,10 +350,10 @@ class ShardedGradients:
         for scatter in self.scatters:
             scatter.norms = []
 
-    def arm(self, last: bool) -> None:
-        """Every pass sends, or with `defer_sync` the last one."""
+    def arm(self, last: bool, once: bool = True) -> None:
+        """Every pass sends, or with `defer_sync` the last one, where it is known."""
         if self.defer_sync and isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
+            self.module.set_requires_gradient_sync(last or not once)
 
     def passed(self, counted: bool) -> None:
         """The backward pass has sent everything."""

@@ -30,7 +30,7 @@ class LocalGradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def arm(self, last: bool) -> None:
+    def arm(self, last: bool, once: bool = True) -> None:
         """Nothing travels."""
 
     def passed(self, counted: bool) -> None:

@@ -156,7 +156,7 @@ class AddedGradients:
             for parameter in parameters.values():
                 parameter.grad = None
 
-    def arm(self, last: bool) -> None:
+    def arm(self, last: bool, once: bool = True) -> None:
         """Nothing travels."""
 
     def passed(self, counted: bool) -> None:

@@ -179,6 +179,7 @@ class ScatterReducer:
         self.parts = [torch.zeros_like(master) for master in weights.masters]
         self.active = False
         self.rounds = self.round = self.next = 0
+        self.once = True
         self.seen: set[str] = set()
         self.fresh: set[str] = set()
         self.filled: set[str] = set()
@@ -199,9 +200,9 @@ class ScatterReducer:
         self.seen, self.fresh = set(), set()
         self.norms, self.pending = [], []
 
-    def arm(self, last: bool) -> None:
-        """Every pass sends all buckets, in the plan's order."""
-        self.next = 0
+    def arm(self, last: bool, once: bool = True) -> None:
+        """Every pass sends all buckets, in the plan's order; several do it at their end."""
+        self.next, self.once = 0, once
         self.filled, self.staged = set(), {}
 
     def passed(self, counted: bool) -> None:
@@ -262,16 +263,20 @@ class ScatterReducer:
         def ready(parameter: torch.Tensor) -> None:
             if not self.active:
                 return
-            if number < self.next or name in self.filled:
+            if number < self.next or (self.once and name in self.filled):
                 raise second_gradient(name)
             gradient = parameter.grad
             if gradient is None:
                 return
             self.fresh.add(name)
             self.filled.add(name)
-            self._staging(number)[start:stop].view(parameter.shape).copy_(gradient)
+            staged = self._staging(number)[start:stop].view(parameter.shape)
+            if self.once:
+                staged.copy_(gradient)
+            else:
+                staged.add_(gradient)
             parameter.grad = None
-            while self.next < len(self.plan) and self._full(self.next):
+            while self.once and self.next < len(self.plan) and self._full(self.next):
                 self._send()
 
         return ready

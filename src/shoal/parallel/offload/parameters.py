@@ -261,7 +261,7 @@ class StreamedGradients:
         self.active = True
         self.seen, self.begun, self.measured, self.norms = set(), set(), set(), {}
 
-    def arm(self, last: bool) -> None:
+    def arm(self, last: bool, once: bool = True) -> None:
         """A pass comes; its first weights are on their way."""
         self.last = last
         self.missing = {number: len(bucket.names) for number, bucket in enumerate(self.plan)}

@@ -1,0 +1,189 @@
+"""The passes of one step in a user's own loop: forward and loss are theirs, sums are Shoal's.
+
+    for micro in run.micro_batches(batch):          keys of randomness, autocast, no sum travels yet
+        run.backward(loss_sum, count)               once or more, equally often in all of them
+    run.update()                                    gradients, loss and count are summed over ranks
+
+Several losses of a micro-batch share one count. A loss with another denominator is divided by that
+of the whole step first (`run.total`), and so are then the others: none comes with a count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program, in_turn
+from shoal.trainer.micro_batch import JOINING, MicroBatch
+from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
+
+
+@dataclass(frozen=True)
+class OwnMicroBatch:
+    """A micro-batch to run the model on, on its device and in its format.
+
+    inputs, targets   as the dataset gave them; of one dict both are that dict
+    index             its number in the step, over all ranks; negative: it only joins the others,
+                      and whatever its losses are, they weigh nothing
+    """
+
+    inputs: Any
+    targets: Any
+    index: int
+
+
+class OwnPasses:
+    """The micro-batches of one step on this rank, and the backward passes of each.
+
+    spare   one whose numbers are well
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        micro_batches: Sequence[tuple[int, Any]],
+        step: int,
+        rounds: int,
+        spare: Any,
+        scale: float,
+        flags: Flags,
+    ) -> None:
+        if program.run is not in_turn:
+            raise ConfigError(
+                f"run.micro_batches: layout.strategy = {program.plan.layout.strategy} runs the "
+                f"passes of a step in an order of its own; nearest: run.step(batch), with the loss "
+                f"given to shoal.parallelize"
+            )
+        if program.plan.parks_parameters and not program.together:
+            raise ConfigError(
+                "run.micro_batches: memory.offload = parameters brings weights for one backward "
+                "pass of each micro-batch; nearest: run.step(batch), or memory.offload=optimizer"
+            )
+        self.program, self.spare, self.step = program, spare, step
+        self._flags = flags
+        self._own = len(micro_batches)
+        self._ready, self._sums = begin_passes(
+            program, micro_batches, _nobody, step, rounds, spare, "single", scale
+        )
+        self._at: MicroBatch | None = None
+        self._count: float | None = None
+        self._calls: list[int] = []
+        self._counts: set[bool] = set()
+
+    def run(self) -> Iterator[OwnMicroBatch]:
+        """One after another; what is done between belongs to it."""
+        reducer = reducer_of(self.program)
+        for one in self._ready:
+            reducer.arm(last=False, once=False)
+            self._at, self._count = one, None
+            self._calls.append(0)
+            with one.entered(), self.program.autocast():
+                yield OwnMicroBatch(*one.parts, one.index)
+            self._at = None
+            reducer.passed(one.index != JOINING)
+
+    def backward(self, loss: torch.Tensor, count: Any, *, retain_graph: bool) -> None:
+        """As `Run.backward`."""
+        one = self._at
+        if one is None:
+            raise ConfigError(
+                "run.backward: no micro-batch is at hand; call it inside of the loop over "
+                "run.micro_batches(batch), once for each loss"
+            )
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {_told(loss)}")
+        counted = self._counted(count)
+        total = one.weighed(loss, counted)
+        self._calls[-1] += 1
+        with torch.autocast(loss.device.type, enabled=False):
+            total.backward(retain_graph=retain_graph)
+
+    def _counted(self, count: Any) -> torch.Tensor:
+        """What a call adds to the step's count: the first one of a micro-batch what it says."""
+        first = not self._calls[-1]
+        if first:
+            self._counts.add(count is not None)
+            self._count = None if count is None else float(count)
+        elif count is not None and float(count) != self._count:
+            raise ConfigError(
+                f"run.backward: counts {self._count:g} and {float(count):g} in one micro-batch, "
+                f"whose losses share one; nearest: divide each sum by its run.total(n) of the "
+                f"whole step, and give no count"
+                if self._count is not None
+                else "run.backward: the first loss of a micro-batch came without a count and the "
+                "second with one; nearest: the count with the first"
+            )
+        adds = self._count if first and self._count is not None else 0.0
+        return torch.tensor(adds, dtype=torch.float64)
+
+    def finish(self) -> Tally:
+        """Sum up, and compare what ranks did. Errors: ConfigError on all of them alike."""
+        if self._at is not None or len(self._calls) < len(self._ready):
+            raise ConfigError(
+                f"run.update: {len(self._calls)} of {len(self._ready)} micro-batches were taken "
+                f"from run.micro_batches; take all of them, whatever becomes of their losses"
+            )
+        least, most = (min(self._calls), max(self._calls)) if self._calls else (NONE, NONE)
+        says = [
+            float(least),
+            float(most),
+            float(True in self._counts),
+            float(False in self._counts),
+        ]
+        tally = sum_up(
+            self.program,
+            self._sums,
+            self._own,
+            replace(self._flags, says=[*self._flags.says, *says]),
+        )
+        told = tally.said[-len(says) :]
+        self._compare(told)
+        whole = any(told[2])
+        if whole and any(told[3]):
+            raise ConfigError(
+                f"run.backward: some losses of step {self.step + 1} came with a count and some "
+                f"without; nearest: one of both everywhere"
+            )
+        tally = replace(tally, said=tally.said[: -len(says)])
+        return tally if whole else replace(tally, count=1.0)
+
+    def _compare(self, told: list[list[float]]) -> None:
+        """Errors: ConfigError where a backward pass was left out or doubled somewhere."""
+        ranks = [rank for rank, calls in enumerate(told[0]) if calls != NONE]
+        least = min(ranks, key=lambda rank: told[0][rank], default=0)
+        most = max(ranks, key=lambda rank: told[1][rank], default=0)
+        few, many = int(told[0][least]), int(told[1][most])
+        if few == many and many > 0:
+            return
+        if not many:
+            raise ConfigError(
+                f"run.update: run.backward was not called in step {self.step + 1}; nearest: "
+                f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
+            )
+        raise ConfigError(
+            f"run.backward: called {few} times in a micro-batch of rank {least} and {many} times "
+            f"in one of rank {most}, in step {self.step + 1}; call it equally often in every "
+            f"micro-batch, on every rank"
+        )
+
+
+NONE = -1.0
+"""What a rank says of its calls that has no micro-batch."""
+
+
+def _nobody(_outputs: Any, _targets: Any) -> Any:
+    """No loss: it is the user's."""
+    return math.nan
+
+
+def _told(loss: Any) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return type(loss).__name__
+    if loss.dim():
+        return f"a tensor of shape {list(loss.shape)}; nearest: loss.sum()"
+    return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

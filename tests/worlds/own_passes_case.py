@@ -1,0 +1,189 @@
+"""Steps in a loop of the user's own: forward and losses written out, on ranks and in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shoal.base.errors import ShoalError
+from shoal.fabric import World
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
+
+SAMPLES, BATCH, MICRO_BATCH, STEPS = 22, 8, 2, 5
+IGNORED = -100
+
+
+class Tagger(nn.Module):
+    """Tokens to classes, and to a number each; the embedding is tied to one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+        self.classes = nn.Linear(8, 16, bias=False)
+        self.classes.weight = self.table.weight
+        self.number = nn.Linear(8, 1)
+        self.number.bias.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.table(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.classes(hidden), self.number(hidden).squeeze(-1)
+
+
+def model() -> Tagger:
+    torch.manual_seed(0)
+    return Tagger().double()
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens [6], and classes of some of them: unequal counts, here and there none."""
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(16, (SAMPLES, 6), generator=drawn)
+    targets = torch.randint(16, (SAMPLES, 6), generator=drawn)
+    targets[torch.rand(targets.shape, generator=drawn) < 0.4] = IGNORED
+    return list(zip(tokens, targets, strict=True))
+
+
+def classes_sum(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, summed over targets."""
+    logits = outputs[0]
+    return functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def numbers_sum(outputs: Any) -> torch.Tensor:
+    """Squares of every number: its count is all tokens."""
+    return outputs[1].square().sum()
+
+
+def counted(targets: torch.Tensor) -> torch.Tensor:
+    """Targets that are not ignored."""
+    return (targets != IGNORED).sum()
+
+
+def step(run: Run, batch: Any, how: str) -> Any:
+    """One optimizer step, the loop written out."""
+    own = [targets for _, targets in batch.values]
+    if how == "two counts":
+        classes = run.total(sum(int(counted(t)) for t in own))
+        numbers = run.total(sum(t.numel() for t in own))
+    for micro in run.micro_batches(batch):
+        outputs = run.model(micro.inputs)
+        one, other = classes_sum(outputs, micro.targets), numbers_sum(outputs)
+        if how == "one loss":
+            run.backward(one + other, counted(micro.targets))
+        elif how == "two losses":
+            run.backward(one, counted(micro.targets), retain_graph=True)
+            run.backward(other, counted(micro.targets))
+        elif how == "two passes":
+            run.backward(one, counted(micro.targets))
+            run.backward(numbers_sum(run.model(micro.inputs)))
+        else:
+            run.backward(one / classes + other / numbers)
+    return run.update()
+
+
+def opened(world: World, layout: Any, **settings: Any) -> Run:
+    tokens, targets = zip(*samples()[:2], strict=True)
+    return parallelize(
+        model,
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        lambda outputs, targets: (classes_sum(outputs, targets), counted(targets)),
+        layout=layout,
+        batch=BATCH,
+        micro_batch=MICRO_BATCH,
+        clip=0.5,
+        seed=3,
+        sample=(torch.stack(tokens), torch.stack(targets)),
+        world=world,
+        **settings,
+    )
+
+
+def trained(world: World, layout: Any, how: str, **settings: Any) -> dict[str, Any]:
+    """Losses of the steps, and the weights after them."""
+    run = opened(world, layout, **settings)
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        for batch in run.loader(samples()):
+            losses.append(step(run, batch, how).loss)
+            if len(losses) == STEPS:
+                break
+    weights = {name: tensor.tolist() for name, tensor in run.state_dict().items()}
+    end(run)
+    return {"losses": losses, "weights": weights}
+
+
+def plain(world: World, how: str) -> dict[str, Any]:
+    """The same in plain torch, a step's samples at once."""
+    run = opened(world, "single")
+    own = model()
+    optimizer = torch.optim.AdamW([p for p in own.parameters() if p.requires_grad], lr=1e-2)
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        for batch in run.loader(samples()):
+            tokens, targets = (torch.cat(part) for part in zip(*batch.values, strict=True))
+            outputs = own(tokens)
+            numbers = numbers_sum(outputs)
+            numbers = numbers / (targets.numel() if how == "two counts" else counted(targets))
+            loss = classes_sum(outputs, targets) / counted(targets) + numbers
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == STEPS:
+                break
+    end(run)
+    return {"losses": losses, "weights": {n: t.tolist() for n, t in own.state_dict().items()}}
+
+
+def end(run: Run) -> None:
+    """Close a run whose world goes on."""
+    for undo in run.program.on_close:
+        undo()
+
+
+def told(world: World, layout: Any, mistake: str) -> str:
+    """What a mistake is answered with, by this rank."""
+    run = opened(world, layout)
+    batch = next(iter(run.loader(samples())))
+    first = True
+    try:
+        if mistake == "outside":
+            run.backward(torch.ones((), requires_grad=True), 1)
+        for micro in run.micro_batches(batch):
+            outputs = run.model(micro.inputs)
+            loss, count = classes_sum(outputs, micro.targets), counted(micro.targets)
+            wrong = first and world.rank == world.size - 1
+            if mistake == "dims":
+                loss = loss.reshape(1)
+            elif mistake == "detached":
+                loss = loss.detach()
+            if mistake == "two counts":
+                run.backward(loss, count, retain_graph=True)
+                run.backward(loss, count + 1)
+            elif mistake == "mixed":
+                run.backward(loss, count if first else None)
+            elif not (mistake == "never" or (mistake == "left out" and wrong)):
+                run.backward(loss, count, retain_graph=True)
+            if mistake in ("doubled", "doubled everywhere") and (wrong or mistake != "doubled"):
+                run.backward(loss, count)
+            first = False
+            if mistake == "break":
+                break
+        return f"loss {run.update().loss:.6f}"
+    except ShoalError as error:
+        return str(error)
+    finally:
+        end(run)

@@ -1,0 +1,78 @@
+"""A user's own loop over micro-batches computes what one process computes, in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+HOW = ["one loss", "two losses", "two passes", "two counts"]
+LAYOUTS: list[tuple[int, Any]] = [
+    (1, "single"),
+    (2, "ddp"),
+    (4, "ddp"),
+    (4, "zero1"),
+    (4, "zero2"),
+    (2, "fsdp"),
+    (4, "fsdp"),
+    (4, {"dp_replicate": 2, "dp_shard": 2}),
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "dp_shard": 2}),
+    (4, {"tp": 2, "dp_replicate": 2}),
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=str)
+def test_it_equals_plain_torch(worlds, ranks: int, layout: Any, how: str) -> None:
+    """In float64, with unequal counts, a tied and a frozen weight, a short last step."""
+    (plain,) = worlds(1).call("own_passes_case:plain", how=how)
+    for found in worlds(ranks).call("own_passes_case:trained", layout=layout, how=how):
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-12)
+        for name, wanted in plain["weights"].items():
+            got = torch.tensor(found["weights"][name], dtype=torch.float64)
+            want = torch.tensor(wanted, dtype=torch.float64)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+ONCE = "call it equally often in every micro-batch, on every rank"
+MISTAKES = {
+    "outside": "run.backward is for loops over run.micro_batches(batch); nearest: run.step(batch)",
+    "never": "run.update: run.backward was not called in step 1; nearest: run.backward(loss_sum, "
+    "count) in the loop over run.micro_batches(batch)",
+    "left out": "run.backward: called 0 times in a micro-batch of rank 1 and 1 times in one of "
+    f"rank 0, in step 1; {ONCE}",
+    "doubled": "run.backward: called 1 times in a micro-batch of rank 0 and 2 times in one of rank "
+    f"1, in step 1; {ONCE}",
+    "dims": "run.backward: a sum with a gradient is wanted, got a tensor of shape [1]; nearest: "
+    "loss.sum()",
+    "detached": "run.backward: a sum with a gradient is wanted, got one without: it is cut off from "
+    "the model (by .detach(), .item(), torch.no_grad())",
+    "two counts": "whose losses share one; nearest: divide each sum by its run.total(n) of the "
+    "whole step, and give no count",
+    "mixed": "run.backward: some losses of step 1 came with a count and some without; nearest: one "
+    "of both everywhere",
+    "break": "run.update: 1 of 2 micro-batches were taken from run.micro_batches; take all of them, "
+    "whatever becomes of their losses",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(worlds, mistake: str) -> None:
+    for told in worlds(2).call("own_passes_case:told", layout="ddp", mistake=mistake):
+        assert MISTAKES[mistake] in told
+
+
+def test_doubled_alike_is_taken_at_its_word(worlds) -> None:
+    """Two losses are two calls."""
+    for told in worlds(2).call("own_passes_case:told", layout="ddp", mistake="doubled everywhere"):
+        assert told.startswith("loss ")
+
+
+def test_a_pipeline_runs_its_passes_itself(worlds) -> None:
+    told = worlds(2).call("own_passes_case:told", layout={"pp": 2}, mistake="")
+    wanted = (
+        "run.micro_batches: layout.strategy = pp runs the passes of a step in an order of its own"
+    )
+    assert all(wanted in line and "nearest: run.step(batch)" in line for line in told)
