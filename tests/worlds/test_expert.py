@@ -148,3 +148,18 @@ REFUSED = [
 def test_refusals(worlds, kind, layout, settings, line) -> None:
     told = worlds(2).call("expert_case:refusal", kind=kind, layout=layout, **settings)
     assert all(line in one for one in told), told[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ({"dp_shard": 4, "ep": 2}, "whole on a rank, and layout.dp_shard = 4 would share each; "
+         "nearest: layout.ep=4, or layout.zero=2"),
+        ({"dp_shard": 2, "ep": 2, "pp": 2}, "which goes with layout.pp = 2 where nothing is "
+         "gathered block by block; nearest: layout.zero=2"),
+    ],
+)  # fmt: skip
+def test_lists_of_experts_under_zero_3(worlds, layout, line) -> None:
+    """Entries are whole on a rank; in a pipeline their block's weights were freed too early."""
+    told = worlds(4).call("expert_case:refusal", kind="listed dropout", layout=layout)
+    assert all("layers.0 holds its experts in a list" in one and line in one for one in told), told

@@ -73,6 +73,12 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
                 f"are whole on a rank, and layout.dp_shard = {layout.dp_shard} would share each; "
                 f"nearest: layout.ep={layout.dp_shard}, or layout.zero=2"
             )
+        if layout.zero == 3 and layout.pp > 1:
+            raise PlanError(
+                f"layout.ep = {layout.ep}: {one.name} holds its experts in a list, which goes with "
+                f"layout.pp = {layout.pp} where nothing is gathered block by block; nearest: "
+                f"layout.zero=2"
+            )
         if one.kind not in kinds:
             try:
                 check_rows(one)
