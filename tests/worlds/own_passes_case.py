@@ -20,8 +20,9 @@ IGNORED = -100
 class Tagger(nn.Module):
     """Tokens to classes, and to a number each; the embedding is tied to one head."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.table = nn.Embedding(16, 8)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -35,13 +36,13 @@ class Tagger(nn.Module):
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.table(tokens)
         for layer in self.layers:
-            hidden = hidden + layer(hidden)
+            hidden = hidden + self.dropout(layer(hidden))
         return self.classes(hidden), self.number(hidden).squeeze(-1)
 
 
-def model() -> Tagger:
+def model(dropout: float = 0.0) -> Tagger:
     torch.manual_seed(0)
-    return Tagger().double()
+    return Tagger(dropout).double()
 
 
 def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,6 +86,9 @@ def step(run: Run, batch: Any, how: str) -> Any:
         elif how == "two losses":
             run.backward(one, counted(micro.targets), retain_graph=True)
             run.backward(other, counted(micro.targets))
+        elif how == "penalty":
+            (slope,) = torch.autograd.grad(other, run.model.number.weight, create_graph=True)
+            run.backward(one + slope.square().sum(), counted(micro.targets))
         elif how == "two passes":
             run.backward(one, counted(micro.targets))
             run.backward(numbers_sum(run.model(micro.inputs)))
@@ -93,12 +97,15 @@ def step(run: Run, batch: Any, how: str) -> Any:
     return run.update()
 
 
-def opened(world: World, layout: Any, **settings: Any) -> Run:
+def opened(world: World, layout: Any, dropout: float = 0.0, **settings: Any) -> Run:
     tokens, targets = zip(*samples()[:2], strict=True)
     return parallelize(
-        model,
+        (lambda: model(dropout).float()) if "precision" in settings else lambda: model(dropout),
         lambda p: torch.optim.AdamW(p, lr=1e-2),
-        lambda outputs, targets: (classes_sum(outputs, targets), counted(targets)),
+        lambda outputs, targets: (
+            classes_sum(outputs, targets) + numbers_sum(outputs),
+            counted(targets),
+        ),
         layout=layout,
         batch=BATCH,
         micro_batch=MICRO_BATCH,
@@ -116,7 +123,8 @@ def trained(world: World, layout: Any, how: str, **settings: Any) -> dict[str, A
     losses: list[float] = []
     while len(losses) < STEPS:
         for batch in run.loader(samples()):
-            losses.append(step(run, batch, how).loss)
+            done = run.step(batch) if how == "step" else step(run, batch, how)
+            losses.append(done.loss)
             if len(losses) == STEPS:
                 break
     weights = {name: tensor.tolist() for name, tensor in run.state_dict().items()}
@@ -132,11 +140,7 @@ def plain(world: World, how: str) -> dict[str, Any]:
     losses: list[float] = []
     while len(losses) < STEPS:
         for batch in run.loader(samples()):
-            tokens, targets = (torch.cat(part) for part in zip(*batch.values, strict=True))
-            outputs = own(tokens)
-            numbers = numbers_sum(outputs)
-            numbers = numbers / (targets.numel() if how == "two counts" else counted(targets))
-            loss = classes_sum(outputs, targets) / counted(targets) + numbers
+            loss = whole(own, batch.values, how)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(own.parameters(), 0.5)
@@ -146,6 +150,21 @@ def plain(world: World, how: str) -> dict[str, Any]:
                 break
     end(run)
     return {"losses": losses, "weights": {n: t.tolist() for n, t in own.state_dict().items()}}
+
+
+def whole(own: Tagger, values: list[Any], how: str) -> torch.Tensor:
+    """The loss of a step by its definition: of all samples at once, slopes by micro-batch."""
+    tokens, targets = (torch.cat(part) for part in zip(*values, strict=True))
+    outputs = own(tokens)
+    classes = classes_sum(outputs, targets) / counted(targets)
+    if how == "penalty":
+        slopes = [
+            torch.autograd.grad(numbers_sum(own(some)), own.number.weight, create_graph=True)[0]
+            for some, _ in values
+        ]
+        return classes + sum(slope.square().sum() for slope in slopes) / counted(targets)
+    count = targets.numel() if how == "two counts" else counted(targets)
+    return classes + numbers_sum(outputs) / count
 
 
 def end(run: Run) -> None:

@@ -36,6 +36,32 @@ def test_it_equals_plain_torch(worlds, ranks: int, layout: Any, how: str) -> Non
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
+def test_a_penalty_on_a_gradient(worlds, layout: str) -> None:
+    """Differentiated twice, before anything is summed."""
+    (plain,) = worlds(1).call("own_passes_case:plain", how="penalty")
+    for found in worlds(4).call("own_passes_case:trained", layout=layout, how="penalty"):
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", {"tp": 2, "dp_shard": 2}], ids=str)
+def test_dropout_is_that_of_one_process(worlds, layout: Any) -> None:
+    """Masks belong to micro-batches, wherever their loop runs."""
+    settings = {"how": "one loss", "dropout": 0.3}
+    (alone,) = worlds(1).call("own_passes_case:trained", layout="single", **settings)
+    for found in worlds(4).call("own_passes_case:trained", layout=layout, **settings):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
+def test_formats_are_those_of_a_step(worlds, layout: str, precision: str) -> None:
+    """Autocast around the loop's passes, masters, loss scale: to the last digit."""
+    settings = {"layout": layout, "precision": precision}
+    wanted = worlds(2).call("own_passes_case:trained", how="step", **settings)
+    assert worlds(2).call("own_passes_case:trained", how="one loss", **settings) == wanted
+
+
 ONCE = "call it equally often in every micro-batch, on every rank"
 MISTAKES = {
     "outside": "run.backward is for loops over run.micro_batches(batch); nearest: run.step(batch)",
