@@ -25,6 +25,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from processes import machine, run_together  # noqa: E402
 import shoal  # noqa: E402
 from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
-from shoal.base.estimate import Case  # noqa: E402
+from shoal.base.estimate import Case, ModelFacts  # noqa: E402
 from shoal.base.layout import Layout  # noqa: E402
 from shoal.base.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
@@ -46,6 +47,7 @@ from shoal.planner.fits import verdict  # noqa: E402
 from shoal.planner.frameworks import framework  # noqa: E402
 from shoal.planner.instants import predict_run  # noqa: E402
 from shoal.planner.memory import predict_memory  # noqa: E402
+from shoal.trace.kernels import GpuKernels  # noqa: E402
 from shoal.trace.trace_facts import trace_facts  # noqa: E402
 
 GATE, PROCESSES, DEADLINE_S, STEPS = 0.08, 2, 1500, 3
@@ -138,6 +140,16 @@ MATRIX: list[tuple[str, Any, dict[str, str]]] = [
 ]
 
 
+def facts(make: Any, inputs: Tensor, loss: Any, targets: Tensor) -> ModelFacts:
+    """What a model keeps on these devices: torch's own operations, no kernels that fuse them."""
+
+    def as_it_is(_mode: Any, func: Any, _types: Any, given: Any = (), more: Any = None) -> Any:
+        return func(*given, **(more or {}))
+
+    with patch.object(GpuKernels, "__torch_function__", as_it_is):
+        return trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+
+
 def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[str, Any]:
     """One row of this rank: what it held, and what was foreseen."""
     import simulated_cuda
@@ -146,7 +158,7 @@ def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[st
     simulated_cuda.set_limit(world.device.index or 0, MEMORY_BYTES)
     torch.manual_seed(0)
     inputs, targets = data(2)
-    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    known = facts(make, inputs, loss, targets)
     gc.collect()
     torch.cuda.synchronize(world.device)
     torch.cuda.empty_cache()
@@ -220,7 +232,7 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
     make, data, loss = MODELS[name]
     torch.manual_seed(0)
     inputs, targets = data(2)
-    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    known = facts(make, inputs, loss, targets)
     layout = LAYOUTS[kind]
     plan = Plan(layout, ROUNDS * ROWS * layout.data_degree, ROWS, ROUNDS, compute="fp32")
     form = "chunked" if name in ("llama", "gpt") else "full"
