@@ -18,6 +18,7 @@ from shoal.planner.bytes_in_flight import (
     BUCKETS_IN_FLIGHT,
     GLOO_THREADS,
     arriving_bytes,
+    goes_in_turn,
     on_way,
     sharded_in_turn,
     sharded_on_gloo,
@@ -150,6 +151,18 @@ def test_hsdp_keeps_what_replicas_summed_until_the_pass_is_over() -> None:
         sent = [one[1] for one in turns_of(fresh.but(**more))]
         before = [2 * (place // 3) for place in range(12)]
         assert sent == [old[1] + extra for old, extra in zip(alone, [*before, 8], strict=True)]
+
+
+def test_a_pipeline_with_all_in_flight_has_no_gradients_yet() -> None:
+    """Two blocks a rank, 16 MiB of activations a micro-batch, two of them in flight on rank 0."""
+    piped = case("fsdp", cluster=GPUS, batch=4).but(layout=Layout(pp=2, dp_shard=2, zero=3))
+    two, four = (predict_memory(piped.but(batch=batch), 0).parts for batch in (4, 8))
+    assert two["activations"] == four["activations"] == 32 * MIB
+    assert two["gathered"] == four["gathered"] == 9 * MIB
+    assert "gradients" not in two
+    assert four["gradients"] == 4.5 * MIB
+    later = piped.but(layout=replace(piped.layout, schedule="zero-bubble"))
+    assert not goes_in_turn(later)
 
 
 def test_the_loss_on_devices_makes_its_gradients_again_scaled() -> None:

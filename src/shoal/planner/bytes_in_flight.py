@@ -26,6 +26,7 @@ from shoal.planner.activations import kept_by_unit
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.frameworks import Framework
 from shoal.planner.model_states import WIDTHS, Elements, shard_counts
+from shoal.planner.offload import streams_parameters
 from shoal.planner.stage_cut import Stage, is_bare, is_block
 from shoal.planner.transient_memory import (
     Sharded,
@@ -153,8 +154,16 @@ def arriving_bytes(case: Case, stage: Stage) -> float:
     return WIDTHS[case.plan.compute] * max(sizes, default=0) / case.layout.tp
 
 
+def goes_in_turn(case: Case) -> bool:
+    """Whether `sharded_in_turn` says what zero 3 holds: where a pass goes through all of a rank."""
+    if case.layout.zero < 3 or streams_parameters(case):
+        return False
+    in_order = case.framework == "shoal" and canonical(case.schedule) in ("gpipe", "1f1b")
+    return case.layout.pp == 1 or in_order
+
+
 def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharded) -> list[Turn]:
-    """What zero 3 on devices has gathered, made and sent while blocks take turns; no pipeline's.
+    """What zero 3 on devices has gathered, made and sent while blocks take turns.
 
     A block is gathered flat, then copied into its parameters: before that two are there, after it
     the next in its flat bytes. Its activations go while its gradients are made; these are copied
@@ -190,8 +199,9 @@ def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharde
             Turn(after, kept + sends, gone + freed[k], made, works=False),
         ]
         sent, gone, summed = reduced * size, gone + freed[k], summed + size
-    # The root's gradients are copied and sent when no activation is there any more.
-    turns.append(Turn(0.0, sharded.root + sums * summed, inf, 1.0, works=False))
+    # The root's gradients are copied and sent when no activation of the pass is there any more.
+    held, gone = (sharded.stays, gone) if case.layout.pp > 1 else (0.0, inf)
+    turns.append(Turn(held, sharded.root + sums * summed, gone, 1.0, works=False))
     return turns
 
 

@@ -21,9 +21,11 @@ from shoal.base.errors import PlanError, one_of
 from shoal.base.estimate import Case, MemoryEstimate
 from shoal.base.policies import RECOMPUTE
 from shoal.planner.activations import Activations, activations, shares, waiting_head_bytes
+from shoal.planner.bubble import in_flight
 from shoal.planner.bytes_in_flight import (
     arriving_bytes,
     gathers_on_gloo,
+    goes_in_turn,
     on_way,
     sharded_in_turn,
     sharded_on_gloo,
@@ -208,7 +210,7 @@ def _instants(
     loss = loss_bytes(case, habits, stage)
     made = 0.0 if fresh else 1.0
     begun, ended = max(made, begun), max(made, ended)
-    in_turn = case.layout.zero == 3 and case.layout.pp == 1 and not streams_parameters(case)
+    in_turn = goes_in_turn(case)
     gathered = sharded.gathered
     if in_turn:  # blocks were cut again
         gathered = sharded.stays + (sharded.last if habits.keeps_last else 0.0)
@@ -225,12 +227,29 @@ def _instants(
             _Instant("backward", begun, gathered, sent + way.first, first, 0.0, working),
             _Instant("backward", ended, gathered, sent + way.last, last, 0.0, working),
         ]
-    for turn in sharded_in_turn(case, habits, stage, sharded):
-        share = max(made, turn.made)
-        kept = max(0.0, first - turn.freed - (0.0 if turn.again else held.again))
-        beside = working if turn.works else carried
-        instants.append(_Instant("backward", share, turn.gathered, turn.sent, kept, 0.0, beside))
+    for begun, passing in _passes(case, stage, made):
+        for turn in sharded_in_turn(case, habits, stage, sharded):
+            share = max(begun, turn.made)
+            again = held.again if turn.again else 0.0
+            kept = max(0.0, (first - held.again) * passing - turn.freed) + again
+            beside = working if turn.works else carried
+            instants.append(
+                _Instant("backward", share, turn.gathered, turn.sent, kept, 0.0, beside)
+            )
     return instants
+
+
+def _passes(case: Case, stage: Stage, made: float) -> list[tuple[float, float]]:
+    """Gradients that are there as a backward begins, and shares of the activations in flight.
+
+    Where a pipeline has all micro-batches in flight, none has had its backward.
+    """
+    flying = 1.0
+    if case.layout.pp > 1:
+        flying = in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank)
+    if flying == 1 or flying < case.accumulate:
+        return [(made, 1.0)]
+    return [(0.0, 1.0), (1.0, 1 - 1 / flying)]
 
 
 def _instants_on_gloo(
