@@ -1,10 +1,10 @@
 """Foreseen beside measured memory on simulated devices: layouts × models × offload × reshard.
 
-Two processes, each with a device under the name `cuda` that has its own memory and counts it as
-CUDA's allocator does (tests/simgpu; no GPU is needed, none is tested). Every row begins with a
-function that builds the model and takes three steps; the most that the allocator held at any
-instant is put beside the most that the plan foresees over all instants, without what lies outside
-the allocator.
+Two processes (four for hsdp and for fsdp in a pipeline), each with a device under the name `cuda`
+that counts its memory as CUDA's allocator does (tests/simgpu; no GPU is needed, none is tested). A
+row begins with a function that builds the model and takes three steps; the most that the allocator
+held at any instant is put beside the most that is foreseen over all instants, without what lies
+outside the allocator.
 
     SIM_LIBRARY=$(python tests/simgpu/simulated/build.py) \\
     PYTHONPATH=tests/simgpu/site:src python benchmarks/planner/devices.py
@@ -25,6 +25,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from processes import machine, run_together  # noqa: E402
 import shoal  # noqa: E402
 from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
-from shoal.base.estimate import Case  # noqa: E402
+from shoal.base.estimate import Case, ModelFacts  # noqa: E402
 from shoal.base.layout import Layout  # noqa: E402
 from shoal.base.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
@@ -46,6 +47,7 @@ from shoal.planner.fits import verdict  # noqa: E402
 from shoal.planner.frameworks import framework  # noqa: E402
 from shoal.planner.instants import predict_run  # noqa: E402
 from shoal.planner.memory import predict_memory  # noqa: E402
+from shoal.trace.kernels import GpuKernels  # noqa: E402
 from shoal.trace.trace_facts import trace_facts  # noqa: E402
 
 GATE, PROCESSES, DEADLINE_S, STEPS = 0.08, 2, 1500, 3
@@ -124,6 +126,7 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
     "deep": (deep, numbers, squares),
 }
 PLAIN: tuple[Any, ...] = ("ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2})
+PARKED, PIPED = {"offload": "parameters"}, {"dp_shard": 2, "pp": 2, "zero": 3}
 MATRIX: list[tuple[str, Any, dict[str, str]]] = [
     *((model, layout, {}) for model in MODELS for layout in PLAIN),
     *((model, "fsdp", {"reshard": "no"}) for model in ("llama", "gpt", "blocks", "deep")),
@@ -132,10 +135,47 @@ MATRIX: list[tuple[str, Any, dict[str, str]]] = [
         for model in ("llama", "blocks", "wide")
         for layout in ("ddp", "zero1", "fsdp", {"tp": 2})
     ),
-    *((model, "fsdp", {"offload": "parameters"}) for model in ("llama", "gpt", "blocks")),
+    *((model, "fsdp", PARKED) for model in ("llama", "gpt", "blocks")),
     *((model, "fsdp", {"recompute": "full"}) for model in ("llama", "blocks")),
     *((model, "ddp", {"recompute": "full"}) for model in ("llama", "gpt")),
 ]
+LARGER: list[tuple[str, Any, dict[str, str]]] = [
+    *((model, "hsdp", policies) for model in ("gpt", "deep") for policies in ({}, PARKED)),
+    *((model, PIPED, {}) for model in ("llama", "gpt", "deep")),
+]
+ROWS_OF = {PROCESSES: MATRIX, 2 * PROCESSES: LARGER}
+
+
+def facts(make: Any, inputs: Tensor, loss: Any, targets: Tensor) -> ModelFacts:
+    """What a model keeps on these devices: torch's own operations, no kernels that fuse them."""
+
+    def as_it_is(_mode: Any, func: Any, _types: Any, given: Any = (), more: Any = None) -> Any:
+        return func(*given, **(more or {}))
+
+    with patch.object(GpuKernels, "__torch_function__", as_it_is):
+        return trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+
+
+def started(world: Any, name: str, layout: Any, batch: int, **policies: str) -> Any:
+    """A run of a model from its builder."""
+    make, data, loss = MODELS[name]
+    return shoal.parallelize(
+        make,
+        lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+        loss,
+        layout=layout,
+        **{"batch": batch, "micro_batch": ROWS, "precision": "fp32"},
+        **{"sample": data(ROWS), "world": world, **policies},
+    )
+
+
+def take_steps(run: Any, data: Any) -> None:
+    """Three steps, to their end on the device."""
+    torch.manual_seed(run.program.data.rank)
+    batch = data(ROUNDS * ROWS)
+    for _ in range(STEPS):
+        run.step(batch)
+    torch.cuda.synchronize(run.program.world.device)
 
 
 def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[str, Any]:
@@ -146,32 +186,17 @@ def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[st
     simulated_cuda.set_limit(world.device.index or 0, MEMORY_BYTES)
     torch.manual_seed(0)
     inputs, targets = data(2)
-    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    known = facts(make, inputs, loss, targets)
     gc.collect()
     torch.cuda.synchronize(world.device)
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated(world.device)
     torch.cuda.reset_peak_memory_stats(world.device)
-    split = isinstance(layout, dict)
-    run = shoal.parallelize(
-        make,
-        lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
-        loss,
-        layout=layout,
-        batch=ROUNDS * ROWS * (1 if split else world.size),
-        micro_batch=ROWS,
-        precision="fp32",
-        sample=data(ROWS),
-        world=world,
-        **policies,
-    )
+    parts = layout.get("dp_shard", 1) if isinstance(layout, dict) else world.size
+    run = started(world, name, layout, ROUNDS * ROWS * parts, **policies)
     torch.cuda.synchronize(world.device)
     start = torch.cuda.max_memory_allocated(world.device) - base
-    torch.manual_seed(run.program.data.rank)
-    batch = data(ROUNDS * ROWS)
-    for _ in range(STEPS):
-        run.step(batch)
-    torch.cuda.synchronize(world.device)
+    take_steps(run, data)
     held = torch.cuda.max_memory_allocated(world.device) - base
     reserved = torch.cuda.max_memory_reserved(world.device)
     case = Case(
@@ -220,7 +245,7 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
     make, data, loss = MODELS[name]
     torch.manual_seed(0)
     inputs, targets = data(2)
-    known = trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
+    known = facts(make, inputs, loss, targets)
     layout = LAYOUTS[kind]
     plan = Plan(layout, ROUNDS * ROWS * layout.data_degree, ROWS, ROUNDS, compute="fp32")
     form = "chunked" if name in ("llama", "gpt") else "full"
@@ -236,30 +261,11 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
     world.barrier()
     simulated_cuda.set_limit(world.device.index or 0, limit)
     try:
-        _three_steps(world, name, kind, plan)
+        asked = {kind: 2} if kind in ("tp", "pp") else kind
+        take_steps(started(world, name, asked, plan.batch), data)
     except torch.OutOfMemoryError:
         out.with_suffix(f".{world.rank}").touch()
         raise
-
-
-def _three_steps(world: Any, name: str, kind: str, plan: Plan) -> None:
-    make, data, loss = MODELS[name]
-    run = shoal.parallelize(
-        make,
-        lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
-        loss,
-        layout={"tp": 2} if kind == "tp" else {"pp": 2} if kind == "pp" else kind,
-        batch=plan.batch,
-        micro_batch=ROWS,
-        precision="fp32",
-        sample=data(ROWS),
-        world=world,
-    )
-    torch.manual_seed(run.program.data.rank)
-    batch = data(ROUNDS * ROWS)
-    for _ in range(STEPS):
-        run.step(batch)
-    torch.cuda.synchronize(world.device)
 
 
 def limits(models: list[str], out: str) -> int:
@@ -291,16 +297,22 @@ def limits(models: list[str], out: str) -> int:
     return 1 if wrong or len(timid) > 0.1 * len(refused) else 0
 
 
+def chosen_rows(words: str, processes: int) -> list[tuple[dict[str, str], Any]]:
+    """Rows for a world of so many processes: how they are labelled, and what they are."""
+    found, names = [], {*words.split(",")}
+    for name, layout, policies in ROWS_OF[processes]:
+        label = {"model": name, "layout": str(layout), **policies}
+        if not words or names & {name, " ".join(label.values())}:
+            found.append((label, (name, layout, policies)))
+    return found
+
+
 def worker(out: Path, chosen: str) -> None:
     """All rows, one after another, in one world."""
     torch.set_num_threads(1)
     world = start_world()
     found = []
-    for place, (name, layout, policies) in enumerate(MATRIX):
-        label = {"model": name, "layout": str(layout), **policies}
-        words = " ".join(label.values())
-        if chosen and not {name, words} & {*chosen.split(",")}:
-            continue
+    for label, (name, layout, policies) in chosen_rows(chosen, world.size):
         try:
             told = row(world, name, layout, policies)
         except ShoalError as failure:
@@ -309,7 +321,7 @@ def worker(out: Path, chosen: str) -> None:
         if world.is_first:
             found.append({**label, "ranks": ranks})
             out.write_text(json.dumps(found))
-            print(place, line(found[-1]), flush=True)
+            print(line(found[-1]), flush=True)
 
 
 def line(one: dict[str, Any]) -> str:
@@ -352,31 +364,35 @@ def main() -> int:
     if options.worker:
         worker(Path(options.worker), options.rows)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        words = [str(HERE / "devices.py"), "--worker", str(file), "--rows", options.rows]
-        try:
-            run_together(words, PROCESSES, deadline_s=DEADLINE_S)
-        except (RuntimeError, TimeoutError) as failure:
-            print(failure)
-        rows = json.loads(file.read_text()) if file.exists() else []
+    os.environ.setdefault("SIM_DEVICES", str(2 * PROCESSES))
+    rows = []
+    for count in (PROCESSES, 2 * PROCESSES):
+        if not chosen_rows(options.rows, count):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            words = [str(HERE / "devices.py"), "--worker", str(file), "--rows", options.rows]
+            try:
+                run_together(words, count, deadline_s=DEADLINE_S)
+            except (RuntimeError, TimeoutError) as failure:
+                print(failure)
+            rows += json.loads(file.read_text()) if file.exists() else []
     whole = [one for one in rows if not any("why" in rank for rank in one["ranks"])]
     for one in whole:
         held, foreseen = fullest(one)
         one["off"] = foreseen / held - 1
-    document = {
-        "machine": machine(),
-        "device": "simulated (tests/simgpu)",
-        "mode": os.environ.get("SIM_MODE", ""),
-        "gate": GATE,
-        "rows": rows,
-    }
+    document = {"machine": machine(), "device": "simulated (tests/simgpu)", "gate": GATE}
+    document |= {"mode": os.environ.get("SIM_MODE", ""), "rows": rows}
     Path(options.out).write_text(json.dumps(document, indent=1))
     outside = [one for one in whole if abs(one["off"]) > GATE]
     print(f"{len(whole)} of {len(rows)} rows, {len(outside)} outside of {GATE:.0%}")
     for one in outside:
         print("  ", line(one))
-    return 1 if outside or not rows or len(whole) < (0 if options.rows else len(MATRIX)) else 0
+    return (
+        1
+        if outside or not rows or len(whole) < (0 if options.rows else len(MATRIX + LARGER))
+        else 0
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,16 @@ from shoal.planner.bytes_in_flight import (
     BUCKETS_IN_FLIGHT,
     GLOO_THREADS,
     arriving_bytes,
+    goes_in_turn,
     on_way,
+    sharded_in_turn,
     sharded_on_gloo,
 )
+from shoal.planner.frameworks import framework
 from shoal.planner.memory import predict_memory
 from shoal.planner.model_states import Elements
 from shoal.planner.stage_cut import cut
+from shoal.planner.transient_memory import loss_bytes, sharded_bytes
 
 MIB = 2**20
 LINK = Link("wire", 1e-6, 1e9)
@@ -112,6 +117,64 @@ def test_fsdp_on_gloo_block_by_block() -> None:
     assert (work.gathered, work.works) == (MIB + 8 * MIB, True)
     assert (send.gathered, send.sent) == (MIB + 4 * MIB, 10 * MIB)  # sent, received, the sum
     assert (onward.gathered, onward.sent) == (MIB + 12 * MIB, 4 * MIB)
+
+
+def turns_of(given: Case) -> list[tuple[float, float, float]]:
+    """MiB gathered, made and sent, freed."""
+    stage = cut(given, 0)
+    found = sharded_in_turn(given, framework("shoal"), stage, sharded_bytes(given, stage))
+    return [(one.gathered / MIB, one.sent / MIB, one.freed / MIB) for one in found]
+
+
+def test_fsdp_on_devices_block_by_block() -> None:
+    """Blocks of 4 MiB that keep 8, and an embedding of 1 MiB, which stays gathered."""
+    turns = turns_of(case("fsdp", cluster=GPUS))
+    last, second, first = turns[:3], turns[3:6], turns[9:12]
+    # with the next one's flat bytes; its gradients; itself cut again, and what is sent of it
+    assert last == [(9, 0, 0), (9, 4, 8), (5, 8, 8)]
+    assert second == [(9, 4, 8), (9, 8, 16), (5, 8, 16)]  # beside what the last one sent
+    assert first == [(9, 4, 24), (5, 8, 32), (1, 8, 32)]  # flat, then copied: nothing is ahead
+    assert turns[12:] == [(0, 2, math.inf)]
+    kept = turns_of(case("fsdp", cluster=GPUS, reshard="no"))
+    assert kept[0] == (17 + 8, 0, 8)  # forward: the flat bytes of two
+    assert kept[1:4] == [(17, 0, 0), (17, 4, 8), (13, 8, 8)]
+
+
+def test_hsdp_keeps_what_replicas_summed_until_the_pass_is_over() -> None:
+    """Half a block, where that is not the gradient itself: one is there already, or on the host."""
+    hsdp = Layout(dp_replicate=2, dp_shard=2, zero=3)
+    alone = turns_of(case("fsdp", cluster=GPUS))
+    fresh = case("fsdp", cluster=GPUS, batch=4).but(layout=hsdp)
+    assert turns_of(fresh) == alone
+    assert turns_of(fresh.but(batch=8, defer_sync=True)) == alone
+    for more in ({"batch": 8}, {"offload": "parameters"}):
+        sent = [one[1] for one in turns_of(fresh.but(**more))]
+        before = [2 * (place // 3) for place in range(12)]
+        assert sent == [old[1] + extra for old, extra in zip(alone, [*before, 8], strict=True)]
+
+
+def test_a_pipeline_with_all_in_flight_has_no_gradients_yet() -> None:
+    """Two blocks a rank, 16 MiB of activations a micro-batch, two of them in flight on rank 0."""
+    piped = case("fsdp", cluster=GPUS, batch=4).but(layout=Layout(pp=2, dp_shard=2, zero=3))
+    two, four = (predict_memory(piped.but(batch=batch), 0).parts for batch in (4, 8))
+    assert two["activations"] == four["activations"] == 32 * MIB
+    assert two["gathered"] == four["gathered"] == 9 * MIB
+    assert "gradients" not in two
+    assert four["gradients"] == 4.5 * MIB
+    later = piped.but(layout=replace(piped.layout, schedule="zero-bubble"))
+    assert not goes_in_turn(later)
+
+
+def test_the_loss_on_devices_makes_its_gradients_again_scaled() -> None:
+    """Where the head is larger than a chunk of logits; blocks are not gathered meanwhile."""
+    head = UnitFacts("head", parameters=4 * MIB, input_bytes=MIB, loss_bytes=12 * MIB)
+    given = case("fsdp", (EMBEDDING, BLOCK, head), loss="chunked", cluster=GPUS)
+    found = predict_memory(given)
+    assert found.when == "loss"
+    assert found.parts["loss"] == 2 * (16 + 1) * MIB
+    assert found.parts["gathered"] == (1 + 16) * MIB
+    on_cpu = replace(given, cluster=CPUS)
+    assert loss_bytes(on_cpu, framework("shoal"), cut(on_cpu, 0)) == (16 + 1 + 8) * MIB
 
 
 def test_fsdp_leaves_bare_layers_in_the_root() -> None:

@@ -68,13 +68,11 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
         flying, halved = in_flight(*place, case.chunks), put_off(*place)
     kept = head = block = again = working = 0.0
     around: dict[str, float] = {}
-    for unit, count in stage.units:
-        one = saved = _saved(case, habits, unit, by)
+    for (unit, count), (saved, one) in zip(
+        stage.units, kept_by_unit(case, habits, stage), strict=True
+    ):
         if is_block(unit):
-            one = saved if unit.block == "-" else _kept(case, unit, by, saved)
             if unit.block not in ("", "-") and case.plan.recompute == "full":
-                # Of a larger block, the first unit's input is kept and all of it is run again.
-                one = 0.0 if unit.block in around else one / count
                 around[unit.block] = around.get(unit.block, 0.0) + count * saved
             block, again = max(block, saved), max(again, saved - one)
             working = max(working, _working(case, unit, by))
@@ -91,6 +89,23 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
     again = max([again, *around.values()])
     waiting = head + kept_by_loss(case, stage) if stage.head and stage.copies > 1 else 0.0
     return Activations(kept + head, head, block, again, working + _context(case, by), waiting)
+
+
+def kept_by_unit(case: Case, habits: Framework, stage: Stage) -> list[tuple[float, float]]:
+    """Bytes that one of each unit saves in one micro-batch, and what recompute leaves of them."""
+    by = shares(case)
+    found: list[tuple[float, float]] = []
+    around: set[str] = set()
+    for unit, count in stage.units:
+        one = saved = _saved(case, habits, unit, by)
+        if is_block(unit):
+            one = saved if unit.block == "-" else _kept(case, unit, by, saved)
+            if unit.block not in ("", "-") and case.plan.recompute == "full":
+                # Of a larger block, the first unit's input is kept and all of it is run again.
+                one = 0.0 if unit.block in around else one / count
+                around.add(unit.block)
+        found.append((saved, one))
+    return found
 
 
 def _losses_in_flight(case: Case, flying: float) -> float:

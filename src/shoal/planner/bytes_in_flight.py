@@ -6,8 +6,8 @@
                  one on its way is received, which may be an earlier micro-batch's
     dualpipe     without data ranks gradients lie apart: a bucket is filled from them, and summed
     zero1, 2     after the update every rank's part of the weights travels to all others
-    zero3        on gloo a block's gather has a copy inside gloo, flat bytes and parameters; the
-                 next block is gathered ahead; gradients that were sent stay until the next are
+    zero3        the next block is gathered ahead; gradients that were sent stay until the next are;
+                 on gloo a block's gather has a copy inside gloo, flat bytes and parameters
 
 gloo (CPU) receives from every rank before it adds up: as much as was sent. NCCL receives the sum of
 the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero;
@@ -17,14 +17,25 @@ _fsdp_param_group.py (post_backward, reduce_scatter_state).
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from shoal.base.estimate import Case
 from shoal.base.schedules import canonical, copies
+from shoal.planner.activations import kept_by_unit
 from shoal.planner.buckets import BUCKET_BYTES
+from shoal.planner.frameworks import Framework
 from shoal.planner.model_states import WIDTHS, Elements, shard_counts
+from shoal.planner.offload import streams_parameters
 from shoal.planner.stage_cut import Stage, is_bare, is_block
-from shoal.planner.transient_memory import gathered_elements, head_elements, kept_over, rank_sum
+from shoal.planner.transient_memory import (
+    Sharded,
+    gathered_apart,
+    gathered_elements,
+    head_elements,
+    kept_over,
+    rank_sum,
+)
 
 BUCKETS_IN_FLIGHT = 1
 """Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
@@ -59,6 +70,22 @@ class Moment(NamedTuple):
     sent: float = 0.0
     through: int = 0
     works: bool = False
+
+
+class Turn(NamedTuple):
+    """Bytes of zero 3 on devices at a moment of a backward pass, which goes block by block.
+
+    gathered, sent   weights that are whole · gradients, and what is sent of them
+    freed     activations of this pass that are gone · made  share of the summed gradients
+    again     whether a block was computed again for what comes · works  whether a backward runs
+    """
+
+    gathered: float
+    sent: float
+    freed: float
+    made: float
+    again: bool = False
+    works: bool = True
 
 
 class OnGloo(NamedTuple):
@@ -125,6 +152,75 @@ def arriving_bytes(case: Case, stage: Stage) -> float:
     bare = [unit for unit, _ in stage.units if is_bare(unit) and is_block(unit)]
     sizes = [unit.parameters - unit.plain_parameters for unit in bare]
     return WIDTHS[case.plan.compute] * max(sizes, default=0) / case.layout.tp
+
+
+def goes_in_turn(case: Case) -> bool:
+    """Whether `sharded_in_turn` says what zero 3 holds: where a pass goes through all of a rank."""
+    if case.layout.zero < 3 or streams_parameters(case):
+        return False
+    in_order = case.framework == "shoal" and canonical(case.schedule) in ("gpipe", "1f1b")
+    return case.layout.pp == 1 or in_order
+
+
+def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharded) -> list[Turn]:
+    """What zero 3 on devices has gathered, made and sent while blocks take turns.
+
+    A block is gathered flat, then copied into its parameters: before that two are there, after it
+    the next in its flat bytes. Its activations go while its gradients are made; these are copied
+    together to be sent, and what was sent stays until those of the next block are copied; under
+    hsdp what replicas have summed stays until the pass is over.
+    """
+    width, reduced = WIDTHS[case.plan.compute], max(4, case.reduce_bytes)
+    sizes, root = gathered_elements(case, stage)
+    if not sizes:
+        return [Turn(sharded.stays, sharded.head, 0.0, 0.0, again=True)]
+    freed = _freed_by_block(case, habits, stage)
+    whole = kept_over(case) == 1
+    turns = []
+    if whole:  # In the forward pass torch lets a block's flat bytes go after the next's copy.
+        flat = width * sum(sizes[-2:])
+        turns.append(Turn(sharded.stays + flat, 0.0, freed[-1], 0.0, works=False))
+    sums = reduced / shard_counts(case)[0] if _sums_stay(case) else 0.0
+    sent = gone = summed = 0.0
+    for k in reversed(range(len(sizes))):
+        size, ahead = sizes[k], sizes[k - 1] if k else 0.0
+        made, held = summed / (sum(sizes) + root), sharded.stays
+        kept = sharded.head + sums * summed
+        if whole:  # nothing is gathered again
+            held -= width * sum(sizes[k + 1 :])
+            before, during, after = held, held, held - width * size
+        else:
+            before, during = held + width * (size + max(size, ahead)), held + width * (size + ahead)
+            after = held + width * ahead
+        sends = (width + reduced) * size
+        turns += [
+            Turn(before, kept + sent, gone, made, again=True),
+            Turn(during, kept + sent + width * size, gone + freed[k], made),
+            Turn(after, kept + sends, gone + freed[k], made, works=False),
+        ]
+        sent, gone, summed = reduced * size, gone + freed[k], summed + size
+    # The root's gradients are copied and sent when no activation of the pass is there any more.
+    held, gone = (sharded.stays, gone) if case.layout.pp > 1 else (0.0, inf)
+    turns.append(Turn(held, sharded.root + sums * summed, gone, 1.0, works=False))
+    return turns
+
+
+def _sums_stay(case: Case) -> bool:
+    """Whether hsdp keeps sums of parts beside the gradients that they were added or copied to."""
+    added = case.accumulate > 1 and not case.plan.defer_sync
+    return case.layout.dp_replicate > 1 and (added or case.plan.parks_parameters)
+
+
+def _freed_by_block(case: Case, habits: Framework, stage: Stage) -> list[float]:
+    """Bytes of activations that each block's backward lets go, in the order of `gathered_elements`.
+
+    None where they wait on the host.
+    """
+    apart = gathered_apart(case, stage)
+    if case.plan.offload == "activations":
+        return [0.0] * len(apart)
+    kept = [one for _, one in kept_by_unit(case, habits, stage)]
+    return [sum(kept[place] * count for place, count in group) for group in apart]
 
 
 def gathers_on_gloo(case: Case) -> bool:

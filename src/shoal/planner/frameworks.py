@@ -6,7 +6,8 @@ each one number for all runs of a kind: `allocator` and `imbalance` (docs/planne
 
 torchtitan   at 9dec370 (Dec 2024): train.py (`del pred` before backward, loss not compiled),
              models/llama/model.py (repeat_kv), parallelisms/parallelize_llama.py (op-wise
-             selective recompute: every second product kept); its loss is compiled since 2025
+             selective recompute: every second product kept; the last block is not cut between its
+             passes); its loss is compiled since 2025
 FSDP2        torch, _fsdp_collectives.py: gathered bytes are made once flat on the gather stream,
              once as parameters; gradients on the reduce stream. Embedding and head stay gathered
              between forward and backward; in a pipeline everything does, and gradients stay whole
@@ -38,6 +39,7 @@ class Framework:
     splits_loss     the loss is split by tensor parallelism whatever the case says
     gathers_again   with tensor and sequence parallelism, gathered inputs are gathered again for the
                     backward, into one buffer that lives for the whole run; else they are kept
+    keeps_last      under fsdp the last block stays gathered from forward to backward
     update_bytes    per local parameter, what the optimizer's step holds for itself
     workspace_bytes for matrix products: 32 MiB of cuBLAS, as much again of Transformer Engine
     allocator       reserved / (allocated + idle pools) · imbalance  tokens of the fullest rank of
@@ -51,6 +53,7 @@ class Framework:
     idle_word_bytes: float = 2.0
     splits_loss: bool = False
     gathers_again: bool = False
+    keeps_last: bool = False
     update_bytes: float = 4.0
     workspace_bytes: float = 32 * 2.0**20
     allocator: float = 1.04
@@ -67,9 +70,9 @@ _MEGATRON = Kernels(fused_gate=True, probs_inside=True)
 
 FRAMEWORKS = {
     "shoal": Framework(OWN, replace(OWN, fused_gate=True), update_bytes=0.0),
-    "torchtitan": Framework(_TITAN, _TITAN_COMPILED, splits_loss=True),
+    "torchtitan": Framework(_TITAN, _TITAN_COMPILED, splits_loss=True, keeps_last=True),
     "torchtitan-2025": Framework(
-        _TITAN, _TITAN_COMPILED, splits_loss=True, compiled_loss_word_bytes=4.0
+        _TITAN, _TITAN_COMPILED, splits_loss=True, keeps_last=True, compiled_loss_word_bytes=4.0
     ),
     "automodel": Framework(),
     "llm-foundry": Framework(),

@@ -21,7 +21,15 @@ from shoal.base.errors import PlanError, one_of
 from shoal.base.estimate import Case, MemoryEstimate
 from shoal.base.policies import RECOMPUTE
 from shoal.planner.activations import Activations, activations, shares, waiting_head_bytes
-from shoal.planner.bytes_in_flight import arriving_bytes, gathers_on_gloo, on_way, sharded_on_gloo
+from shoal.planner.bubble import in_flight
+from shoal.planner.bytes_in_flight import (
+    arriving_bytes,
+    gathers_on_gloo,
+    goes_in_turn,
+    on_way,
+    sharded_in_turn,
+    sharded_on_gloo,
+)
 from shoal.planner.frameworks import Framework, framework
 from shoal.planner.model_states import WIDTHS, Elements, States, state_bytes
 from shoal.planner.offload import acts, elsewhere, on_device, streams_parameters
@@ -202,15 +210,46 @@ def _instants(
     loss = loss_bytes(case, habits, stage)
     made = 0.0 if fresh else 1.0
     begun, ended = max(made, begun), max(made, ended)
-    return [
-        _Instant("loss", made, sharded.gathered, way.before, held.kept, loss, carried),
-        _Instant("backward", begun, sharded.gathered, sent + way.first, first, 0.0, working),
-        _Instant("backward", ended, sharded.gathered, sent + way.last, last, 0.0, working),
+    in_turn = goes_in_turn(case)
+    gathered = sharded.gathered
+    if in_turn:  # blocks were cut again
+        gathered = sharded.stays + (sharded.last if habits.keeps_last else 0.0)
+    instants = [
+        _Instant("loss", made, gathered, way.before, held.kept, loss, carried),
         _Instant("backward", 1.0, buckets=way.sent),
         _Instant("backward", 1.0, buckets=sharded.root, working=workspace),
         _Instant("update", 1.0, working=updating + pieces),
         _Instant("update", 1.0, way.published),
     ]
+    if not in_turn:
+        return [
+            *instants,
+            _Instant("backward", begun, gathered, sent + way.first, first, 0.0, working),
+            _Instant("backward", ended, gathered, sent + way.last, last, 0.0, working),
+        ]
+    for begun, passing in _passes(case, stage, made):
+        for turn in sharded_in_turn(case, habits, stage, sharded):
+            share = max(begun, turn.made)
+            again = held.again if turn.again else 0.0
+            kept = max(0.0, (first - held.again) * passing - turn.freed) + again
+            beside = working if turn.works else carried
+            instants.append(
+                _Instant("backward", share, turn.gathered, turn.sent, kept, 0.0, beside)
+            )
+    return instants
+
+
+def _passes(case: Case, stage: Stage, made: float) -> list[tuple[float, float]]:
+    """Gradients that are there as a backward begins, and shares of the activations in flight.
+
+    Where a pipeline has all micro-batches in flight, none has had its backward.
+    """
+    flying = 1.0
+    if case.layout.pp > 1:
+        flying = in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank)
+    if flying == 1 or flying < case.accumulate:
+        return [(made, 1.0)]
+    return [(0.0, 1.0), (1.0, 1 - 1 / flying)]
 
 
 def _instants_on_gloo(

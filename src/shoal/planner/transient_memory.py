@@ -5,7 +5,7 @@
               narrow originals
     loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
               hidden states and of the head's weight (made in the forward pass), of a rank's own
-              words under tp · parallel: ÷ tp
+              words under tp; on devices the backward makes both anew, scaled · parallel: ÷ tp
     traced    a loss that was traced says itself what it holds, gradients included
     pools     torch's allocator keeps memory per stream: flat gathered weights, and blocks that the
               loss's forward left, are reserved and of no use to others
@@ -38,13 +38,19 @@ SEGMENT_BYTES = 20 * 2**20
 
 
 class Sharded(NamedTuple):
-    """Weights gathered at a time, and flat; gradients of a block, the head, the root on the way."""
+    """Weights gathered at a time, and flat; gradients of a block, the head, the root on the way.
+
+    stays   of what is gathered: from forward to backward · last  the last block, while the loss is
+            made, where a framework keeps it
+    """
 
     gathered: float = 0.0
     flat: float = 0.0
     block: float = 0.0
     head: float = 0.0
     root: float = 0.0
+    stays: float = 0.0
+    last: float = 0.0
 
 
 def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0) -> Elements:
@@ -115,17 +121,20 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
         rooted = max(4, width)
     ahead = min(2, len(sizes)) * largest  # the next block is gathered ahead
     over = kept_over(case)
-    kept = rooted * root + width * (ahead if over > 1 else sum(sizes))
-    if 1 < over < shard_counts(case)[0]:
-        kept += width * sum(sizes) / over
+    stays = rooted * root
+    if over < shard_counts(case)[0]:
+        stays += width * sum(sizes) / over
+    kept = stays + (width * ahead if over > 1 else 0.0)
     if keeps_gathered(case):  # else every micro-batch would gather again
-        kept = width * sum(rank_sum(case, stage.units, stage.tied))
+        stays = kept = width * sum(rank_sum(case, stage.units, stage.tied))
     return Sharded(
         gathered=kept,
         flat=max(rooted * root, width * ahead),
         block=scatter * largest,
         head=rooted * head_elements(case, stage),  # waits for the rest of the root
         root=(scatter - width + rooted) * root,
+        stays=stays,
+        last=0.0 if kept == stays else width * sizes[-1],
     )
 
 
@@ -142,23 +151,34 @@ def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
 
     Units that are parts of one larger block are gathered with it; frozen ones are gathered too.
     """
-    sizes: list[float] = []
-    root, around = stage.tied / case.layout.tp, ""
-    for unit, count in stage.units:
-        one = sum(rank_sum(case, [(unit, 1.0)])) + unit.frozen_parameters / case.layout.tp
-        share = root_share(unit)
-        root += share * one * count
-        own = (1 - share) * one
-        if not own:
+    ones = [_elements_of_one(case, unit) for unit, _ in stage.units]
+    root = stage.tied / case.layout.tp
+    for (unit, count), one in zip(stage.units, ones, strict=True):
+        root += root_share(unit) * one * count
+    apart = gathered_apart(case, stage)
+    shares_left = [1 - root_share(unit) for unit, _ in stage.units]
+    return [sum(shares_left[k] * ones[k] * n for k, n in group) for group in apart], root
+
+
+def gathered_apart(case: Case, stage: Stage) -> list[list[tuple[int, float]]]:
+    """Returns what fsdp gathers one after another: places among the stage's units, and how many."""
+    found: list[list[tuple[int, float]]] = []
+    around = ""
+    for place, (unit, count) in enumerate(stage.units):
+        if not (1 - root_share(unit)) * _elements_of_one(case, unit):
             continue
         if unit.block and unit.block != "-" and unit.block == around:
-            sizes[-1] += own * count
+            found[-1].append((place, count))
         elif unit.block and unit.block != "-":
-            sizes.append(own * count)
+            found.append([(place, count)])
         else:
-            sizes += [own] * round(count)
+            found += [[(place, 1.0)]] * round(count)
         around = unit.block
-    return sizes, root
+    return found
+
+
+def _elements_of_one(case: Case, unit: UnitFacts) -> float:
+    return sum(rank_sum(case, [(unit, 1.0)])) + unit.frozen_parameters / case.layout.tp
 
 
 def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: Sharded) -> float:
@@ -199,18 +219,22 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
         compiled = habits.compiled_loss_word_bytes if case.plan.compile != "none" else 0.0
         return full * (compiled or word) / 12
     waiting = waiting_head_bytes(case, stage)
+    samples = case.micro_batch / case.layout.cp
     if case.model.source.startswith("traced"):
         # It was given the head's weight beside the hidden states, and made a gradient of it once,
         # however many samples there are.
         hidden = stage.units[-2][0].input_bytes if len(stage.units) > 1 else 0.0
         per_sample = head.loss_bytes - max(0.0, head.input_bytes - hidden)
-        words = max(0.0, per_sample - hidden) / case.layout.tp  # each rank has its own words
-        return (words + min(hidden, per_sample)) * case.micro_batch / case.layout.cp + waiting
-    width = WIDTHS[case.plan.compute]
-    budget = CHUNK_BYTES.get(case.cluster.device.kind, CHUNK_BYTES["gpu"])
-    chunk = min(full / case.layout.tp, budget * (2 if width < 4 else 1))
-    rows = head.input_bytes * case.micro_batch / case.layout.cp
-    return chunk + rows + waiting
+        chunk = max(0.0, per_sample - hidden) / case.layout.tp * samples  # each has its own words
+        rows = min(hidden, per_sample) * samples
+    else:
+        width = WIDTHS[case.plan.compute]
+        budget = CHUNK_BYTES.get(case.cluster.device.kind, CHUNK_BYTES["gpu"])
+        chunk = min(full / case.layout.tp, budget * (2 if width < 4 else 1))
+        rows = head.input_bytes * samples
+    made = rows + waiting
+    # The backward scales what the forward made; on a CPU it looks whether there is need to.
+    return made + (chunk if case.cluster.device.kind == "cpu" else max(chunk, made))
 
 
 def workspace_bytes(case: Case, habits: Framework) -> float:
