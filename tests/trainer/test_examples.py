@@ -72,6 +72,18 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
     assert right > 95
 
 
+def test_distillation_is_the_same_on_two_processes(tmp_path: Path) -> None:
+    """Two losses of unlike counts, in float64, to the last digits."""
+    pattern = r"loss ([\d.]+), right ([\d.]+)%"
+    alone, two = (
+        re.search(pattern, run("distillation.py", tmp_path, "--float64", before=before))
+        for before in ((), torchrun())
+    )
+    assert float(alone[1]) == pytest.approx(float(two[1]), rel=1e-12)
+    assert alone[2] == two[2]
+    assert float(alone[2]) > 88, "of 147 labels alone it learns 80"
+
+
 @pytest.mark.proof
 def test_the_gan_finds_the_ring(tmp_path: Path) -> None:
     radius = float(re.search(r"radius of what it makes: ([\d.]+)", run("gan.py", tmp_path))[1])
