@@ -44,7 +44,7 @@ teacher.requires_grad_(False)
 
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
 run = shoal.parallelize(student, optimizer, nn.CrossEntropyLoss(reduction="none"), batch=64)
-for epoch in run.epochs(EPOCHS):
+for _epoch in run.epochs(EPOCHS):
     for batch in run.loader(data):
         answers = run.total(sum(len(targets) for _, targets in batch.values))
         labels = max(1, run.total(sum(labelled(targets) for _, targets in batch.values)))
