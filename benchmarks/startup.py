@@ -46,7 +46,7 @@ LIMITS_S = {"cold": 10.0, "from cache": 4.0}
 PROCESSES, MICRO_BATCH, SEQUENCE, VOCABULARY = 2, 4, 64, 8192
 COUNTED = (
     ("record the model", "shoal.trace.record", "as_cheaply"),
-    ("find the tables", "shoal.trace.vocabulary", "find_tables"),
+    ("find the tables", "shoal.trace.find_tables", "find_tables"),
     ("plan the model", "shoal.parallel.spmd.model_split", "plan_split"),
     ("split a layer", "shoal.parallel.spmd.split_block", "split_block"),
     ("  for other inputs", "shoal.parallel.spmd.split_block", "again"),

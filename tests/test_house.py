@@ -210,6 +210,7 @@ run.close()
     [
         ("Layer", {"tp": 2, "pp": 2}),
         ("Attention", {"cp": 2, "tp": 2}),
+        ("Attention", {"cp": 2, "pp": 2}),
         ("Mixture", {"ep": 2, "dp_shard": 2, "zero": 2, "pp": 2}),
     ],
 )

@@ -12,7 +12,8 @@ import torch
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.config.sections import DataSection, ModelSection
-from shoal.data.dataset import load_error, sample_kind
+from shoal.data.dataset import load_error
+from shoal.data.first_look import sample_kind
 from shoal.data.loader import Loader
 from shoal.data.sources import open_source
 from shoal.data.workers import Failure

@@ -10,7 +10,8 @@ import pytest
 from shoal.base.layout import Layout
 from shoal.base.placement import Placement
 from shoal.base.shards import flat_slices
-from shoal.planner.buckets import cut_buckets, plan_buckets
+from shoal.planner.buckets import plan_buckets
+from shoal.planner.cut_buckets import cut_buckets
 
 LLAMA_BLOCK = [
     (64, 64),

@@ -12,7 +12,8 @@ from shoal.base.facts import MachineFacts
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.strategies import expand
-from shoal.planner.settle import Words, kept_plan, settle, words_of
+from shoal.planner.kept_plan import kept_plan
+from shoal.planner.settle import Words, settle, words_of
 
 SERVER = MachineFacts(cores=64, memory_bytes=2**40, gpus=8)
 OPEN = Plan(Layout(), 48)

@@ -18,10 +18,10 @@ from shoal.base.plan import Plan
 from shoal.config.load import load
 from shoal.config.resolve import plan_of
 from shoal.config.sections import Config
-from shoal.data.dataset import first_samples
+from shoal.data.first_look import first_samples
 from shoal.data.sources import open_source
+from shoal.planner.kept_plan import keep_choice
 from shoal.planner.measured import this_cluster
-from shoal.planner.settle import keep_choice
 from shoal.trainer import rank_layouts
 from shoal.trainer.job import build_model, import_loss
 from shoal.trainer.predict import case_of, facts_of, prediction

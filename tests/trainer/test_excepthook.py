@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError, TrainingError
+from shoal.base.frames import user_place
 from shoal.fabric import World
 from shoal.fabric.process_info import Place
-from shoal.trainer.excepthook import ShoalErrorHook, install, user_place
+from shoal.trainer.excepthook import ShoalErrorHook, install
 
 SCRIPT = """\
 import atexit, sys

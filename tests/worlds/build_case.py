@@ -21,10 +21,10 @@ from shoal.checkpoint.export import export
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build
 from shoal.parallel import shared_build
-from shoal.parallel.checkpoint_files import made_beside, pretrained_shapes
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.full_state import gather_weights
 from shoal.parallel.mmap_init import mmap_init
+from shoal.parallel.pretrained import made_beside, pretrained_shapes
 from shoal.parallel.shared_build import build_once
 from shoal.trainer import parallelize as starting
 from shoal.trainer.parallelize import build_module, parallelize

@@ -43,7 +43,7 @@ from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
 from shoal.launch.processes import Guardian, die_with, private_socket
 from shoal.launch.stopping import StopSignals
-from shoal.planner.settle import keep_choice
+from shoal.planner.kept_plan import keep_choice
 from shoal.view.live import LiveView
 
 LOOK_S = 0.1

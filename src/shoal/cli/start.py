@@ -44,10 +44,11 @@ from shoal.config.save import keep_origins, to_toml
 from shoal.launch import supervise
 from shoal.planner.bubble import describe_bubble
 from shoal.planner.guide import check_cores
+from shoal.planner.kept_plan import keep_choice
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
 from shoal.planner.schedules import check_micro_batches
-from shoal.planner.settle import keep_choice, settle_batch, settle_layout
+from shoal.planner.settle import settle_batch, settle_layout
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
 

@@ -1,24 +1,22 @@
-"""Looks at a dataset before and beside training: its kind, its identity, its first samples joined.
+"""Looks at a dataset before and beside training: identity, whether indexed; joins samples.
 
 Nothing here moves a stream or a generator: what is read is read again by whoever trains.
 """
 
 from __future__ import annotations
 
-import copy
 import errno
 import hashlib
 import traceback
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
-from shoal.data.seeding import kept_draws, seeded_draws
+from shoal.base.errors import ClusterError, ShoalError, UserError
+from shoal.data.seeding import seeded_draws
 
 Collate = Callable[[list[Any]], Any]
 
@@ -80,27 +78,6 @@ def identity_of(dataset: Any) -> list[Any] | None:
         return None
 
 
-def sample_kind(dataset: Any) -> str:
-    """Returns what a dataset's first sample has as inputs: images, numbers, or tokens.
-
-    images   floats of two dims or more · numbers  floats of fewer
-    tokens   whole numbers, and whatever is unknown: an iterable, which is not read, or a sample
-             that is no tensor or fails
-    The first sample is loaded; the generators are put back afterwards.
-    """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return "tokens"
-    try:
-        with kept_draws():
-            first = dataset[0]
-        inputs = torch.as_tensor(first[0] if isinstance(first, tuple | list) else first)
-    except Exception:
-        return "tokens"
-    if not inputs.is_floating_point():
-        return "tokens"
-    return "images" if inputs.ndim > 1 else "numbers"
-
-
 def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
     """Join a list of samples to one batch; `collate` None is torch's default_collate.
 
@@ -111,27 +88,6 @@ def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
     except Exception as error:
         hint = "" if collate else "; unequal samples need data.collate=pkg.mod:function"
         raise load_error(f"data.collate: joining {where}{hint}", error) from error
-
-
-def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
-    """Join the first `count` samples to a batch; data and generators stay as they were.
-
-    data     map-style, or an iterable with `state_dict()`
-    Errors   ConfigError for an iterable that could not be put back; as `join`; the dataset's own
-    """
-    with kept_draws():
-        if is_indexed(data):
-            samples = [data[place] for place in range(min(count, len(data)))]
-        elif hasattr(data, "state_dict"):
-            state = copy.deepcopy(data.state_dict())
-            samples = list(islice(iter(data), count))
-            data.load_state_dict(state)
-        else:
-            raise ConfigError(
-                "data.source: can only be iterated, so no sample can be looked at without taking "
-                "it; nearest: a dataset with __getitem__ and __len__, or with state_dict()"
-            )
-    return join(samples, collate, "the first samples")
 
 
 def is_indexed(dataset: object) -> bool:

@@ -21,55 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 SMAPS = Path("/proc/self/smaps")
 """Where Linux shows what a process has mapped."""
-
-
-def checkpoint_of(module: nn.Module) -> Path | None:
-    """The folder whose safetensors a model, or a part of one, was made from."""
-    if "transformers" not in sys.modules:
-        return None
-    from transformers import PreTrainedModel
-
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel) and part.name_or_path:
-            folder = Path(part.name_or_path)
-            if next(folder.glob("*.safetensors"), None) is not None:
-                return folder
-    return None
-
-
-@contextmanager
-def pretrained_shapes() -> Iterator[None]:
-    """Inside, transformers' own `from_pretrained` builds a model from its config, without weights.
-
-    For the meta device, where it refuses to load: whoever calls it has the weights from elsewhere,
-    and holds names, shapes and formats against them. Nothing happens where transformers was not
-    imported. What was asked for beside the config's own settings stays with the config.
-    """
-    if "transformers" not in sys.modules:
-        yield
-        return
-    from transformers import PreTrainedModel
-
-    def of_shapes(cls: Any, path: Any = None, *_: Any, config: Any = None, **more: Any) -> Any:
-        told, dtype = more.pop("output_loading_info", False), more.pop("dtype", None)
-        dtype = more.pop("torch_dtype", None) or dtype
-        if config is None:
-            config = cls.config_class.from_pretrained(path, **more)
-        kept = {key: more[key] for key in more if key.endswith("_implementation")}
-        kept |= {"dtype": getattr(config, "dtype", None) if dtype in (None, "auto") else dtype}
-        model = cls._from_config(config, **kept).eval()
-        return (model, {}) if told else model
-
-    own = PreTrainedModel.__dict__["from_pretrained"]
-    setattr(PreTrainedModel, "from_pretrained", classmethod(of_shapes))  # noqa: B010 (for mypy)
-    try:
-        yield
-    finally:
-        setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
 
 
 @contextmanager
@@ -115,40 +68,6 @@ def _read_starts(path: Any) -> None:
                 os.pread(file, 1, 8 + size + told["data_offsets"][0])
     finally:
         os.close(file)
-
-
-def made_beside(module: nn.Module, folder: Path) -> list[str]:
-    """Names of tensors that do not lie in files of a folder as they are saved there.
-
-    They were converted when they were read, or merged, or are no part of the checkpoint.
-    """
-    paths = {str(path.resolve()) for path in folder.glob("*.safetensors")}
-    read = [one for one in files_as_read() if one.path in paths]
-
-    def lies_there(tensor: Tensor) -> bool:
-        at = tensor.untyped_storage().data_ptr()
-        return any(one.start <= at < one.stop for one in read)
-
-    return [name for name, p in module.named_parameters() if p.numel() and not lies_there(p)]
-
-
-def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
-    """The line on a checkpoint of which not every process can read its part alone."""
-    if folder is None or not SMAPS.exists():
-        return []
-    names = made_beside(module, folder)
-    if not names:
-        return []
-    from shoal.base.units import bytes_text
-
-    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters()}
-    made_bytes = sum(sizes[name] for name in names)
-    return [
-        f"model: {bytes_text(made_bytes)} of {bytes_text(sum(sizes.values()))} are not in the "
-        f"files of {folder} as the model holds them (another format, merged, or missing), first: "
-        f"{names[0]}; one process of each machine reads those whole, every process its part of the "
-        f"rest; nearest: save_pretrained of the model as it is built"
-    ]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from shoal.base.placement import Placement
 from shoal.base.plan import Bucket, Plan
 from shoal.base.resharding import kept_over
 from shoal.base.shards import bytes_of
-from shoal.planner.buckets import BUCKET_BYTES, cut_buckets, plan_buckets
+from shoal.planner.buckets import BUCKET_BYTES, plan_buckets
+from shoal.planner.cut_buckets import cut_buckets
 from shoal.planner.model_states import States
 
 

@@ -30,7 +30,8 @@ from shoal.base.policies import (
 )
 from shoal.config.resolve import asked_layout, plan_of
 from shoal.config.sections import Config
-from shoal.data.dataset import first_samples, is_indexed
+from shoal.data.dataset import is_indexed
+from shoal.data.first_look import first_samples
 from shoal.data.seeding import draws_nothing, kept_draws
 from shoal.data.sources import Source
 from shoal.planner.model_facts import FAMILIES, family_of

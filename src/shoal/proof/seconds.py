@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.base.errors import ShoalError
 from shoal.base.phases import phase
-from shoal.data.dataset import first_samples
+from shoal.data.first_look import first_samples
 from shoal.fabric.device import is_accelerator
 from shoal.proof.proof_case import ProofCase
 from shoal.trace.flops import backward_flops

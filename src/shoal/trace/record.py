@@ -34,7 +34,7 @@ from shoal.trace.shapes import tensors_of
 from shoal.trace.stand_in import StandIn
 from shoal.trace.trunk import Run, Trunk, find_trunk, guess_blocks
 from shoal.trace.untouched import without_trace
-from shoal.trace.vocabulary import Tables, TableUses, Uses, find_tables, is_table
+from shoal.trace.vocabulary import Tables, TableUses, Uses, is_table
 
 if TYPE_CHECKING:
     from shoal.trace.find_experts import ExpertLayer
@@ -111,6 +111,8 @@ class Record:
         self, blocks: Collection[str], degree: int, wish: Callable[[str], str | None]
     ) -> Tables:
         """Embeddings and heads that `degree` ranks can split; see `find_tables`."""
+        from shoal.trace.find_tables import find_tables  # only tp asks for them
+
         order = [name for name, _ in self.seen.order]
         return find_tables(self.module, self.seen.uses, order, blocks, degree, wish)
 

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any
 
 from shoal.base.errors import ClusterError, ShoalError
-from shoal.base.frames import user_place
 from shoal.fabric import World
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -80,6 +79,8 @@ class ShoalErrorHook:
 
     def line(self, error: ShoalError, trace: TracebackType | None) -> str:
         """`shoal: FILE:LINE: message`, the place being the innermost that is the user's."""
+        from shoal.base.frames import user_place  # a run that goes well does without
+
         several = self.world is not None and self.world.size > 1
         rank = f"[rank {self.world.rank}] " if several and self.world is not None else ""
         place = user_place(trace)

@@ -20,7 +20,7 @@ from shoal.base.plan import Plan
 from shoal.config.paths import load_function, search_here
 from shoal.config.resolve import check_reads
 from shoal.config.sections import Config, DataSection, ModelSection
-from shoal.data.dataset import first_samples, sample_kind
+from shoal.data.first_look import first_samples, sample_kind
 from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.frames import place_in
 from shoal.fabric import World
 from shoal.fabric.traffic import Traffic
 from shoal.fabric.world import meeting_store
@@ -198,6 +197,8 @@ class Meeting:
         return [rank for rank in near if rank != self.rank]
 
     def _told(self, stood_s: float) -> dict[str, Any]:
+        from shoal.base.frames import place_in  # asked for where ranks wait for each other
+
         frame = sys._current_frames().get(self._main)
         inner = frame.f_code.co_filename if frame is not None else ""
         name = frame.f_code.co_name if frame is not None else ""

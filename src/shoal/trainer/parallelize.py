@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -19,7 +20,6 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, UserError
 from shoal.base.facts import this_machine
-from shoal.base.frames import user_place
 from shoal.base.layout import Layout
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
@@ -240,7 +240,7 @@ def _built(
 
     def build() -> nn.Module:
         if torch.get_default_device().type == "meta":  # another rank gives it its weights
-            from shoal.parallel.checkpoint_files import pretrained_shapes
+            from shoal.parallel.pretrained import pretrained_shapes
 
             with pretrained_shapes():
                 module, lines[:] = bare(build_module(model, plan.seed))
@@ -257,10 +257,13 @@ def _built(
 
         with mmap_init():
             return build(), lines
-    from shoal.parallel.checkpoint_files import checkpoint_of, said_of_files
     from shoal.parallel.shared_build import build_once
 
     module, more = build_once(world, build)
+    if "transformers" not in sys.modules:  # nobody else says which files a model came from
+        return module, lines + more
+    from shoal.parallel.pretrained import checkpoint_of, said_of_files
+
     return module, lines + more + said_of_files(module, checkpoint_of(module))
 
 
@@ -315,6 +318,8 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
         except ShoalError:
             raise
         except Exception as error:
+            from shoal.base.frames import user_place  # a builder that goes well does without
+
             where = user_place(error.__traceback__)
             told = UserError(
                 f"model: the builder raised {type(error).__name__}: {error}"

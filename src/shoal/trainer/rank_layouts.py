@@ -31,6 +31,7 @@ from shoal.config.sections import Config, LayoutSection
 from shoal.fabric import World
 from shoal.parallel import precision as formats
 from shoal.planner.case_settings import beside, state_bytes_of
+from shoal.planner.kept_plan import kept_plan
 from shoal.planner.measured import read_measured
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import Candidate, search
@@ -39,7 +40,6 @@ from shoal.planner.settle import (
     Words,
     goes_together,
     is_open,
-    kept_plan,
     settle_batch,
     split_words,
 )

@@ -18,7 +18,6 @@ from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
 from shoal.parallel.program import Program
-from shoal.planner.buckets import cut_buckets
 
 if TYPE_CHECKING:  # whole parameters ask no optimizer
     from shoal.optim.probe import Slicing
@@ -53,6 +52,8 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
             f"layout.strategy = {plan.layout.strategy}: no rank sees all parameters, and "
             f"{allowed.apart}; nearest: layout.strategy=ddp"
         )
+    from shoal.planner.cut_buckets import cut_buckets  # only stages 1 and 2 of zero cut them
+
     whole, rank = bool(allowed.flat), program.world.rank
     buckets = cut_buckets(plan.buckets, plan.placements, plan.layout, rank, whole_parameters=whole)
     ranks = plan.layout.dp_shard

@@ -31,7 +31,6 @@ from shoal.trainer.lockstep import count_forwards, meeting_of, together
 from shoal.trainer.module_guard import check_hooks, hooked
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.saving import FAILED, Saving
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips
 from shoal.trainer.step import (
@@ -57,6 +56,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.trainer.loss_scale import LossScale
     from shoal.trainer.own_passes import OwnMicroBatch, OwnPasses
     from shoal.trainer.run_state import Beside
+    from shoal.trainer.saving import Saving
 
 
 class Run:
@@ -104,7 +104,7 @@ class Run:
         self._hooked = hooked(program.parameters)  # of those it was told
         self.lease: RunLease | None = None
         self.loss_scale = _loss_scale(plan.compute, plan.loss_scale)
-        self.saving = Saving(program.world, recorder.events.emit, recorder.warn)
+        self._saving: Saving | None = None
         stepped = {name: one.parameter for name, one in program.local.items()}
         self.average = _average(plan.average, stepped)
         self.skips = Skips(plan.skip_limit)
@@ -133,6 +133,16 @@ class Run:
     def plan(self) -> Plan:
         """The layout, the batch arithmetic and the gradient buckets."""
         return self.program.plan
+
+    @property
+    def saving(self) -> Saving:
+        """How this run saves; made when it is first asked for."""
+        if self._saving is None:
+            from shoal.trainer.saving import Saving  # a run that never saves does without
+
+            told = self.recorder
+            self._saving = Saving(self.world, told.events.emit, told.warn)
+        return self._saving
 
     def loader(
         self, dataset: Any, *, workers: int = 0, collate: Any = None, **unknown: Any
@@ -299,7 +309,7 @@ class Run:
     def _flags(self) -> Flags:
         return Flags(
             stop=self._stop_wanted,
-            save_failed=self.saving.report() == FAILED,
+            save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
             says=self.touched.says(self.step_count + 1),
         )
@@ -423,7 +433,8 @@ class Run:
         self._tally = self._own = None
         self.skips.in_a_row = 0
         chosen = self._folder(folder)
-        self.saving.settle()  # what is still being written must not be taken for a leftover
+        if self._saving is not None:
+            self._saving.settle()  # what is still being written must not be taken for a leftover
         found = restore_run(self, chosen, step)
         self._restored.add(chosen)
         self.guard.restored()
@@ -461,7 +472,8 @@ class Run:
         sharded), and the optimizer what this rank stepped.
         """
         self._closed = True
-        self.saving.close()
+        if self._saving is not None:
+            self._saving.close()
         self.touched.close()
         self.guard.close()
         for undo in self.program.on_close:

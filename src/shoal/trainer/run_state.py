@@ -66,7 +66,6 @@ class Kept(Protocol):
     optimizer: torch.optim.Optimizer
     guard: OptimizerGuard
     recorder: Recorder
-    saving: Saving
     feed: Feed
     epochs_done: Epochs
     loss_scale: LossScale | None
@@ -74,6 +73,10 @@ class Kept(Protocol):
     beside: Beside | None
     extra_record: dict[str, Any]
     step_count: int
+
+    @property
+    def saving(self) -> Saving:
+        """How it saves."""
 
 
 def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:

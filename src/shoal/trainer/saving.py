@@ -106,6 +106,10 @@ class Saving:
             return NOTHING
         return FAILED if outcome.failure is not None else DONE
 
+    def failed(self) -> bool:
+        """Tell whether this rank's newest save has failed, until `settle`; never waits."""
+        return self.report() == FAILED
+
     @phase("finish the last save")
     def settle(self) -> Outcome | None:
         """Wait for the save in flight; its outcome, the same on all ranks, or None without one.

@@ -23,7 +23,7 @@ Source    Liu, Zaharia, Abbeel 2023 (2310.01889); the backward pass by the log-s
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from shoal.parallel.context_parallel.attention_kernels import (
     attend_backward,
     merge,
 )
-from shoal.parallel.context_parallel.axis import ContextAxis
 from shoal.parallel.context_parallel.visible_keys import (
     Masked,
     Unmasked,
@@ -42,6 +41,9 @@ from shoal.parallel.context_parallel.visible_keys import (
     in_small_groups,
 )
 from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
+
+if TYPE_CHECKING:  # only types
+    from shoal.parallel.context_parallel.axis import ContextAxis
 
 
 def ring_attention(

@@ -13,14 +13,16 @@ Source    Jacobs et al. 2023 (2309.14509), DeepSpeed-Ulysses
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel.context_parallel.axis import ContextAxis
 from shoal.parallel.context_parallel.ring import as_products, ring_attention
+
+if TYPE_CHECKING:  # only types
+    from shoal.parallel.context_parallel.axis import ContextAxis
 
 
 def ulysses_attention(

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.parallel.context_parallel.axis import ContextAxis
+if TYPE_CHECKING:  # only types
+    from shoal.parallel.context_parallel.axis import ContextAxis
+
 
 NOTHING, SOME, EVERYTHING = range(3)
 

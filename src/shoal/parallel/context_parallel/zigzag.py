@@ -17,11 +17,13 @@ Source    2n chunks: Llama 3 (2407.21783, §3.3.2), zigzag ring attention (Zhu 2
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from shoal.parallel.context_parallel.axis import ContextAxis
+if TYPE_CHECKING:  # only types
+    from shoal.parallel.context_parallel.axis import ContextAxis
 
 Deal = Callable[[int, int], tuple[int, int]]
 

@@ -5,12 +5,7 @@ unit norms hide mistakes), on the sample's own inputs: outputs, gradients of inp
 parameters. A mistake shows as a difference of 1e-3 to 1, rounding as 1e-15, so they never meet.
 A block that does not run in float64 is checked in float32, where rounding is 1e-7.
 
-    difference      likely cause, found by trying what would undo it
-    outputs         a bias that every rank adds · a fused weight cut into the wrong segments · a
-                    rank that works with another rank's part of what all of them hold
-    gradients only  a sum over ranks that is missing in the backward pass, or is done twice
-
-A block that fails stays whole, and is named with what differs and the cause.
+A block that fails stays whole, and is named with what differs and the cause (`cause.py`).
 
 Source: planted bugs and what shows them were measured; a missing backward reduction leaves outputs
 and loss exact.
@@ -27,10 +22,9 @@ from torch import Tensor, nn
 from shoal.base.errors import PlanError
 from shoal.base.phases import counting
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.labels import Label, Split, divides
 from shoal.parallel.spmd.passed import PASSED
 from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit
-from shoal.parallel.spmd.trial import Results, Trial
+from shoal.parallel.spmd.trial import Trial
 from shoal.trace.casts import NARROW, CastsLifted
 from shoal.trace.graph import is_function
 from shoal.trace.untouched import without_trace
@@ -38,9 +32,6 @@ from shoal.trace.untouched import without_trace
 EXACT, CAST = 1e-10, 1e-4
 """Largest difference that is rounding, of the whole's norm: in float64, and where the block
 computes in float32."""
-
-SEGMENTS = (1, 2, 3, 4)
-"""Numbers of segments that are tried to name a cause."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +159,8 @@ def _check(
         trial = Trial(module.get_submodule(name), group, axes, dtype)
         expected, got = trial.alone(), trial.together()
         tolerance = CAST if trial.casts else EXACT
-        outputs = trial.everywhere(_distance(got.outputs, expected.outputs))
-        norm = _norm(expected.gradients.values())
+        outputs = trial.everywhere(distance_of(got.outputs, expected.outputs))
+        norm = norm_of(expected.gradients.values())
         wrong = [
             n
             for n, g in expected.gradients.items()
@@ -177,119 +168,24 @@ def _check(
         ]
         wrong.reverse()
         wrong.sort(key=lambda n: n.startswith("input "))  # the last parameter first, inputs last
+        if not (wrong or outputs > tolerance):
+            return None
+        from shoal.parallel.spmd.cause import in_gradients, in_outputs  # a right split needs none
+
         if outputs > tolerance:
-            return Finding(name, outputs, tuple(wrong), _in_outputs(trial, tolerance))
-        if wrong:
-            cause = _in_gradients(trial, tolerance, wrong, got, expected)
-            return Finding(name, 0.0, tuple(wrong), cause)
-    return None
+            return Finding(name, outputs, tuple(wrong), in_outputs(trial, tolerance))
+        cause = in_gradients(trial, tolerance, wrong, got, expected)
+        return Finding(name, 0.0, tuple(wrong), cause)
 
 
-def _in_outputs(trial: Trial, tolerance: float) -> str:
-    """The likely cause of wrong outputs; of two axes the inner one was right by itself."""
-    expected = trial.alone().outputs
-
-    def mended(got: Results, wanted: list[Tensor]) -> bool:
-        return trial.everywhere(_distance(got.outputs, wanted)) <= tolerance
-
-    degree = trial.axis.size
-    biases = _row_biases(trial)
-    divided = {n: t / degree if n in biases else t for n, t in trial.numbers.items()}
-    if biases and mended(trial.together(divided), expected):
-        return f"every rank adds {' and '.join(biases)}, which so counts {degree} times"
-    for size, names in _fused(trial).items():
-        for segments in SEGMENTS:
-            cuts: dict[str, Label] = {}
-            for n in names:
-                label = trial.labels[n]
-                if isinstance(label, Split) and divides(size, segments, degree):
-                    cuts[n] = Split(label.dim, segments)
-            if not cuts or cuts == {n: trial.labels[n] for n in names}:
-                continue
-            if mended(trial.together(labels=cuts), expected):
-                return (
-                    f"{' and '.join(names)} hold {segments} segments and were cut as "
-                    f"{_segments(trial.labels[names[0]])}"
-                )
-    shared = _shared_matrices(trial)
-    if shared:
-        alike = {
-            n: t.mean(0, keepdim=True).expand_as(t) if n in shared else t
-            for n, t in trial.numbers.items()
-        }
-        if mended(trial.together(alike), trial.alone(alike).outputs):
-            return f"ranks work with the wrong part of {' and '.join(shared)}, which all hold"
-    return "an exchange in the forward pass is missing, or stands at the wrong place"
-
-
-def _in_gradients(
-    trial: Trial, tolerance: float, wrong: Sequence[str], got: Results, expected: Results
-) -> str:
-    """The likely cause of wrong gradients behind right outputs."""
-    degree = trial.axis.size
-    norm = _norm(expected.gradients.values())
-    parts, repeated = [], []
-    for n in wrong:
-        if n in trial.labels:
-            continue
-        wanted, own = expected.gradients[n], got.own[n]
-        if own.shape != wanted.shape:
-            continue
-        summed = trial.summed(own)
-        if trial.everywhere(float((summed - wanted).norm() / norm)) <= tolerance:
-            parts.append(n)
-        elif trial.everywhere(float((summed - wanted * degree).norm() / norm)) <= tolerance:
-            repeated.append(n)
-    if repeated and len(repeated) == len(wrong):
-        return f"the gradient of {repeated[0]} is whole on every rank and is summed all the same"
-    held = [n for n in parts if not n.startswith("input")]
-    if held and len(parts) == len(wrong):
-        return (
-            f"all ranks hold {' and '.join(held)}, each has a part of the gradient, and nobody "
-            f"sums it"
-        )
-    return f"a sum over ranks is missing, or done twice, in the backward pass before {wrong[0]}"
-
-
-def _row_biases(trial: Trial) -> list[str]:
-    """Whole vectors beside a split weight of the same layer."""
-    layers = {n.rpartition(".")[0] for n in trial.labels}
-    return [
-        n
-        for n, t in trial.numbers.items()
-        if t.dim() == 1 and n not in trial.labels and n.rpartition(".")[0] in layers
-    ]
-
-
-def _fused(trial: Trial) -> dict[int, list[str]]:
-    """Cut parameters by the size of the dim that is cut: a weight and its bias go together."""
-    sizes: dict[int, list[str]] = {}
-    for n, label in trial.labels.items():
-        if isinstance(label, Split):
-            sizes.setdefault(trial.numbers[n].shape[label.dim], []).append(n)
-    return sizes
-
-
-def _shared_matrices(trial: Trial) -> list[str]:
-    """Matrices of which several ranks hold the same part."""
-    return [
-        n
-        for n, t in trial.numbers.items()
-        if t.dim() > 1 and not isinstance(trial.labels.get(n), Split)
-    ]
-
-
-def _segments(label: Label) -> str:
-    groups = label.groups if isinstance(label, Split) else 1
-    return f"{groups} segments" if groups > 1 else "one"
-
-
-def _distance(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def distance_of(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Measure how far tensors are from others: the norm of all differences, by that of all."""
     pairs = [(g, e) for g, e in zip(got, expected, strict=True) if e.is_floating_point()]
-    norm = _norm(e for _, e in pairs)
-    return float(_norm(g - e for g, e in pairs) / norm)
+    norm = norm_of(e for _, e in pairs)
+    return float(norm_of(g - e for g, e in pairs) / norm)
 
 
-def _norm(tensors: Iterable[Tensor]) -> Tensor:
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Take the norm of several tensors as one, never 0; 1 where there are none."""
     norms = [t.detach().double().norm().cpu() for t in tensors]
     return torch.stack(norms).norm().clamp(min=1e-300) if norms else torch.ones(())

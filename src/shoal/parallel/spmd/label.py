@@ -24,7 +24,6 @@ from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Partial, Split, Ti
 from shoal.parallel.spmd.problem import Problem, is_getitem
 from shoal.parallel.spmd.rules import Rule
 from shoal.parallel.spmd.steps import Choice, Conflict, NotSplit, Step, may_stay_split
-from shoal.parallel.spmd.weights import choose
 from shoal.trace.graph import is_in_place
 
 SMALL = 8
@@ -223,9 +222,12 @@ class Labelling:
     ) -> Step:
         """Decide about weights, if any are undecided; else, or if that fails, fit the rest."""
         values = [None if self.problem.sources[one] else self._completed(one) for one in slots]
-        step = choose(self, node, values, undecided) if undecided else None
-        if step is not None:
-            return step
+        if undecided:
+            from shoal.parallel.spmd.weights import choose  # cp has all weights whole: none are
+
+            step = choose(self, node, values, undecided)
+            if step is not None:
+                return step
         self.parameters.update(dict.fromkeys(undecided, WHOLE))
         values = [self._gathered_anyway(n, v) for n, v in zip(slots, values, strict=True)]
         return self._fit(node, slots, values)
