@@ -4,6 +4,11 @@ A row is one training over several layouts: each builds the model, goes on from 
 saved, trains, saves and exports, on devices that have 75 % of the model's bytes in fp32. It is
 compared with the same steps of one process on the CPU, in fp32.
 
+With --host the ranks are in a memory cgroup, and what a node's host holds is looked at, devices aside.
+Objects of Python, libraries and messages are no weights: a model as deep, of hardly any, runs the row
+too, and what it takes at most in the same instant does not count. (Where the two peaks are at
+different times that is more than was there beside the weights.)
+
     python tests/simgpu/larger.py --out docs/proof/larger.json [ROW …]
 """
 
@@ -41,6 +46,9 @@ STATES = {"sgd": 1, "adamw": 3}
 
 MODEL = {"dim": 144, "layers": 72, "heads": 4, "kv_heads": 4, "tied": False}
 """69 MiB in blocks of less than 1 MiB: CUDA's segments of 20 MiB would blur so small a device."""
+
+NARROW = {**MODEL, "dim": 8}
+"""As many tensors, in 0.5 MiB."""
 
 HSDP = {"dp_replicate": 2, "offload": "parameters"}
 """Half of the weights and half of the gradients are all of a model: plain hsdp trains in 100 %."""
@@ -104,9 +112,19 @@ def ranks(size: int, asked: Told, environ: dict[str, str], group: Cgroup | None)
 
 
 def trained(
-    library: str, size: int, optimizer: str, legs: list[Any], *, host: bool = False, **changed: Any
+    library: str,
+    size: int,
+    optimizer: str,
+    legs: list[Any],
+    *,
+    host: bool = False,
+    limit_bytes: int | None = None,
+    **changed: Any,
 ) -> Told:
-    """A row: its legs as every rank tells them, and the losses of one process."""
+    """A row: its legs as every rank tells them, and the losses of one process.
+
+    limit_bytes   of a device; None: `LIMIT`
+    """
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))}
     plain = {**os.environ, **paths}
     steps = 3 * len(legs)
@@ -115,11 +133,12 @@ def trained(
         asked |= {"folder": folder, "steps": steps, **changed}
         (single,) = ranks(1, {**asked, "plain": True, "legs": ["single"]}, plain, None)
         weights_bytes = single["legs"][0]["weights"]
+        limit_bytes = limit_bytes or int(LIMIT * weights_bytes)
         simulated = {
             **plain,
             "SIM_LIBRARY": library,
             "SIM_DEVICES": str(size),
-            "SIM_MEMORY_BYTES": str(int(LIMIT * weights_bytes)),
+            "SIM_MEMORY_BYTES": str(limit_bytes),
             "PYTHONPATH": f"{HERE / 'site'}{os.pathsep}{plain['PYTHONPATH']}",
             "PYTHONWARNINGS": "ignore",
         }
@@ -131,11 +150,22 @@ def trained(
         "ranks": size,
         "optimizer": optimizer,
         "weights": weights_bytes,
-        "limit": int(LIMIT * weights_bytes),
+        "limit": limit_bytes,
         "losses": single["legs"][0]["losses"],
         "legs": [[one["legs"][n] for one in told] for n in range(len(legs))],
         "host": inside is not None,
     }
+
+
+def with_host(library: str, name: str) -> Told:
+    """A row whose first rank tells of the host too, and of a narrow model's, its weights aside."""
+    row = trained(library, *ROWS[name], host=True)
+    assert row["host"], "no memory cgroup can be made here"
+    narrow = trained(library, *ROWS[name], host=True, limit_bytes=row["limit"], model=NARROW)
+    for ours, theirs in zip(row["legs"], narrow["legs"], strict=True):
+        for instant, held in ours[0]["held"].items():
+            held["narrow"] = theirs[0]["held"][instant]["host"] - narrow["weights"]
+    return row
 
 
 def short(row: Told) -> Told:
@@ -167,6 +197,19 @@ def short(row: Told) -> Told:
     return {**names, **sizes, "legs": legs}
 
 
+def _most_on_host(name: str, told: list[Told], row: Told) -> int:
+    """What a node may hold beside its devices while building, or loading.
+
+    A build makes one model, beside what offload leaves there. A rank loads all that it keeps before
+    it believes any of it: a model's states once per replica.
+    """
+    if name == "build":
+        most = row["weights"] + sum(one["on host"] for one in told)
+    else:
+        most = STATES[row["optimizer"]] * sum(one["share"] for one in told)
+    return int(most + told[0]["unit"])
+
+
 def check(row: Told) -> None:
     """What must be true of a row."""
     for n, told in enumerate(row["legs"]):
@@ -181,6 +224,10 @@ def check(row: Told) -> None:
             for name, times in (("build", 1), ("resume", STATES[row["optimizer"]])):
                 most = times * one["share"] + one["unit"]
                 assert one["held"][name]["device"] <= most, (name, most, where)
+        for name in ("build", "resume") if row["host"] else ():
+            held = told[0]["held"][name]
+            most = _most_on_host(name, told, row)
+            assert held["host"] - held["narrow"] <= most, (name, most, told[0]["layout"], held)
             assert max(held["reserved"] for held in one["held"].values()) <= row["limit"], where
 
 
@@ -193,7 +240,7 @@ def main() -> None:
     built = str(library())
     found: Told = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
     for name in asked.rows or ROWS:
-        row = trained(built, *ROWS[name], host=asked.host)
+        row = with_host(built, name) if asked.host else trained(built, *ROWS[name])
         found[name] = {"date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}", **short(row)}
         print(json.dumps(found[name], indent=1), flush=True)
         check(row)

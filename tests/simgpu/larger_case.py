@@ -10,6 +10,7 @@ process: it writes the weights of a plain build to `initial.safetensors`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import mmap
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -32,6 +34,7 @@ from shoal.checkpoint.export import export
 from shoal.fabric import World, start_world
 from shoal.machine.memory import trim_heap
 from shoal.models.catalog import build
+from shoal.parallel import shared_build
 from shoal.trainer.run_state import model_parts
 
 SEQUENCE, VOCABULARY, STEPS = 4, 768, 3
@@ -67,31 +70,53 @@ class Tokens:
         return row[:-1], row[1:]
 
 
+def written_bytes() -> int:
+    """What the devices of this process take of the host's memory: pages of segments, once written.
+
+    Source   mincore(2)
+    """
+    import simulated_cuda  # which there is on simulated devices only
+
+    libc = ctypes.CDLL(None)
+    to_host = ctypes.CDLL(os.environ["SIM_LIBRARY"])["_ZN6simgpu7to_hostEPKv"]
+    to_host.restype, to_host.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pages = 0
+    for line in simulated_cuda.lib.sim_snapshot().decode().splitlines():
+        if line.startswith("S"):
+            address, size = map(int, line.split()[2:4])
+            told = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+            where, into = ctypes.c_void_p(to_host(address)), ctypes.c_void_p(told.ctypes.data)
+            assert libc.mincore(where, ctypes.c_size_t(size), into) == 0
+            pages += int((told & 1).sum())
+    return pages * mmap.PAGESIZE
+
+
 class Host:
     """What a node's processes hold at most of its memory, devices' aside: sampled, in bytes.
 
     The processes are alone in a memory cgroup, whose use is the kernel's count of private memory and
-    of pages of files. Simulated devices lie in it too: each rank tells how much its own has reserved.
+    of pages of files. Simulated devices lie in it too: each rank tells how many pages of its own have
+    ever been written.
     """
 
     def __init__(self, world: World, folder: Path) -> None:
         self.usage = Path(os.environ.get("CGROUP_USAGE", ""))
         self.world, self.most, self.over = world, 0, threading.Event()
         if world.is_first:
-            (folder / "reserved").write_bytes(bytes(8 * world.size))
+            (folder / "written").write_bytes(bytes(8 * world.size))
         world.barrier()
-        with (folder / "reserved").open("r+b") as file:
-            self.reserved = mmap.mmap(file.fileno(), 8 * world.size)
+        with (folder / "written").open("r+b") as file:
+            self.written = mmap.mmap(file.fileno(), 8 * world.size)
         threading.Thread(target=self._look, daemon=True).start()
 
     def now(self) -> int:
         used = int(self.usage.read_text())
-        return used - sum(struct.unpack(f"{self.world.size}q", self.reserved[:]))
+        return used - sum(struct.unpack(f"{self.world.size}q", self.written[:]))
 
     def _look(self) -> None:
         place = slice(8 * self.world.rank, 8 * self.world.rank + 8)
         while not self.over.wait(0.01):
-            self.reserved[place] = struct.pack("q", torch.cuda.memory_reserved())
+            self.written[place] = struct.pack("q", written_bytes())
             if self.world.is_first:
                 self.most = max(self.most, self.now())
 
@@ -178,10 +203,12 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
     with instants.during("build"):
         run = started(world, asked, layout, asked["model"])
     blocks = run.program.twin.blocks if run.program.twin is not None else run.model.blocks
+    parts = [part for part, _ in model_parts(run).values()]
     told: dict[str, Any] = {
         "layout": run.plan.layout.text(),
         "weights": 4 * run.plan.parameters,
-        "share": sum(-(-part.numel() // 128) * 512 for part, _ in model_parts(run).values()),
+        "share": sum(-(-part.numel() // 128) * 512 for part in parts),
+        "on host": sum(4 * part.numel() for part in parts if part.device.type == "cpu"),
         "unit": 4 * sum(p.numel() for p in blocks[0].parameters()),
     }
     if plain:
@@ -214,6 +241,8 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     world = start_world()
     host = Host(world, Path(asked["folder"])) if asked.get("host") else None
+    if host:
+        shared_build.LEAST_BYTES = 0  # the narrow model starts as the one that it is compared with
     told = []
     for number in range(len(asked["legs"])):
         with sdpa_kernel(SDPBackend.MATH):  # what the device has

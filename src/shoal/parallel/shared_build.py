@@ -52,6 +52,9 @@ LEAST_BYTES = 64 * 2**20
 ALIGNED = 64
 """Bytes at a multiple of which each tensor begins in the file of small ones, as torch's own do."""
 
+RETURNS = 64
+"""Times that small tensors' memory is returned while they move into their file; 5 ms each."""
+
 FILES = Path("/proc/self/fd")
 """Where Linux shows a process's files."""
 
@@ -184,9 +187,8 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
             raise CannotShare(f"{name} is a {kind} tensor")
         if tensor.device.type != "cpu":
             raise CannotShare(f"{name} is on {tensor.device}")
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr() if storage.nbytes() else 0
-        storages.setdefault(key, storage)
+        key = _key(tensor)
+        storages.setdefault(key, tensor.untyped_storage())
         widths[key] = max(widths.get(key, 1), tensor.element_size())
     places: list[dict[str, Any]] = []
     small, read, used = 0, files_as_read(), set[tuple[int, int]]()
@@ -204,15 +206,14 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
             small += -(-storage.nbytes() // ALIGNED) * ALIGNED
     for start, stop in used:
         read_as_used(start, stop)
-    rest = _packed(storages, places, small, files)
-    for place in places:
-        if place.get("file", 0) < 0:
-            place["file"] = rest
     numbers = {key: number for number, key in enumerate(storages)}
+    of_storage: list[list[Tensor]] = [[] for _ in storages]
     for name, tensor in named.items():
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr() if storage.nbytes() else 0
-        tensors[name] = [numbers[key], tensor.storage_offset(), *_form(tensor)]
+        number = numbers[_key(tensor)]
+        tensors[name] = [number, tensor.storage_offset(), *_form(tensor)]
+        of_storage[number].append(tensor)
+    storages.clear()  # what moves into a file leaves its memory
+    _pack(of_storage, places, small, files)
     nodes = {d: os.fstat(d).st_ino for d in {p["file"] for p in places if "file" in p}}
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return {
@@ -224,16 +225,48 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
     }
 
 
-def _packed(
-    storages: dict[int, Any], places: list[dict[str, Any]], size_bytes: int, files: dict[str, int]
-) -> int:
-    """Write the storages that lie in no file into one; gives its descriptor."""
+def _pack(
+    of_storage: list[list[Tensor]],
+    places: list[dict[str, Any]],
+    size_bytes: int,
+    files: dict[str, int],
+) -> None:
+    """Move the storages that lie in no file into one, and note its descriptor as their place.
+
+    Their memory is returned on the way: a model of small tensors would be there twice at the end.
+
+    of_storage   per storage, the module's tensors that lie in it
+    places       of the storages, in the same order
+    size_bytes   of the file
+    """
     held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)
-    for storage, place in zip(storages.values(), places, strict=True):
-        if place.get("file", 0) < 0 and place["bytes"]:
-            part = held.narrow(0, place["at"], place["bytes"])
-            part.copy_(_raw(storage, 0, place["bytes"]))
-    return files[str(held.untyped_storage().filename)]
+    whole, moved_bytes = held.untyped_storage(), 0
+    descriptor = files[str(whole.filename)]
+    for tensors, place in zip(of_storage, places, strict=True):
+        if place.get("file", 0) >= 0:
+            continue
+        place["file"] = descriptor
+        if not place["bytes"]:
+            continue
+        start, stop = place["at"], place["at"] + place["bytes"]
+        raw = _raw(tensors[0].untyped_storage(), 0, place["bytes"]).numpy().data
+        # Not through the mapping: the first write to a part of it filled 16 MiB with empty pages.
+        while start < stop:
+            start += os.pwrite(descriptor, raw[start - stop :], start)
+        del raw
+        for tensor in tensors:
+            tensor.data = over(whole[place["at"] : stop], tensor, tensor.storage_offset())
+            belongs_to_file(tensor)
+        moved_bytes += place["bytes"]
+        if moved_bytes >= size_bytes / RETURNS:
+            trim_heap()
+            moved_bytes = 0
+
+
+def _key(tensor: Tensor) -> int:
+    """Where a tensor's storage begins; 0 for one of no bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
 
 
 def _form(tensor: Tensor) -> list[Any]:

@@ -214,6 +214,7 @@ def start_run(
     notices += check_hooks(hooks, program)
     program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
+    del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
     run = Run(program, bound, loss, Recorder(folder, world), length, given)

@@ -1,0 +1,42 @@
+"""What one process of a machine does so that others can map the model that it built."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.machine.memory import forget_peak, peak_memory_bytes
+from shoal.parallel.mmap_init import is_mapped
+from shoal.parallel.shared_build import _table
+
+MIB = 2**20
+
+
+def private_bytes() -> int:
+    """What this process has in memory of its own."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only: /proc")
+def test_small_tensors_leave_memory_while_they_move_into_their_file() -> None:
+    model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(512))
+    model.append(nn.Linear(128, 128, bias=False))
+    model[512].weight = model[0].weight
+    before = [one.weight.detach().sum().item() for one in model]
+    forget_peak(torch.device("cpu"))
+    held, peak = private_bytes(), peak_memory_bytes(torch.device("cpu"))
+    files: dict[str, int] = {}
+    assert _table(model, files, 1) is not None
+    assert private_bytes() < held - 28 * MIB, "32 MiB of weights"
+    assert peak_memory_bytes(torch.device("cpu")) < peak + 4 * MIB
+    assert all(is_mapped(one.weight) for one in model)
+    assert model[512].weight is model[0].weight
+    assert [one.weight.detach().sum().item() for one in model] == before
+    while files:
+        os.close(files.popitem()[1])
