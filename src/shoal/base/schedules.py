@@ -102,6 +102,15 @@ def copies(schedule: str) -> int:
     return 2 if schedule == "dualpipe" else 1
 
 
+def takes_turns(schedule: str, chunks: int = 1) -> bool:
+    """Whether a rank runs whole passes of one stage, one after another, in both directions.
+
+    >>> takes_turns("1f1b"), takes_turns("interleaved", 2), takes_turns("zero-bubble")
+    (True, False, False)
+    """
+    return stages_per_rank(schedule, chunks) == 1 and schedule not in SPLIT_BACKWARD
+
+
 def check_recompute(schedule: str, recompute: str) -> None:
     """Refuse recomputation, selective or full, where a schedule cuts the backward in two halves.
 

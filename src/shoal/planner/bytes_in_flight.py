@@ -21,7 +21,7 @@ from math import inf
 from typing import NamedTuple
 
 from shoal.base.estimate import Case
-from shoal.base.schedules import canonical, copies
+from shoal.base.schedules import canonical, copies, takes_turns
 from shoal.planner.activations import kept_by_unit
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.frameworks import Framework
@@ -158,8 +158,9 @@ def goes_in_turn(case: Case) -> bool:
     """Whether `sharded_in_turn` says what zero 3 holds: where a pass goes through all of a rank."""
     if case.layout.zero < 3 or streams_parameters(case):
         return False
-    in_order = case.framework == "shoal" and canonical(case.schedule) in ("gpipe", "1f1b")
-    return case.layout.pp == 1 or in_order
+    if case.layout.pp == 1:
+        return True
+    return case.framework == "shoal" and takes_turns(canonical(case.schedule), case.chunks)
 
 
 def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharded) -> list[Turn]:
