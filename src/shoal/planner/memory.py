@@ -100,7 +100,7 @@ def predict_memory(
     >>> plan = Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16")
     >>> found = predict_memory(Case(model, node, plan))
     >>> round(found.parts["weights"] / 2**30, 2), found.when
-    (3.74, 'backward')
+    (3.74, 'loss')
     """
     _check(case)
     habits = habits or framework(case.framework)
