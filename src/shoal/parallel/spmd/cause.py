@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.parallel.spmd.check import distance_of, norm_of
 from shoal.parallel.spmd.labels import Label, Split, divides
-from shoal.parallel.spmd.trial import Results, Trial
+from shoal.parallel.spmd.trial import Results, Trial, distance_of, norm_of
 
 SEGMENTS = (1, 2, 3, 4)
 """Numbers of segments that are tried to name a cause."""

@@ -13,18 +13,18 @@ and loss exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.phases import counting
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.passed import PASSED
 from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit
-from shoal.parallel.spmd.trial import Trial
+from shoal.parallel.spmd.trial import Trial, distance_of, norm_of
 from shoal.trace.casts import NARROW, CastsLifted
 from shoal.trace.graph import is_function
 from shoal.trace.untouched import without_trace
@@ -176,16 +176,3 @@ def _check(
             return Finding(name, outputs, tuple(wrong), in_outputs(trial, tolerance))
         cause = in_gradients(trial, tolerance, wrong, got, expected)
         return Finding(name, 0.0, tuple(wrong), cause)
-
-
-def distance_of(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Measure how far tensors are from others: the norm of all differences, by that of all."""
-    pairs = [(g, e) for g, e in zip(got, expected, strict=True) if e.is_floating_point()]
-    norm = norm_of(e for _, e in pairs)
-    return float(norm_of(g - e for g, e in pairs) / norm)
-
-
-def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Take the norm of several tensors as one, never 0; 1 where there are none."""
-    norms = [t.detach().double().norm().cpu() for t in tensors]
-    return torch.stack(norms).norm().clamp(min=1e-300) if norms else torch.ones(())

@@ -266,3 +266,16 @@ def _to_host(leaf: Tensor) -> None:
 def _gradient(leaf: Tensor) -> Tensor:
     found = getattr(leaf, "host_gradient", leaf.grad)
     return torch.zeros_like(leaf, device=HOST) if found is None else found.to(HOST)
+
+
+def distance_of(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Measure how far tensors are from others: the norm of all differences, by that of all."""
+    pairs = [(g, e) for g, e in zip(got, expected, strict=True) if e.is_floating_point()]
+    norm = norm_of(e for _, e in pairs)
+    return float(norm_of(g - e for g, e in pairs) / norm)
+
+
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Take the norm of several tensors as one, never 0; 1 where there are none."""
+    norms = [t.detach().double().norm().cpu() for t in tensors]
+    return torch.stack(norms).norm().clamp(min=1e-300) if norms else torch.ones(())
