@@ -1043,6 +1043,25 @@ def one_batch_more_on_rank_0(world: World, layout: str) -> None:
     run.close()
 
 
+def written_out(run: Any, batch: Any, backwards: int) -> None:
+    """A step with its passes written out, and so many backward passes in each."""
+    for micro in run.micro_batches(batch):
+        loss = ((run.model(micro.inputs) - micro.targets) ** 2).sum()
+        for _ in range(backwards):
+            run.backward(loss, len(micro.targets), retain_graph=True)
+    run.update()
+
+
+@mistake("rank 0 called run.backward (", layouts=("fsdp",), hangs=True)
+def backward_left_out_on_rank_1(world: World, layout: str) -> None:
+    written_out(begin(world, layout), share(world), 1 - world.rank)
+
+
+@mistake("rank 0 called run.backward (", layouts=("fsdp",), hangs=True)
+def backward_doubled_on_rank_0(world: World, layout: str) -> None:
+    written_out(begin(world, layout), share(world), 2 - world.rank)
+
+
 @mistake("rank 0 called torch.distributed.barrier (", hangs=True)
 def own_barrier_on_rank_0(world: World, layout: str) -> None:
     run = begin(world, layout)

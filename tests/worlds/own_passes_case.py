@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
+from shoal.models.catalog import build
+from shoal.models.loss import token_loss
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -132,6 +134,38 @@ def trained(world: World, layout: Any, how: str, **settings: Any) -> dict[str, A
     return {"losses": losses, "weights": weights}
 
 
+def sequences(world: World, name: str, layout: Any, how: str, **settings: Any) -> list[float]:
+    """Losses of three steps of one of our models on tokens, which ranks share under cp."""
+    options = {"dim": 16, "layers": 2, "heads": 4}
+    options |= {"experts": 4, "hidden": 12} if name == "moe" else {}
+    drawn = torch.Generator().manual_seed(2)
+    tokens = torch.randint(61, (12, 17), generator=drawn)
+    pairs = [(one[:-1], one[1:].clone()) for one in tokens]
+    for number, (_, targets) in enumerate(pairs):
+        targets[: number % 5] = IGNORED
+    run = parallelize(
+        lambda: build(name, options, vocabulary=61, sequence=16).double(),
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        token_loss,
+        layout=layout,
+        batch=4,
+        micro_batch=1,
+        sample=(torch.stack([pairs[0][0]]), torch.stack([pairs[0][1]])),
+        world=world,
+        **settings,
+    )
+    losses = []
+    for batch in run.loader(pairs):
+        if how == "step":
+            losses.append(run.step(batch).loss)
+            continue
+        for micro in run.micro_batches(batch):
+            run.backward(*token_loss(run.model(micro.inputs), micro.targets))
+        losses.append(run.update().loss)
+    end(run)
+    return losses
+
+
 def plain(world: World, how: str) -> dict[str, Any]:
     """The same in plain torch, a step's samples at once."""
     run = opened(world, "single")
@@ -187,6 +221,8 @@ def told(world: World, layout: Any, mistake: str) -> str:
             wrong = first and world.rank == world.size - 1
             if mistake == "dims":
                 loss = loss.reshape(1)
+            elif mistake == "mean":
+                loss = functional.cross_entropy(outputs[0].flatten(0, 1), micro.targets.flatten())
             elif mistake == "detached":
                 loss = loss.detach()
             if mistake == "two counts":

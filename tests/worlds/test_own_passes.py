@@ -53,6 +53,32 @@ def test_dropout_is_that_of_one_process(worlds, layout: Any) -> None:
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "name", "layout", "settings"),
+    [
+        (2, "gpt", {"cp": 2}, {}),
+        (4, "gpt", {"cp": 2, "tp": 2}, {}),
+        (4, "gpt", {"cp": 2, "dp_shard": 2}, {}),
+        (2, "moe", {"strategy": "ep"}, {}),
+        (2, "gpt", "ddp", {"recompute": "full"}),
+        (2, "gpt", "fsdp", {"recompute": "selective"}),
+        (2, "gpt", "zero2", {"defer_sync": True}),
+        (2, "gpt", "fsdp", {"defer_sync": True}),
+        (2, "gpt", "ddp", {"average": 0.9}),
+    ],
+    ids=str,
+)
+def test_other_techniques_are_as_in_a_step(
+    worlds, ranks: int, name: str, layout: Any, settings: dict[str, Any]
+) -> None:
+    """Sequences and experts that ranks share, blocks that run twice, sums that wait."""
+    given = {"name": name, "layout": layout, **settings}
+    wanted = worlds(ranks).call("own_passes_case:sequences", how="step", **given)
+    found = worlds(ranks).call("own_passes_case:sequences", how="passes", **given)
+    for got, want in zip(found, wanted, strict=True):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
 def test_formats_are_those_of_a_step(worlds, layout: str, precision: str) -> None:
@@ -75,6 +101,8 @@ MISTAKES = {
     "loss.sum()",
     "detached": "run.backward: a sum with a gradient is wanted, got one without: it is cut off from "
     "the model (by .detach(), .item(), torch.no_grad())",
+    "mean": "where (sum, count) is wanted: a mean is divided by the count again, or weighs ranks with "
+    'unequal counts wrongly; nearest: reduction="sum"',
     "two counts": "whose losses share one; nearest: divide each sum by its run.total(n) of the "
     "whole step, and give no count",
     "mixed": "run.backward: some losses of step 1 came with a count and some without; nearest: one "

@@ -32,3 +32,12 @@ def test_the_host_waits_once(worlds: Any, size: int, layout: Any) -> None:
         # as the next begins, however many tensors there are.
         assert len(own[2]) + len(own[3]) <= 5, own[2] + own[3]
         assert len(own[6]) <= 2, own[6]
+
+
+@pytest.mark.parametrize(("size", "layout"), [one for one in LAYOUTS if one[1] != "pp"], ids=str)
+def test_the_host_waits_once_in_a_loop_written_out(worlds: Any, size: int, layout: Any) -> None:
+    told = worlds(size).call("waits_case:steps", layout=layout, count=6, own_loop=True)
+    for own in on_a_device(told):
+        for step in (5, 6):
+            assert len(own[step - 1]) == 1, own[step - 1]
+            assert own[step - 1][0].startswith(TALLY)

@@ -6,6 +6,7 @@ import threading
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,6 +17,7 @@ from shoal.fabric import World
 from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
 
 ATEN = torch.ops.aten
 READS = {
@@ -113,7 +115,21 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-def steps(world: World, layout: Any, count: int, **settings: Any) -> list[list[str]]:
+def written_out(run: Run, batch: Any) -> None:
+    """A step of a loop that runs the model itself; a word over the store is a wait as well."""
+
+    def asked(name: str) -> None:
+        raise AssertionError(f"{name} waited for a word over the store")
+
+    with patch.object(run.meeting, "_gather", asked):
+        for micro in run.micro_batches(batch):
+            run.backward(*token_loss(run.model(micro.inputs), micro.targets))
+        run.update()
+
+
+def steps(
+    world: World, layout: Any, count: int, own_loop: bool = False, **settings: Any
+) -> list[list[str]]:
     """What the host waited for in each of a run's first `count` steps."""
     torch.manual_seed(0)
     sample = torch.zeros(2, 12, dtype=torch.long)
@@ -135,7 +151,10 @@ def steps(world: World, layout: Any, count: int, **settings: Any) -> list[list[s
     found = []
     for _ in range(count):
         with Waits(world.device) as waits:
-            run.step(batch)
+            if own_loop:
+                written_out(run, batch)
+            else:
+                run.step(batch)
         found.append(waits.found)
     for undo in run.program.on_close:
         undo()

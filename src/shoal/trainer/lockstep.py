@@ -42,7 +42,10 @@ from shoal.parallel.program import Program
 
 EVERY_S, PATIENCE_S, SURE_S, TELL_S = 1.0, 2.0, 8.0, 30.0
 GATHER_S = 8.0
-OFTEN = ("run.step", "run.forward_backward", "run.update")
+OFTEN = (
+    *("run.step", "run.forward_backward", "run.update"),
+    *("run.micro_batches", "run.backward", "run.total"),
+)
 """Calls that begin at once: a step must not wait for a word over the store."""
 
 KEPT = 64
@@ -68,6 +71,7 @@ class Meeting:
         self.calls: list[str] = []
         self.turn = 0  # calls ever begun
         self.depth = 0
+        self.in_passes = False
         self._store = store
         # A rank may have runs of its own, which the others know nothing of.
         self._key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
@@ -89,11 +93,26 @@ class Meeting:
             self.turn += 1
         self.depth += 1
         try:
-            if outermost and name not in OFTEN:
+            if outermost and name not in OFTEN and not self.in_passes:
                 self._gather(name)
             yield
         finally:
             self.depth -= 1
+
+    @contextmanager
+    def passes(self, *, alike: bool) -> Iterator[None]:
+        """Around a step's passes in a loop of the user's own: calls inside begin at once.
+
+        alike   every rank makes the same ones; else some have fewer micro-batches, and what they
+                call is not counted
+        """
+        self.in_passes = True
+        self.depth += not alike
+        try:
+            yield
+        finally:
+            self.depth -= not alike
+            self.in_passes = False
 
     def _gather(self, name: str) -> None:
         """Wait for the others where words may differ, before collectives, where they may not.

@@ -18,9 +18,12 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ConfigError
+from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
+from shoal.trainer.contract import sum_and_count
 from shoal.trainer.micro_batch import JOINING, MicroBatch
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
+from shoal.trainer.suspicions import refuse_mean
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class OwnPasses:
         self,
         program: Program,
         micro_batches: Sequence[tuple[int, Any]],
+        spare: Any,
+        *,
         step: int,
         rounds: int,
-        spare: Any,
         scale: float,
         flags: Flags,
+        is_first: bool,
     ) -> None:
         if program.run is not in_turn:
             raise ConfigError(
@@ -65,13 +70,14 @@ class OwnPasses:
                 "pass of each micro-batch; nearest: run.step(batch), or memory.offload=optimizer"
             )
         self.program, self.spare, self.step = program, spare, step
-        self._flags = flags
+        self._flags, self._is_first = flags, is_first
         self._own = len(micro_batches)
         self._ready, self._sums = begin_passes(
             program, micro_batches, _nobody, step, rounds, spare, "single", scale
         )
         self._at: MicroBatch | None = None
-        self._count: float | None = None
+        self._count: torch.Tensor | None = None
+        self._unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: list[int] = []
         self._counts: set[bool] = set()
 
@@ -85,6 +91,7 @@ class OwnPasses:
             with one.entered(), self.program.autocast():
                 yield OwnMicroBatch(*one.parts, one.index)
             self._at = None
+            one.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
             reducer.passed(one.index != JOINING)
 
     def backward(self, loss: torch.Tensor, count: Any, *, retain_graph: bool) -> None:
@@ -97,29 +104,44 @@ class OwnPasses:
             )
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {_told(loss)}")
-        counted = self._counted(count)
-        total = one.weighed(loss, counted)
+        if self._is_first and count is not None:
+            refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
+        total = one.weighed(loss, self._counted(loss, count))
         self._calls[-1] += 1
         with torch.autocast(loss.device.type, enabled=False):
             total.backward(retain_graph=retain_graph)
 
-    def _counted(self, count: Any) -> torch.Tensor:
-        """What a call adds to the step's count: the first one of a micro-batch what it says."""
-        first = not self._calls[-1]
-        if first:
+    def _counted(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
+        """What a call adds to the step's count: the first one of a micro-batch what it says.
+
+        Nothing is read from a device, for which the host would wait.
+        """
+        _, said = sum_and_count((loss, 0 if count is None else count), None, "run.backward")
+        if not self._calls[-1]:
             self._counts.add(count is not None)
-            self._count = None if count is None else float(count)
-        elif count is not None and float(count) != self._count:
+            self._count = None if count is None else said
+            return said
+        if count is not None and self._count is None:
             raise ConfigError(
-                f"run.backward: counts {self._count:g} and {float(count):g} in one micro-batch, "
-                f"whose losses share one; nearest: divide each sum by its run.total(n) of the "
-                f"whole step, and give no count"
-                if self._count is not None
-                else "run.backward: the first loss of a micro-batch came without a count and the "
-                "second with one; nearest: the count with the first"
+                "run.backward: the first loss of a micro-batch came without a count and the second "
+                "with one; nearest: the count with the first"
             )
-        adds = self._count if first and self._count is not None else 0.0
-        return torch.tensor(adds, dtype=torch.float64)
+        if count is not None and self._count is not None:
+            self._unequal.append((self._count, said))
+            if not is_accelerator(said.device):
+                self._compare_counts()
+        return torch.zeros_like(said)
+
+    def _compare_counts(self) -> None:
+        """Errors: ConfigError for two counts in one micro-batch."""
+        told, self._unequal = self._unequal, []
+        for first, other in told:
+            if float(first) != float(other):
+                raise ConfigError(
+                    f"run.backward: counts {float(first):g} and {float(other):g} in one "
+                    f"micro-batch, whose losses share one; nearest: divide each sum by its "
+                    f"run.total(n) of the whole step, and give no count"
+                )
 
     def finish(self) -> Tally:
         """Sum up, and compare what ranks did. Errors: ConfigError on all of them alike."""
@@ -141,6 +163,7 @@ class OwnPasses:
             self._own,
             replace(self._flags, says=[*self._flags.says, *says]),
         )
+        self._compare_counts()  # the host has waited for the step already
         told = tally.said[-len(says) :]
         self._compare(told)
         whole = any(told[2])

@@ -232,13 +232,19 @@ class Run:
 
         with self.meeting.at("run.micro_batches"):
             micro_batches, rounds, spare = self._begin(batch)
-            flags, scale = self._flags(), self._scale
-            self._own = own = OwnPasses(
-                self.program, micro_batches, self.step_count, rounds, spare, scale, flags
+            own = OwnPasses(
+                self.program,
+                micro_batches,
+                spare,
+                step=self.step_count,
+                rounds=rounds,
+                scale=self._scale,
+                flags=self._flags(),
+                is_first=not self.guard.state_checked,
             )
-        # Where every pass gathers parameters all ranks make the same calls; else some make fewer.
-        alike = nullcontext() if self.program.together else self.meeting.at("the loop's passes")
-        with alike, self._looking(len(micro_batches)):
+            self._own = own
+        # Where every pass gathers parameters all ranks make the same calls.
+        with self.meeting.passes(alike=self.program.together), self._looking(len(micro_batches)):
             yield from own.run()
 
     @together("run.backward")
@@ -250,8 +256,8 @@ class Run:
         loss     without dims: a sum over targets, which `update` divides by the count of all ranks
         count    of those targets; said once per micro-batch, whatever it has of losses. None: the
                  loss is a share of the step's mean already, as a sum divided by `run.total(n)`
-        Errors   ConfigError outside of `micro_batches`; for a loss that has no gradient or dims,
-                 and for two counts in one micro-batch
+        Errors   ConfigError outside of `micro_batches`; for a loss that has no gradient, or dims;
+                 for a mean with a count, and for two counts in one micro-batch
         """
         if self._own is None:
             raise ConfigError(
@@ -294,6 +300,9 @@ class Run:
         rounds = busiest(self.program, batch, len(micro_batches))
         own = micro_batches[-1][1] if micro_batches else None
         spare = to_join_with(self.program, batch, own, self._spare, rounds)
+        if not self._evaluation_told and (line := evaluation_line(self.model)):
+            self._evaluation_told = True
+            self.recorder.notice(line)
         hooks = () if self._weights_seen else hooked(self.program.parameters)
         for line in check_hooks([name for name in hooks if name not in self._hooked], self.program):
             self.recorder.notice(line)
@@ -500,10 +509,7 @@ class Run:
             self.recorder.notice(self.program.notices.pop(0))
 
     def _first_step(self, micro_batches: list[tuple[int, Any]]) -> FirstStep | None:
-        """Looks at the loss of a run's first step; says when a model trains in evaluation mode."""
-        if not self._evaluation_told and (line := evaluation_line(self.model)):
-            self._evaluation_told = True
-            self.recorder.notice(line)
+        """Looks at the loss of a run's first step."""
         if self.guard.state_checked:
             return None
         return FirstStep(self.loss, self.program, micro_batches)

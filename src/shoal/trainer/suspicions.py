@@ -70,7 +70,7 @@ class FirstStep:
         with ranks, _refuse_parts(self.program):
             result = self.loss(outputs, targets)
         if isinstance(result, tuple) and len(result) == 2:
-            _refuse_mean(*result)
+            refuse_mean(*result)
         else:
             _refuse_pairs(result, outputs, targets)
         self._look_at(result)
@@ -329,8 +329,16 @@ def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
         )
 
 
-def _refuse_mean(total: Any, count: Any) -> None:
-    """Errors: ConfigError for (mean, count): its gradient is too small, by the count."""
+def refuse_mean(
+    total: Any,
+    count: Any,
+    where: str = "loss returned",
+    nearest: str = 'reduction="sum", or shoal.mean_of_samples(loss)',
+) -> None:
+    """Errors: ConfigError for (mean, count): its gradient is too small, by the count.
+
+    where, nearest   begin and end the message
+    """
     node = getattr(total, "grad_fn", None)
     while node is not None and node.name() in PASSED:
         node = node.next_functions[0][0]
@@ -343,9 +351,8 @@ def _refuse_mean(total: Any, count: Any) -> None:
         return
     told = f"{float(count):g}"
     raise ConfigError(
-        f"loss returned (mean, {told}), where (sum, count) is wanted: a mean is divided by the "
-        f"count again, or weighs ranks with unequal counts wrongly; nearest: "
-        f'reduction="sum", or shoal.mean_of_samples(loss)'
+        f"{where} (mean, {told}), where (sum, count) is wanted: a mean is divided by the "
+        f"count again, or weighs ranks with unequal counts wrongly; nearest: {nearest}"
     )
 
 

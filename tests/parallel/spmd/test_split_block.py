@@ -14,7 +14,9 @@ from shoal.base.errors import PlanError
 from shoal.models.llama import Llama
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labels import WHOLE, Split
-from shoal.parallel.spmd.split_block import NotSplit, Untraceable, again, split_block
+from shoal.parallel.spmd.split_block import again, split_block
+from shoal.parallel.spmd.steps import NotSplit
+from shoal.trace.graph import Untraceable
 
 EXACT = 1e-12
 LLAMA_PAIRS = {"all_reduce forward": 2, "all_reduce backward": 2}

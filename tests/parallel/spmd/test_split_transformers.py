@@ -14,7 +14,8 @@ from torch import nn
 from user_modules import made
 
 from shoal.parallel.spmd.labels import Split
-from shoal.parallel.spmd.split_block import Untraceable, again, split_block
+from shoal.parallel.spmd.split_block import again, split_block
+from shoal.trace.graph import Untraceable
 
 transformers = pytest.importorskip("transformers")
 

@@ -28,10 +28,10 @@ from shoal.parallel.spmd.split_block import (
     BlockClass,
     BlockSplit,
     ModelSplit,
-    NotSplit,
     ParameterSplit,
     split_block,
 )
+from shoal.parallel.spmd.steps import NotSplit
 from shoal.trace.calls import Call, bare
 from shoal.trace.draws import keyed_inside
 from shoal.trace.likeness import Likeness

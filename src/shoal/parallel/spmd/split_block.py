@@ -22,7 +22,6 @@ from shoal.parallel.spmd.problem import Problem, shapes_of
 from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
 from shoal.parallel.spmd.rules import Rules
 from shoal.parallel.spmd.solve import reason_of, solve
-from shoal.parallel.spmd.steps import NotSplit
 from shoal.trace.calls import Call
 from shoal.trace.graph import Traced, Untraceable, shared_attention, trace
 from shoal.trace.vocabulary import Tables
@@ -332,6 +331,3 @@ class ModelSplit:
     notices: tuple[str, ...]
     scattered: frozenset[str] = frozenset()
     calls: dict[str, Call] = field(default_factory=dict)
-
-
-__all__ = ["BlockSplit", "Exchange", "NotSplit", "Untraceable", "again", "split_block"]

@@ -25,7 +25,8 @@ from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
 from shoal.parallel.spmd.labels import Label, Split
 from shoal.parallel.spmd.rewrite import between_exchanges
 from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of
-from shoal.parallel.spmd.split_block import BlockSplit, NotSplit, again
+from shoal.parallel.spmd.split_block import BlockSplit, again
+from shoal.parallel.spmd.steps import NotSplit
 from shoal.trace.graph import Untraceable
 from shoal.trace.stand_in import StandIn
 
