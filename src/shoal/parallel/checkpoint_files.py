@@ -31,9 +31,9 @@ def opened_unread() -> Iterator[None]:
 
     Whoever opens one looks at its header and at each tensor's first page, of the file as it is
     mapped: the system would read as much around each as the disk reads ahead, up to all of it.
-    Pages that are there already make it read nothing. Nothing happens without safetensors.
+    Pages that are there already make it read nothing.
     """
-    own: Any = getattr(sys.modules.get("safetensors"), "safe_open", None)
+    own: Any = sys.modules["safetensors"].safe_open
 
     def opened(path: Any, *given: Any, **named: Any) -> Any:
         with suppress(OSError, TypeError, ValueError):  # the library says better what is wrong
@@ -42,7 +42,7 @@ def opened_unread() -> Iterator[None]:
 
     def give(given: Any, taken: Any) -> None:
         for name in OPENERS:  # transformers may have been imported inside
-            if own and getattr(sys.modules.get(name), "safe_open", None) is taken:
+            if getattr(sys.modules.get(name), "safe_open", None) is taken:
                 setattr(sys.modules[name], "safe_open", given)  # noqa: B010 (for mypy)
 
     give(opened, own)

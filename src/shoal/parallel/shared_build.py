@@ -30,8 +30,9 @@ import gc
 import importlib
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from torch import Tensor, nn
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
 from shoal.machine.memory import read_as_used, trim_heap
-from shoal.parallel.checkpoint_files import files_as_read, opened_unread
 from shoal.parallel.mmap_init import belongs_to_file, mapped, mmap_init, over
 from shoal.parallel.program import dtype_of
 from shoal.trace.alone import alone
@@ -89,7 +89,7 @@ def build_once(
         least = LEAST_BYTES if least_bytes is None else least_bytes
         try:
             with _many_files():
-                with mmap_init(opened=files), opened_unread(), alone():
+                with mmap_init(opened=files), _unread(), alone():
                     made.append(build())
                 return _table(made[0], files, least)
         except Exception as failure:  # the builder's own errors come again, on every rank
@@ -107,6 +107,15 @@ def build_once(
         os.close(files.popitem()[1])
     trim_heap()  # small tensors lie in a file now
     return module, _said(module, world.gather_json(why), world)
+
+
+def _unread() -> AbstractContextManager[None]:
+    """Inside, files of safetensors are opened unread, where a builder could know any."""
+    if "safetensors" not in sys.modules:
+        return nullcontext()
+    from shoal.parallel.checkpoint_files import opened_unread
+
+    return opened_unread()
 
 
 @contextmanager
@@ -177,6 +186,8 @@ def _table(module: nn.Module, files: dict[str, int], least_bytes: int) -> Table 
     each = {id(tensor): tensor.numel() * tensor.element_size() for tensor in named.values()}
     if sum(each.values()) < least_bytes:
         return None
+    from shoal.parallel.checkpoint_files import files_as_read
+
     storages: dict[int, Any] = {}
     widths: dict[int, int] = {}
     tensors: dict[str, list[Any]] = {}
