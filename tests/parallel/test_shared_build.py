@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.machine.memory import forget_peak, peak_memory_bytes
 from shoal.parallel.mmap_init import is_mapped
-from shoal.parallel.shared_build import _table
+from shoal.parallel.weight_tables import table_of
 
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def test_small_tensors_leave_memory_while_they_move_into_their_file() -> None:
     forget_peak(torch.device("cpu"))
     held, peak = private_bytes(), peak_memory_bytes(torch.device("cpu"))
     files: dict[str, int] = {}
-    assert _table(model, files, 1) is not None
+    assert table_of(model, files)["tensors"]
     assert private_bytes() < held - 28 * MIB, "32 MiB of weights"
     assert peak_memory_bytes(torch.device("cpu")) < peak + 4 * MIB
     assert all(is_mapped(one.weight) for one in model)

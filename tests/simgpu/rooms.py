@@ -203,10 +203,10 @@ def auto_means_bf16_here() -> None:
 
 @check
 def a_module_on_a_device_is_not_shared() -> None:
-    from shoal.parallel.shared_build import CannotShare, _table
+    from shoal.parallel.weight_tables import CannotShare, table_of
 
     with pytest.raises(CannotShare, match="weight is on cuda:0"):
-        _table(nn.Linear(64, 64, device=HERE), {}, 1)
+        table_of(nn.Linear(64, 64, device=HERE), {})
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -82,6 +83,22 @@ def test_distillation_is_the_same_on_two_processes(tmp_path: Path) -> None:
     assert float(alone[1]) == pytest.approx(float(two[1]), rel=1e-12)
     assert alone[2] == two[2]
     assert float(alone[2]) > 88, "82 without the teacher"
+
+
+def test_the_best_is_the_same_alone_on_two_processes_and_resumed(tmp_path: Path) -> None:
+    """Plateau, patience and the best value survive; what was written of steps stays."""
+    pattern = r"step (\d+), best ([\d.]+), [\d.]+% of images right that it never saw\n"
+    alone, short, resumed = (
+        re.fullmatch(pattern, run("digits_best.py", tmp_path, folder, "--float64", *more, before=b))
+        for folder, more, b in (("a", (), ()), ("b", ("--short",), ()), ("b", (), torchrun()))
+    )
+    assert float(short[2]) > float(alone[2])
+    assert resumed[1] == alone[1]
+    assert float(resumed[2]) == pytest.approx(float(alone[2]), rel=1e-12)
+    for folder in "ab":
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [*range(1, len(lines) + 1)]
+        assert len(lines) > int(alone[1]), "the best was not the last"
 
 
 @pytest.mark.proof

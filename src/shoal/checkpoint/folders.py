@@ -64,9 +64,20 @@ def retire(root: Path, newest_step: int, keep: int) -> None:
     """
     past = [found.path for found in find(root) if found.step <= newest_step]
     for path in past[keep:]:
-        doomed = temporary(path)
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        _delete(path)
+
+
+def retire_later(root: Path, step: int) -> None:
+    """Delete checkpoints of later steps: of a future that is not the last saved any more."""
+    for found in find(root):
+        if found.step > step:
+            _delete(found.path)
+
+
+def _delete(path: Path) -> None:
+    doomed = temporary(path)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def check_space(root: Path, needed_bytes: int) -> None:

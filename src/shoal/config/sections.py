@@ -99,7 +99,9 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
     prove: str = word(("quick", "off"))
     """quick, off: before a fresh run on several processes, prove the layout on two small steps"""
     on: tuple[str, ...] = ()
-    """pkg.mod:function hooks: called with every event and every step's row, a dict"""
+    """pkg.mod:function hooks: called with every event and every step's row, a dict; what one gives,
+    "stop" or "save", is done after the next step. A class (shoal.sinks:TensorBoard) is made for the
+    run folder"""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 safetensors maps its files: a tensor that `from_pretrained` neither converts nor merges is a view of
 its file's pages, which the system reads when somebody looks at them. Where such a tensor lies is
-enough for other processes of the machine to map it too (shared_build.py).
+enough for other processes of the machine to map it too (weight_tables.py).
 
 Protocol  /proc/self/smaps: a private mapping of a file without anonymous pages was never written
           into, so what is seen there is what the file holds

@@ -20,6 +20,7 @@ from shoal.base.errors import ConfigError, ShoalError
 from shoal.trainer._torch import pytree
 
 Loss = Callable[[Any, Any], Any]
+Metric = Callable[[Any, Any], Any]
 BuildOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 IGNORED_TARGET = -100
 
@@ -111,16 +112,24 @@ def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> s
     return ""
 
 
+def named_parts(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Split what a loss returned into (what is trained on, parts of it by name)."""
+    if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
+        return result[:2], result[2]
+    return result, {}
+
+
 def sum_and_count(
     result: Any, targets: Any, where: str = "loss"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reduce what a loss or a metric returned to (sum, count), two tensors without dims.
 
     Unreduced values of the shape of integer targets are summed and counted where the target is not
-    −100, others everywhere.
+    −100, others everywhere. Parts by name, a third, are left to `measured.py`.
     Takes   where, the name that an error line begins with
     Errors  ConfigError for a mean, or for a value that is no tensor
     """
+    result, _ = named_parts(result)
     if isinstance(result, tuple) and len(result) == 2:
         total, count = result
         if not isinstance(total, torch.Tensor) or total.ndim != 0:

@@ -6,6 +6,7 @@ padded and no sample is counted twice, so the value does not depend on the numbe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.phases import counting
 from shoal.parallel.program import Program
-from shoal.trainer.contract import Loss, sum_and_count
+from shoal.trainer.contract import Loss, Metric, sum_and_count
+from shoal.trainer.measured import Measured, check_metrics
 from shoal.trainer.micro_batch import MicroBatch
 
-Metric = Callable[[Any, Any], Any]
 NONE, MORE, STOP = 0, 1, 2
 """What a rank says before each of its micro-batches; the largest word counts for all."""
 
@@ -42,41 +43,34 @@ def evaluate(
     batches   this rank's micro-batches, pairs or dicts; ranks may hold different numbers
     metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
     stop      asked before every micro-batch; where any rank says yes, all leave
-    Gives     `loss`, one value per metric, and `targets`, the count that the loss was divided by;
+    Gives     `loss`, one value per name, and `targets`, the count that the loss was divided by;
               {} after a stop
     Errors    ConfigError for a loss or metric that returns a mean, or a metric of a taken name
     """
-    for name in ("loss", "targets"):
-        if name in metrics:
-            raise ConfigError(
-                f"run.evaluate: metrics hold the name {name}, which the result has already; "
-                f"nearest: {name}_metric"
-            )
-    functions = {"loss": loss, **metrics}
-    totals = torch.zeros(2, len(functions), dtype=torch.float64, device=program.world.device)
+    check_metrics(metrics, "run.evaluate")
+    measured = Measured(program, metrics)
+    totals = torch.zeros(2, dtype=torch.float64, device=program.world.device)
     most = getattr(batches, "most", 0)
-    with _evaluating(program) as stopped:
+    with evaluating(program) as stopped:
         for batch, counted in counting("validation", most, _passes(program, batches, stop)):
             one = MicroBatch(program, loss, 0, 0, batch, call, 1.0, totals)
             outputs = program.forward(program, one)
             if outputs is None:
                 continue  # another stage has them
             targets = one.parts[1]
-            for column, (name, function) in enumerate(functions.items()):
-                with program.autocast():
-                    total, count = sum_and_count(function(outputs, targets), targets, name)
-                if counted and program.speaks:
-                    totals[0, column] += total
-                    totals[1, column] += count
+            with program.autocast():
+                result = loss(outputs, targets)
+                total, count = sum_and_count(result, targets)
+                if counted:
+                    measured.add(result, outputs, targets)
+            if counted:
+                totals += torch.stack([total.double(), count.to(totals)]) * program.speaks
     if stopped:
         return {}
     program.world.all_reduce(totals)
-    sums, counts = totals.tolist()
-    values = {
-        name: total / count if count else float("nan")
-        for name, total, count in zip(functions, sums, counts, strict=True)
-    }
-    return {**values, "targets": counts[0]}
+    total, count = totals.tolist()
+    values = measured.values([], program.world.size > 1 or measured.unknown)
+    return {"loss": total / count if count else math.nan, **values, "targets": count}
 
 
 def _passes(
@@ -112,7 +106,7 @@ def _passes(
 
 
 @contextmanager
-def _evaluating(program: Program) -> Iterator[list[bool]]:
+def evaluating(program: Program) -> Iterator[list[bool]]:
     """Evaluation mode inside, then every submodule's own mode again: some may be kept in it.
 
     Gives a list that holds something once a stop has ended it.

@@ -116,7 +116,9 @@ def _prepare(
     if proven and world.is_first:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
-        run.recorder.events.listeners.append(import_object("train.on", path))
+        hook = import_object("train.on", path)
+        run.hear(hook(folder) if isinstance(hook, type) else hook)
+    run.tells_validation = False  # the command tells more of it
     run.extra_record = {"configuration": (folder / "run.toml").read_text()}
     joined = None
     if config.islands.on:

@@ -7,7 +7,7 @@ belongs to one of them (its numbers, its generators' keys, its sums) is kept her
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,7 @@ class MicroBatch:
     step, index   keys of its randomness; JOINING: it weighs nothing
     scale         what the loss is multiplied by before backward
     sums          [loss sum, count of targets], added to by whoever computes the loss
+    note          hears what the loss returned, outputs and targets, of passes that weigh something
     """
 
     program: Program
@@ -44,6 +45,7 @@ class MicroBatch:
     call: str
     scale: float
     sums: torch.Tensor
+    note: Callable[[Any, Any, Any], None] | None = None
 
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
         """Run it; gradients land in the module's parameters, loss and count in `sums`.
@@ -88,7 +90,11 @@ class MicroBatch:
         """The scaled sum of losses; loss and count are added to the step's sums."""
         program, targets = self.program, self.parts[1]
         with program.autocast():
-            total, count = sum_and_count(self.loss(outputs, targets), targets)
+            result = self.loss(outputs, targets)
+            total, count = sum_and_count(result, targets)
+            if self.note is not None and self.index != JOINING:
+                with SUMS_LOCK:
+                    self.note(result, outputs, targets)
         if program.together and not total.requires_grad:
             # Parameters are gathered for every backward pass of every rank.
             total = total + _nothing_of(outputs)

@@ -11,7 +11,7 @@ of the whole step first (`run.total`), and so are then the others: none comes wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
+from shoal.trainer.measured import Measured
 from shoal.trainer.micro_batch import JOINING, MicroBatch
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
 from shoal.trainer.suspicions import refuse_mean
@@ -55,7 +56,7 @@ class OwnPasses:
         step: int,
         rounds: int,
         scale: float,
-        flags: Flags,
+        flags: Callable[[], Flags],
         is_first: bool,
     ) -> None:
         if program.run is not in_turn:
@@ -93,6 +94,22 @@ class OwnPasses:
             self._at = None
             one.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
             reducer.passed(one.index != JOINING)
+
+    def log(self, measuring: Callable[[], Measured], values: Mapping[str, Any]) -> None:
+        """As `Run.log`."""
+        if self._at is None:
+            raise ConfigError(
+                "run.log: no micro-batch is at hand; call it inside of the loop over "
+                "run.micro_batches(batch)"
+            )
+        for name, value in values.items():
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise ConfigError(
+                    f"run.log: {name} is {type(value).__name__}, (sum, count) is wanted, over this "
+                    f"micro-batch; nearest: {name}=(value * n, n)"
+                )
+            if self._at.index != JOINING:
+                measuring().put(name, *value, where="run.log")
 
     def backward(self, loss: torch.Tensor, count: Any, *, retain_graph: bool) -> None:
         """As `Run.backward`."""
@@ -157,11 +174,12 @@ class OwnPasses:
             float(True in self._counts),
             float(False in self._counts),
         ]
+        flags = self._flags()
         tally = sum_up(
             self.program,
             self._sums,
             self._own,
-            replace(self._flags, says=[*self._flags.says, *says]),
+            replace(flags, says=[*flags.says, *says]),
         )
         self._compare_counts()  # the host has waited for the step already
         told = tally.said[-len(says) :]

@@ -42,7 +42,7 @@ from shoal.trainer.arguments import (
     plan_of_words,
     refuse_unknown,
 )
-from shoal.trainer.contract import BuildOptimizer, Loss, bare, default_loss
+from shoal.trainer.contract import BuildOptimizer, Loss, Metric, bare, default_loss
 from shoal.trainer.excepthook import install
 from shoal.trainer.module_guard import (
     check_hooks,
@@ -72,6 +72,7 @@ def parallelize(
     schedule: OptimizerPolicy | None = None,
     total_steps: int = 0,
     sample: Any = None,
+    metrics: Mapping[str, Metric] | None = None,
     folder: str | Path | None = None,
     world: World | None = None,
     **policies: Any,
@@ -83,7 +84,8 @@ def parallelize(
                  DistributedDataParallel or DataParallel is taken out of it
     optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
     loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
-                 on integer targets, ignoring −100
+                 on integer targets, ignoring −100. (sum, count, {"ce": ce_sum, …}) tells its parts,
+                 as metrics
     layout       "auto" (what the planner finds best, where a `sample` is given and this machine was
                  measured; else a rule by size), a strategy ("single", "dp", "ddp", "zero1",
                  "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline's schedule), or
@@ -99,6 +101,8 @@ def parallelize(
     sample       tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
                  does with it tells how its layers can be split and where it can be cut. fsdp: which
                  blocks are called more than once
+    metrics      name → function(outputs, targets), which gives what a loss does; each step's means
+                 over all ranks are in its result
     folder       where events, metrics and checkpoints go
     world        the processes, if `World`s are made by hand (tests); default: found by itself
     policies     every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
@@ -119,8 +123,12 @@ def parallelize(
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
+    if metrics:
+        from shoal.trainer.measured import check_metrics
+
+        check_metrics(metrics, "shoal.parallelize")
     given = {"batch": batch, "micro_batch": micro_batch}
-    return start_run(
+    run = start_run(
         model,
         optimizer,
         loss,
@@ -133,6 +141,8 @@ def parallelize(
         folder=Path(folder) if folder is not None else None,
         world=world,
     )
+    run.metrics = metrics or {}
+    return run
 
 
 def _refuse_beside(plan: Plan, given: Mapping[str, Any]) -> None:

@@ -11,11 +11,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, short
 from shoal.base.events import EventLog, append_line
 from shoal.fabric import World
 from shoal.fabric.device import utilisation
@@ -28,6 +28,7 @@ class Recorder:
     """The run folder as one process sees it; without a folder nothing is written.
 
     flops_per_sample, machine_flops_per_s   set once known; MFU is null until then
+    wanted   what hooks asked for, "stop" or "save", until it is done
     passed   told once when steps pass the machine's rate; what it says is a notice
     Errors   ConfigError when the folder cannot be made
     """
@@ -49,6 +50,33 @@ class Recorder:
         self.passed: Callable[[], str] = lambda: ""
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
         self.waiting_since_s = time.perf_counter()
+        self.wanted = set[str]()
+        self._went_back_to: int | None = None
+
+    def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
+        """Call a hook with every record from now on; what it gives is in `wanted`, if it is a word.
+
+        Errors: ConfigError for another word than stop and save.
+        """
+
+        def listen(record: dict[str, Any]) -> None:
+            word = hook(record)
+            if isinstance(word, str) and word not in ("stop", "save"):
+                raise ConfigError(
+                    f'hook {getattr(hook, "__name__", type(hook).__name__)}: gave "{short(word)}"; '
+                    f'it may give "stop", "save" or None'
+                )
+            if isinstance(word, str):
+                self.wanted.add(word)
+
+        self.events.listeners.append(listen)
+
+    def validated(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell what an evaluation in a loop of the user's own found, by rank 0."""
+        if self.world.is_first:
+            numbers = {"loss": values["loss"], "targets": values["targets"]}
+            named = {name: value for name, value in values.items() if name not in numbers}
+            self.events.emit("validated", step=step, **numbers, metrics=named)
 
     def notice(self, text: str) -> None:
         """One line for the user, by rank 0: an event, and through `logging`, for scripts."""
@@ -76,6 +104,8 @@ class Recorder:
         row      step, loss, grad_norm, lr, tokens, data_wait_s and extras
         samples  samples of the whole step, over all ranks
         """
+        if self._went_back_to is not None:
+            self.cut(self._went_back_to)
         now_s = time.perf_counter()
         step_s = now_s - self.waiting_since_s
         self.waiting_since_s = now_s
@@ -112,11 +142,19 @@ class Recorder:
             self.notice(self.passed())
         return None
 
+    def went_back(self, step: int) -> None:
+        """The next step follows this one: lines of later steps go when it is there, no sooner.
+
+        Who only looks at an older checkpoint keeps what was written since.
+        """
+        self._went_back_to = step
+
     def cut(self, step: int) -> None:
         """Drop the lines of steps that will be run again, and a half-written last line.
 
         Lines that cannot be read are put aside into `metrics.jsonl.damaged`, and told.
         """
+        self._went_back_to = None
         if self.folder is None or not self.world.is_first:
             return
         path = self.folder / "metrics.jsonl"

@@ -45,15 +45,16 @@ from shoal.trainer.step import (
 )
 from shoal.trainer.suspicions import FirstStep, evaluation_line
 from shoal.trainer.touched import Touched
-from shoal.trainer.whole_state import full_state
+from shoal.trainer.whole_state import check_averaged, full_state
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.lease import RunLease
     from shoal.data.iterable import IterableLoader
     from shoal.data.loader import Loader
     from shoal.optim.average import WeightAverage
-    from shoal.trainer.evaluate import Metric
+    from shoal.trainer.contract import Metric
     from shoal.trainer.loss_scale import LossScale
+    from shoal.trainer.measured import Measured
     from shoal.trainer.own_passes import OwnMicroBatch, OwnPasses
     from shoal.trainer.run_state import Beside
     from shoal.trainer.saving import Saving
@@ -66,6 +67,7 @@ class Run:
     step_count  optimizer steps taken so far, skipped ones included
     beside      further tensors that checkpoints keep · adjust  changes the final mean gradient
     lr_step     the step whose learning rate counts, where that is not `step_count`
+    extra       what the last `save` kept as such, or the checkpoint that the run went on from
     first_key   added to micro-batches' numbers, which randomness is keyed by
 
     Made by `shoal.parallelize`; `given`: portions of the batch that the user fixed, `batch` and
@@ -96,17 +98,30 @@ class Run:
         self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self._tally: Tally | None = None
         self._own: OwnPasses | None = None
+        self.metrics: Mapping[str, Metric] = {}
+        self._measured: Measured | None = None
+        self._values: dict[str, float] = {}
         self._batch: Any = None
         self._spare: Any = None
         self._data_wait_s = 0.0
         self.stopping = self._stop_wanted = self._closed = self._weights_seen = False
+        self.tells_validation = True
+        self.extra: dict[str, Any] = {}
         self._restored: set[Path] = set()
         self._hooked = hooked(program.parameters)  # of those it was told
         self.lease: RunLease | None = None
-        self.loss_scale = _loss_scale(plan.compute, plan.loss_scale)
+        self.loss_scale: LossScale | None = None
+        if plan.compute == "fp16":
+            from shoal.trainer.loss_scale import LossScale
+
+            self.loss_scale = LossScale(plan.loss_scale)
         self._saving: Saving | None = None
-        stepped = {name: one.parameter for name, one in program.local.items()}
-        self.average = _average(plan.average, stepped)
+        self.average: WeightAverage | None = None
+        if plan.average:
+            from shoal.optim.average import WeightAverage
+
+            stepped = {name: one.parameter for name, one in program.local.items()}
+            self.average = WeightAverage(plan.average, stepped)
         self.skips = Skips(plan.skip_limit)
         self.guard = OptimizerGuard(optimizer, program, length, recorder.notice)
         self.epochs_done = Epochs(self.feed)
@@ -118,6 +133,15 @@ class Run:
         self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed)
         self.program = count_forwards(program, self.meeting)
         self._tell()
+
+    def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
+        """Call hooks with every event and every step's row from now on, in this process.
+
+        hooks   what one gives is done after the next step, on all ranks: "stop" as `request_stop`,
+                "save" as `save` without waiting
+        """
+        for hook in hooks:
+            self.recorder.hear(hook)
 
     @property
     def model(self) -> nn.Module:
@@ -140,8 +164,7 @@ class Run:
         if self._saving is None:
             from shoal.trainer.saving import Saving  # a run that never saves does without
 
-            told = self.recorder
-            self._saving = Saving(self.world, told.events.emit, told.warn)
+            self._saving = Saving(self.world, self.recorder.events.emit, self.recorder.warn)
         return self._saving
 
     def loader(
@@ -200,7 +223,8 @@ class Run:
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
         micro_batches, rounds, spare = self._begin(batch)
-        first = self._first_step(micro_batches)
+        seen = self.guard.state_checked
+        first = None if seen else FirstStep(self.loss, self.program, micro_batches)
         with self._looking(len(micro_batches)):
             tally = forward_backward(
                 self.program,
@@ -211,7 +235,8 @@ class Run:
                 spare=spare,
                 scale=self._scale,
                 call=self.plan.call,
-                flags=self._flags(),
+                flags=self._flags,
+                note=self._note,
             )
         self._ran(tally, spare)
         if first is not None:
@@ -239,7 +264,7 @@ class Run:
                 step=self.step_count,
                 rounds=rounds,
                 scale=self._scale,
-                flags=self._flags(),
+                flags=self._flags,
                 is_first=not self.guard.state_checked,
             )
             self._own = own
@@ -259,11 +284,7 @@ class Run:
         Errors   ConfigError outside of `micro_batches`; for a loss that has no gradient, or dims;
                  for a mean with a count, and for two counts in one micro-batch
         """
-        if self._own is None:
-            raise ConfigError(
-                "run.backward is for loops over run.micro_batches(batch); nearest: run.step(batch)"
-            )
-        self._own.backward(loss, count, retain_graph=retain_graph)
+        self._passes("backward", "run.step(batch)").backward(loss, count, retain_graph=retain_graph)
 
     @together("run.total")
     def total(self, count: Any) -> float:
@@ -271,6 +292,27 @@ class Run:
         own = torch.as_tensor(count, dtype=torch.float64).reshape(1).to(self.world.device)
         self.program.data.all_reduce(own)
         return float(own)
+
+    def log(self, **values: tuple[Any, Any]) -> None:
+        """Add (sum, count) by names to the step's metrics, in a loop over `micro_batches`."""
+        self._passes("log", "shoal.parallelize(…, metrics={…})").log(self._measuring, values)
+
+    def _passes(self, name: str, near: str) -> OwnPasses:
+        if self._own is None:
+            loop = "loops over run.micro_batches(batch)"
+            raise ConfigError(f"run.{name} is for {loop}; nearest: {near}")
+        return self._own
+
+    def _note(self, result: Any, outputs: Any, targets: Any) -> None:
+        if self.metrics or (isinstance(result, tuple) and len(result) == 3):
+            self._measuring().add(result, outputs, targets)
+
+    def _measuring(self) -> Measured:
+        if self._measured is None:
+            from shoal.trainer.measured import Measured
+
+            self._measured = Measured(self.program, self.metrics)
+        return self._measured
 
     @property
     def _scale(self) -> float:
@@ -317,10 +359,13 @@ class Run:
 
     def _flags(self) -> Flags:
         return Flags(
-            stop=self._stop_wanted,
+            stop=self._stop_wanted or "stop" in self.recorder.wanted,
+            save="save" in self.recorder.wanted,
             save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
             says=self.touched.says(self.step_count + 1),
+            measured=self._measured.told() if self._measured else None,
+            unnamed=self._measured is not None and self._measured.unknown,
         )
 
     def _ran(self, tally: Tally, spare: Any) -> None:
@@ -328,6 +373,8 @@ class Run:
         self._tally, self._weights_seen = tally, True
         self.touched.agree(self.step_count + 1, tally.said)
         self.touched.after()
+        if tally.unnamed or self._measured is not None:
+            self._values = self._measuring().values(tally.measured, tally.unnamed)
         if not tally.broken:
             self._spare = spare  # one whose numbers are well, for a step that leaves nothing
         self.stopping = tally.stop
@@ -365,7 +412,7 @@ class Run:
         self.feed.consumed(self._batch)
         result = StepResult(
             self.step_count, done.loss, done.grad_norm, lr, counted(tally.count), done.skipped,
-            done.reason,
+            done.reason, self._values,
         )  # fmt: skip
         extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
         row, samples = row_of(result, tally, self._batch, self._data_wait_s, extras)
@@ -380,6 +427,9 @@ class Run:
             self.skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
         else:
             self.skips.moved()
+        if tally.save:
+            self.recorder.wanted.discard("save")
+            self.save(wait=False)
         return result
 
     @together("run.evaluate")
@@ -395,28 +445,56 @@ class Run:
         """Means of the loss and of metrics over every sample once, on all ranks together.
 
         data      a dataset (split over ranks here), or an iterable of this rank's own batches
-        metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
+        metrics   name → function(outputs, targets) giving (sum, count) or unreduced values; None:
+                  those of `parallelize`
         stops     end early where `request_stop` was called; then `run.stopping` is true
         Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop
         """
         from shoal.trainer.evaluate import evaluate
 
+        metrics = self.metrics if metrics is None else metrics
         batches = self.feed.validation(data, workers, collate)
         stop = (lambda: self._stop_wanted) if stops else None
         with self._averaged():
-            values = evaluate(
-                self.program, batches, self.loss, metrics or {}, self.plan.call, stop=stop
-            )
+            values = evaluate(self.program, batches, self.loss, metrics, self.plan.call, stop=stop)
         self.stopping = self.stopping or not values
         self.touched.after(self.step_count + 1)
+        if values and self.tells_validation:
+            self.recorder.validated(self.step_count, values)
         self.recorder.restart_clock()
         return values
 
+    @together("run.predict")
+    def predict(self, inputs: Any) -> Any:
+        """Give the model's outputs for inputs, in evaluation mode and without gradients.
+
+        inputs   as the model takes them: this rank's own, the same on ranks that hold parts of one
+                 copy of the model; every rank must call it
+        Errors   ConfigError under cp
+        """
+        from shoal.trainer.inference import predict
+
+        with self._averaged():
+            outputs = predict(self.program, inputs, self.plan.call)
+        self.touched.after(self.step_count + 1)
+        return outputs
+
     @together("run.save")
-    def save(self, folder: str | Path | None = None, *, wait: bool = True) -> Path | None:
+    def save(
+        self,
+        folder: str | Path | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        tag: str = "",
+        wait: bool = True,
+    ) -> Path | None:
         """Write a checkpoint; every rank must call it.
 
         folder   a run folder; default: the one given to `parallelize`
+        extra    plain values, and objects with `state_dict()`, for `run.extra` after a `restore`;
+                 the same on every rank; None: what was given before
+        tag      a name, say "best": kept apart in `folder/tags/TAG`, the last one of a tag alone,
+                 and waited for
         wait     False: return after the copy to host memory and write beside training; a failure is
                  told on all ranks at the next step, and by an event
         Gives    the checkpoint's folder, or None if writing failed (an event says why; the older
@@ -425,26 +503,34 @@ class Run:
         """
         from shoal.trainer.run_state import save_run
 
-        path = save_run(self, self._folder(folder), wait=wait)
+        if extra is not None:
+            from shoal.trainer.extra import agreed, decoded
+
+            self.extra_record["extra"] = told = agreed(extra, self.world)
+            self.extra = decoded(told)
+        path = save_run(self, self._folder(folder), tag=tag, wait=wait)
         self.recorder.restart_clock()
         return path
 
     @together("run.restore")
-    def restore(self, folder: str | Path | None = None, *, step: int | None = None) -> bool:
+    def restore(
+        self, folder: str | Path | None = None, *, step: int | None = None, tag: str = ""
+    ) -> bool:
         """Go on from the newest complete checkpoint of a run folder; every rank must call it.
 
+        tag      the one saved under it
         step     of the checkpoint that is wanted, and no other
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         Gives    False if there is none
         """
-        from shoal.trainer.run_state import restore_run
+        from shoal.trainer.run_state import restore_run, tagged
 
         self._tally = self._own = None
         self.skips.in_a_row = 0
         chosen = self._folder(folder)
         if self._saving is not None:
             self._saving.settle()  # what is still being written must not be taken for a leftover
-        found = restore_run(self, chosen, step)
+        found = restore_run(self, tagged(chosen, tag), step)
         self._restored.add(chosen)
         self.guard.restored()
         self.touched.after(self.step_count + 1)
@@ -452,14 +538,19 @@ class Run:
         return found
 
     @together("run.state_dict")
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, average: bool = False) -> dict[str, torch.Tensor]:
         """The whole model in the names of the user's module; every rank must call it.
 
+        average  the averaged weights in the place of those that are trained
         Gives    on the CPU of every rank: parameters as they are stepped (fp32 under bf16, fp16)
                  and persistent buffers, tied ones once; what is too large for that: `save`, and
                  `shoal checkpoint export`
+        Errors   ConfigError for an average that is not kept, or of no step yet
         """
-        return full_state(self.program)
+        if average:
+            check_averaged(self.average)
+        with self._averaged() if average else nullcontext():
+            return full_state(self.program)
 
     def request_stop(self) -> None:
         """Ask for a stop; after the next step `run.stopping` is true on every rank alike."""
@@ -507,25 +598,3 @@ class Run:
     def _tell(self) -> None:
         while self.program.notices:
             self.recorder.notice(self.program.notices.pop(0))
-
-    def _first_step(self, micro_batches: list[tuple[int, Any]]) -> FirstStep | None:
-        """Looks at the loss of a run's first step."""
-        if self.guard.state_checked:
-            return None
-        return FirstStep(self.loss, self.program, micro_batches)
-
-
-def _average(decay: float, stepped: Mapping[str, nn.Parameter]) -> WeightAverage | None:
-    if not decay:
-        return None
-    from shoal.optim.average import WeightAverage
-
-    return WeightAverage(decay, stepped)
-
-
-def _loss_scale(precision: str, fixed: float) -> LossScale | None:
-    if precision != "fp16":
-        return None
-    from shoal.trainer.loss_scale import LossScale
-
-    return LossScale(fixed)

@@ -9,8 +9,9 @@ no state of its own: it is keyed by (seed, step, micro-batch).
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -18,10 +19,11 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import torch
 
-from shoal.base.errors import CheckpointError
+from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.phases import phase
 from shoal.base.shards import Shard, check_savable
 from shoal.checkpoint.faults import Damaged
+from shoal.checkpoint.folders import retire_later
 from shoal.checkpoint.listing import step_folder
 from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
@@ -33,6 +35,7 @@ from shoal.parallel.full_state import held
 from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Local, Part, Program, dtype_of
 from shoal.trainer.epochs import Epochs
+from shoal.trainer.extra import decoded
 from shoal.trainer.loaders import Feed
 from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.optimizer_guard import OptimizerGuard
@@ -72,6 +75,7 @@ class Kept(Protocol):
     average: WeightAverage | None
     beside: Beside | None
     extra_record: dict[str, Any]
+    extra: dict[str, Any]
     step_count: int
 
     @property
@@ -79,8 +83,20 @@ class Kept(Protocol):
         """How it saves."""
 
 
-def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
-    """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for."""
+def tagged(folder: Path, tag: str) -> Path:
+    """The folder that holds the checkpoint of a tag. Errors: ConfigError for what is no name."""
+    if tag and not re.fullmatch(r"\w[\w.-]*", tag):
+        near = re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "best"
+        raise ConfigError(f"tag = {tag!r}: a plain name is wanted; nearest: tag={near!r}")
+    return folder / "tags" / tag if tag else folder
+
+
+def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
+    """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for.
+
+    tag   names a folder inside, where its last checkpoint is kept, of whatever step
+    """
+    folder = tagged(folder, tag)
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {
@@ -88,11 +104,16 @@ def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
-    root, keep = folder / "checkpoints", run.program.plan.keep
-    if not wait and not run.program.plan.states_in_files:  # a copy of them would be in memory
+    root, keep = folder / "checkpoints", 1 if tag else run.program.plan.keep
+    if (
+        not wait and not tag and not run.program.plan.states_in_files
+    ):  # a copy of them would be in memory
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
     saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
+    if saved and tag and run.program.world.is_first:
+        with suppress(OSError):  # what stays is found again by the next save of the tag
+            retire_later(root, run.step_count)
     return saved.path if saved else None  # the run is worth more than this save
 
 
@@ -179,6 +200,8 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     record = loaded.manifest.record
     check_class(run.optimizer, record["optimizer"])  # before anything moves
     run.feed.restore(record["data"])
+    run.extra_record["extra"] = record.get("extra", {})
+    run.extra = decoded(run.extra_record["extra"])
     run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
     with torch.no_grad():
         for name, (tensor, shard) in here.items():
@@ -201,7 +224,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     if run.beside is not None:
         run.beside.load(loaded.tensors, record)
     run.step_count = int(record["step"])
-    run.recorder.cut(run.step_count)
+    run.recorder.went_back(run.step_count)
     differences += _differences(run, record)
     if run.program.world.is_first:
         emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)
@@ -233,6 +256,7 @@ class _Record(msgspec.Struct):
     data: list[_LoaderRecord]
     optimizer: _OptimizerRecord
     loss_scale: dict[str, float] = {}
+    extra: dict[str, Any] = {}
     average_updates: Count = 0
 
 

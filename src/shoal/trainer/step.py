@@ -14,8 +14,8 @@ Source: design §6; the same rule as torchtitan's global normalisation, but with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ class Tally:
     loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
     norm              of the summed gradient, over every part of it, wherever it lies, scaled
     loss_broken       some rank's loss is not finite, whatever its gradients are
-    stop              some rank was asked to stop · used  per name of the program, on any rank
+    stop, save        some rank was asked to
+    used              per name of the program, on any rank
     save_failed       some rank learnt that the save in flight failed
     moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
     said              what else ranks had to say: a list over ranks for each number
+    measured          sums of `Flags.measured` · unnamed  some rank has values of unknown names
     """
 
     loss_sum: float
@@ -49,26 +51,34 @@ class Tally:
     broken: list[int]
     loss_broken: bool
     stop: bool
+    save: bool
     moved: bool
     save_failed: bool
     used: list[bool]
     micro_batches: list[int]
     peak_memory_bytes: list[int]
     said: list[list[float]]
+    measured: list[float]
+    unnamed: bool
 
 
 @dataclass(frozen=True)
 class Flags:
     """What a rank has to say to the others beside its sums.
 
-    stop, save_failed, peak_memory_bytes   as in `Tally`
+    stop, save, save_failed, peak_memory_bytes   as in `Tally`
     says   numbers below 2**52 that every rank shall learn, as many on each
+    measured   float64, to be summed over ranks, as many on each; None: nothing
+    unnamed    this rank has values by names that others may not know
     """
 
     stop: bool = False
+    save: bool = False
     save_failed: bool = False
     peak_memory_bytes: int = 0
     says: Sequence[float] = ()
+    measured: torch.Tensor | None = None
+    unnamed: bool = False
 
 
 def reducer_of(program: Program) -> Reducer:
@@ -88,7 +98,8 @@ def forward_backward(
     spare: Any = None,
     call: str = "single",
     scale: float = 1.0,
-    flags: Flags | None = None,
+    flags: Callable[[], Flags] = Flags,
+    note: Callable[[Any, Any, Any], None] | None = None,
 ) -> Tally:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
@@ -96,14 +107,17 @@ def forward_backward(
     rounds          micro-batches of the busiest rank · spare  a batch for passes without weight,
                     where layouts gather parameters and every rank must pass as often as any
     scale           what the loss is multiplied by before backward (fp16)
+    flags           gives what this rank has to say, after its passes
+    note            hears what the loss returned, outputs and targets, of each micro-batch
     Gives           the tally; the program's local gradients are then sums over all ranks, scaled
     Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
                     frozen when the program was composed, both before anything was updated
     """
     reducer = reducer_of(program)
-    ready, sums = begin_passes(program, micro_batches, loss, step, rounds, spare, call, scale)
+    begun = begin_passes(program, micro_batches, loss, step, rounds, spare, call, scale, note)
+    ready, sums = begun
     program.run(program, ready, reducer)
-    return sum_up(program, sums, len(micro_batches), flags or Flags())
+    return sum_up(program, sums, len(micro_batches), flags())
 
 
 def begin_passes(
@@ -115,6 +129,7 @@ def begin_passes(
     spare: Any,
     call: str,
     scale: float,
+    note: Callable[[Any, Any, Any], None] | None = None,
 ) -> tuple[list[MicroBatch], torch.Tensor]:
     """Zero the gradients; give this rank's passes, and what they add to: [loss sum, count].
 
@@ -128,7 +143,8 @@ def begin_passes(
     passes = list(micro_batches)
     if program.together:
         passes += [(JOINING, spare)] * (rounds - len(passes))
-    ready = [MicroBatch(program, loss, step, n, batch, call, scale, sums) for n, batch in passes]
+    shared = (call, scale, sums, note)
+    ready = [MicroBatch(program, loss, step, n, batch, *shared) for n, batch in passes]
     return ready, sums
 
 
@@ -141,9 +157,9 @@ def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tall
         from shoal.parallel.data_parallel.shared import sum_shared
 
         sum_shared(program, reducer)
-    told = [float(flags.stop), float(program.moved()), float(flags.save_failed)]
+    told = [flags.stop, program.moved(), flags.save_failed, flags.unnamed, flags.save]
     numbers = [float(ran), float(flags.peak_memory_bytes), *flags.says]
-    return _tally(program, sums, used, norms, told, numbers)
+    return _tally(program, sums, used, norms, [float(n) for n in told], numbers, flags.measured)
 
 
 def _check_frozen(program: Program) -> None:
@@ -155,8 +171,8 @@ def _check_frozen(program: Program) -> None:
             )
 
 
-HEAD = 6
-"""Numbers of a tally before those by rank: loss sum, count, norm², and three flags."""
+HEAD = 8
+"""Numbers of a tally before those by rank: loss sum, count, norm², and five flags."""
 
 
 def _tally(
@@ -166,8 +182,9 @@ def _tally(
     norms: list[torch.Tensor],
     flags: list[float],
     numbers: Sequence[float],
+    measured: torch.Tensor | None,
 ) -> Tally:
-    """One all-reduce of a short float64 vector: sums, flags, then a slot per rank, then names.
+    """One all-reduce of a short float64 vector: sums, flags, a slot per rank, names, measured.
 
     used_here, norms   of the gradients that this rank computed itself
     numbers   micro-batches, peak memory, and what else this rank says
@@ -189,8 +206,11 @@ def _tally(
     vector[2] = _squares(program, reducer)
     finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
     vector[HEAD + world.rank : HEAD + 2 * ranks : ranks] = (~finite).double()
+    if measured is not None:
+        vector = torch.cat((vector, measured))
     world.all_reduce(vector)
     told = vector.tolist()  # the one place of a step where the host waits for the device
+    names = HEAD + rows * ranks
     slots = [told[HEAD + k * ranks : HEAD + (k + 1) * ranks] for k in range(rows)]
     return Tally(
         loss_sum=told[0],
@@ -199,12 +219,15 @@ def _tally(
         stop=told[3] > 0,
         moved=told[4] > 0,
         save_failed=told[5] > 0,
+        unnamed=told[6] > 0,
+        save=told[7] > 0,
         broken=[rank for rank, flag in enumerate(slots[0]) if flag],
         loss_broken=any(slots[1]),
         micro_batches=[int(n) for n in slots[2]],
         peak_memory_bytes=[int(n) for n in slots[3]],
         said=slots[4:],
-        used=[n > 0 for n in told[HEAD + rows * ranks :]],
+        used=[n > 0 for n in told[names:][: len(program.names)]],
+        measured=told[names + len(program.names) :],
     )
 
 
@@ -336,6 +359,7 @@ class StepResult:
     grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
     targets     what the loss was divided by: the count of targets, or the sum of their weights
     skipped     the weights did not move, for `reason`
+    metrics     means by name over all ranks: metrics, and parts of the loss
     item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
     """
 
@@ -346,6 +370,7 @@ class StepResult:
     targets: float
     skipped: bool
     reason: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def item(self) -> float:
         """The loss, under the name that a tensor has for it."""
@@ -375,6 +400,7 @@ def row_of(
         "peak_memory_bytes": max(tally.peak_memory_bytes),
         "peak_memory_bytes_by_rank": tally.peak_memory_bytes,
         "skipped": result.skipped,
+        **({"metrics": result.metrics} if result.metrics else {}),
         **extras,
     }
     return row, samples

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.base.errors import ConfigError, PlanError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks, pytree
-from shoal.trainer.contract import IGNORED_TARGET, Loss, is_default, split_batch
+from shoal.trainer.contract import IGNORED_TARGET, Loss, is_default, named_parts, split_batch
 from shoal.trainer.step import NO_GRADIENT
 
 FEWEST = 8
@@ -69,13 +69,14 @@ class FirstStep:
         ranks = _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext()
         with ranks, _refuse_parts(self.program):
             result = self.loss(outputs, targets)
-        if isinstance(result, tuple) and len(result) == 2:
-            refuse_mean(*result)
+        plain, _ = named_parts(result)
+        if isinstance(plain, tuple) and len(plain) == 2:
+            refuse_mean(*plain)
         else:
-            _refuse_pairs(result, outputs, targets)
-        self._look_at(result)
+            _refuse_pairs(plain, outputs, targets)
+        self._look_at(plain)
         if self.micro_batches > 1 and not self.looked:
-            self.looked, self.together = True, _compared(result, outputs, targets)
+            self.looked, self.together = True, _compared(plain, outputs, targets)
         if self.copied:
             self._watch(outputs, targets)
         return result

@@ -89,6 +89,9 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
                 loss=values["loss"],
                 accuracy=values.get("accuracy"),
                 targets=int(values["targets"]),
+                metrics={
+                    n: v for n, v in values.items() if n not in ("loss", "accuracy", "targets")
+                },
                 unigram_entropy=source.unigram_entropy,
                 baseline=baseline,
                 seconds=time.perf_counter() - began_s,

@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Part, Program
+
+if TYPE_CHECKING:
+    from shoal.optim.average import WeightAverage
+
+
+def check_averaged(average: WeightAverage | None) -> None:
+    """Errors: ConfigError where weights are not averaged, or no step was made yet."""
+    if average is None or not average.updates:
+        why = "no step was made yet" if average else "nearest: parallelize(…, average=0.999)"
+        raise ConfigError(f"run.state_dict: there is no average of the weights; {why}")
 
 
 def full_state(program: Program) -> dict[str, torch.Tensor]:

@@ -1,0 +1,119 @@
+"""What users save beside a run: a scheduler's state, the best value so far, where an epoch is.
+
+Written as JSON into the checkpoint's record, and read back as the same Python values: JSON has no
+infinity, no tuples and no keys but strings, and a scheduler's state has all three.
+
+    plain          None, bool, int, float, str, lists, dicts with strings as keys
+    {"": KIND, …}  tuple, set, Counter, dict with other keys, inf and nan, a tensor without dims
+    objects        with `state_dict()`, in whose place that stands
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.fabric import World
+
+MOST_BYTES = 2**20
+"""Of all that is saved so: it is read whole with every checkpoint's manifest."""
+
+KINDS = {"tuple": tuple, "set": set, "deque": deque}
+"""Sequences that JSON has not, by the names they are written under."""
+
+
+def encoded(value: Any, name: str = "extra") -> Any:
+    """Turn a value into JSON that `decoded` gives it back from.
+
+    Errors: ConfigError for what is no plain value, with its place.
+    """
+    if hasattr(value, "state_dict") and not isinstance(value, type):
+        return encoded(value.state_dict(), f"{name}.state_dict()")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"": "float", "of": str(value)}
+    if isinstance(value, Mapping):
+        return _encoded_dict(value, name)
+    for kind, type_ in (("list", list), *KINDS.items()):
+        if isinstance(value, type_):
+            items = [encoded(one, f"{name}[{place}]") for place, one in enumerate(value)]
+            return items if kind == "list" else {"": kind, "of": items}
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # of torch, of numpy
+        if isinstance(value, torch.Tensor):
+            told = encoded(value.item(), name)
+            return {"": "tensor", "of": told, "dtype": str(value.dtype).removeprefix("torch.")}
+        return encoded(value.item(), name)
+    near = "its .tolist()" if hasattr(value, "tolist") else "numbers that it can be made of again"
+    raise ConfigError(
+        f"{name}: {type(value).__name__} cannot be saved; plain values and objects with "
+        f"state_dict() can; nearest: {near}"
+    )
+
+
+def _encoded_dict(value: Mapping[Any, Any], name: str) -> Any:
+    plain = all(isinstance(key, str) and key for key in value)
+    if plain and not isinstance(value, Counter):
+        return {key: encoded(one, f"{name}.{key}") for key, one in value.items()}
+    pairs = [[encoded(key, name), encoded(one, f"{name}[{key!r}]")] for key, one in value.items()]
+    return {"": "counter" if isinstance(value, Counter) else "dict", "of": pairs}
+
+
+def decoded(value: Any) -> Any:
+    """Turn what `encoded` wrote into the value again."""
+    if isinstance(value, list):
+        return [decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("")
+    if kind is None:
+        return {key: decoded(one) for key, one in value.items()}
+    inside = value.get("of")
+    if kind == "float":
+        return float(str(inside))
+    if kind == "tensor":
+        return torch.tensor(decoded(inside), dtype=getattr(torch, value["dtype"]))
+    if kind in KINDS:
+        return KINDS[kind](decoded(one) for one in inside or ())
+    pairs = {decoded(key): decoded(one) for key, one in inside or ()}
+    return Counter(pairs) if kind == "counter" else pairs
+
+
+def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Encode what every rank gave, which must be the same.
+
+    Errors: ConfigError, the same on all ranks, for what differs; as `encoded`.
+    """
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"extra: a dict of names and values is wanted, got {type(extra).__name__}; nearest: "
+            f'run.save(extra={{"state": …}})'
+        )
+    try:
+        told = {str(name): encoded(one, f"extra.{name}") for name, one in extra.items()}
+        failure = ""
+    except ConfigError as error:  # on some ranks only, maybe: all must leave together
+        told, failure = {}, str(error)
+    failures = [line for line in world.gather_json(failure) if line]
+    if failures:
+        raise ConfigError(failures[0])
+    size_bytes = len(str(told))
+    if size_bytes > MOST_BYTES:
+        raise ConfigError(
+            f"extra: {size_bytes} bytes of text, at most {MOST_BYTES} are kept; nearest: tensors "
+            f"in a file of your own, and its name in extra"
+        )
+    unlike = world.differing({name: str(one) for name, one in told.items()})
+    if unlike is not None:
+        rank, first, other = unlike
+        name = next(n for n in [*first, *other] if first.get(n) != other.get(n))
+        raise ConfigError(
+            f"extra.{name}: {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; "
+            f"nearest: values of run.step's and run.evaluate's results, which all ranks have alike"
+        )
+    return told
