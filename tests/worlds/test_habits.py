@@ -96,7 +96,7 @@ MISTAKES = {
     "nearest: hits=(value * n, n)",
     "log a vector": "run.log: the sum of hits must be a number or a tensor without dims, got Tensor "
     "of shape [3]",
-    "taken name": "run.evaluate: a value is called 'loss', which the result has already; nearest: "
+    "taken name": "run.evaluate: metrics hold the name loss, which the result has already; nearest: "
     "loss_metric",
     "no function": "run.evaluate: metrics['hits'] is float, a function (outputs, targets) → (sum, "
     "count) is wanted",

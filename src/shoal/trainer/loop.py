@@ -118,7 +118,6 @@ def _prepare(
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
-    run.tells_validation = False  # the command tells more of it
     run.extra_record = {"configuration": (folder / "run.toml").read_text()}
     joined = None
     if config.islands.on:

@@ -34,17 +34,16 @@ def check_metrics(metrics: Mapping[str, Metric], where: str) -> None:
                 f"{where}: metrics[{name!r}] is {type(function).__name__}, a function (outputs, "
                 f"targets) → (sum, count) is wanted"
             )
-        _check_name(name, where)
+        _check_name(name, f"{where}: metrics hold")
 
 
-def _check_name(name: Any, where: str) -> None:
-    if not isinstance(name, str) or name in TAKEN:
+def _check_name(name: Any, holds: str) -> None:
+    if name in TAKEN:
         raise ConfigError(
-            f"{where}: a value is called {name!r}, which the result has already; nearest: "
-            f"{name}_metric"
-            if name in TAKEN
-            else f"{where}: a value is called {name!r}, a string is wanted"
+            f"{holds} the name {name}, which the result has already; nearest: {name}_metric"
         )
+    if not isinstance(name, str):
+        raise ConfigError(f"{holds} the name {name!r}, a string is wanted; nearest: {str(name)!r}")
 
 
 class Measured:
@@ -75,7 +74,7 @@ class Measured:
     @torch.no_grad()
     def put(self, name: str, total: Any, count: Any, *, where: str) -> None:
         """Add a sum and its count. Errors: ConfigError for what is neither number nor tensor."""
-        _check_name(name, where)
+        _check_name(name, f"{where}: holds")
         device = self.program.world.device
         pair = []
         for word, value in (("sum", total), ("count", count)):

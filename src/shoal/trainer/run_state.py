@@ -224,7 +224,8 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     if run.beside is not None:
         run.beside.load(loaded.tensors, record)
     run.step_count = int(record["step"])
-    run.recorder.went_back(run.step_count)
+    here_now = folder == run.recorder.folder  # a tag may be only looked at
+    (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
     differences += _differences(run, record)
     if run.program.world.is_first:
         emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)

@@ -58,6 +58,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
     It gives None too when a stop was asked for meanwhile: then `run.stopping` is true. Says first,
     at a fresh start, what it will read and how long that takes. Every rank calls both.
     """
+    run.tells_validation = False  # more is told here
     if source.validation is None:
         return lambda: None
     images = source.kind == "samples" and not config.model.loss
