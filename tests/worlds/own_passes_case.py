@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,18 +202,40 @@ def whole(own: Tagger, values: list[Any], how: str) -> torch.Tensor:
     return classes + numbers_sum(outputs) / count
 
 
+def with_penalty(run: Run, outputs: Any, targets: torch.Tensor) -> Any:
+    """A loss that differentiates through the model."""
+    weight = run.model.number.weight
+    (slope,) = torch.autograd.grad(numbers_sum(outputs), weight, create_graph=True)
+    return classes_sum(outputs, targets) + slope.square().sum(), counted(targets)
+
+
+def by_outputs(outputs: Any, targets: torch.Tensor) -> Any:
+    """A loss that differentiates itself by the outputs."""
+    total = numbers_sum(outputs)
+    (slope,) = torch.autograd.grad(total, outputs[1], create_graph=True)
+    return classes_sum(outputs, targets) + slope.square().sum(), counted(targets)
+
+
 def end(run: Run) -> None:
     """Close a run whose world goes on."""
     for undo in run.program.on_close:
         undo()
 
 
-def told(world: World, layout: Any, mistake: str) -> str:
+def told(world: World, layout: Any, mistake: str, **settings: Any) -> str:
     """What a mistake is answered with, by this rank."""
-    run = opened(world, layout)
+    run = opened(world, layout, **settings)
     batch = next(iter(run.loader(samples())))
     first = True
     try:
+        if mistake == "penalty":
+            return f"loss {step(run, batch, 'penalty').loss:.6f}"
+        if mistake == "penalty in the loss":
+            run.loss = partial(with_penalty, run)
+            return f"loss {run.step(batch).loss:.6f}"
+        if mistake == "by outputs":  # nothing of a layout lies between
+            run.loss = by_outputs
+            return f"loss {run.step(batch).loss:.6f}"
         if mistake == "outside":
             run.backward(torch.ones((), requires_grad=True), 1)
         for micro in run.micro_batches(batch):

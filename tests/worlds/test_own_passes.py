@@ -88,6 +88,36 @@ def test_formats_are_those_of_a_step(worlds, layout: str, precision: str) -> Non
     assert worlds(2).call("own_passes_case:trained", how="one loss", **settings) == wanted
 
 
+TWICE = [
+    (2, "fsdp", "layout.strategy = fsdp", {}),
+    (2, {"tp": 2}, "layout.tp = 2", {}),
+    (4, {"tp": 2, "dp_replicate": 2}, "layout.tp = 2", {}),
+    (1, "single", "train.compile = blocks", {"compile": "blocks"}),
+]
+
+
+@pytest.mark.parametrize("how", ["penalty", "penalty in the loss"])
+@pytest.mark.parametrize(("ranks", "layout", "what", "settings"), TWICE, ids=str)
+def test_a_gradient_of_a_gradient_is_refused(
+    worlds, ranks: int, layout: Any, what: str, settings: dict[str, Any], how: str
+) -> None:
+    """Under tp torch would take another gradient than one process does, with a warning."""
+    wanted = (
+        f"a gradient of a gradient (create_graph=True) passes through the model, and {what} can be "
+        f"differentiated once only; nearest: layout.strategy=ddp, zero1 or zero2"
+    )
+    for told in worlds(ranks).call("own_passes_case:told", layout=layout, mistake=how, **settings):
+        assert wanted in told
+
+
+@pytest.mark.parametrize("layout", ["fsdp", {"tp": 2}], ids=str)
+def test_a_gradient_by_the_outputs_is_none_through_the_model(worlds, layout: Any) -> None:
+    (alone,) = worlds(1).call("own_passes_case:told", layout="single", mistake="by outputs")
+    assert alone.startswith("loss ")
+    for told in worlds(2).call("own_passes_case:told", layout=layout, mistake="by outputs"):
+        assert told == alone
+
+
 ONCE = "call it equally often in every micro-batch, on every rank"
 MISTAKES = {
     "outside": "run.backward is for loops over run.micro_batches(batch); nearest: run.step(batch)",

@@ -21,6 +21,7 @@ from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
+from shoal.trainer.double_backward import watching
 from shoal.trainer.measured import Measured
 from shoal.trainer.micro_batch import JOINING, MicroBatch
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
@@ -89,7 +90,7 @@ class OwnPasses:
             reducer.arm(last=False, once=False)
             self._at, self._count = one, None
             self._calls.append(0)
-            with one.entered(), self.program.autocast():
+            with one.entered(), self.program.autocast(), watching(self.program):
                 yield OwnMicroBatch(*one.parts, one.index)
             self._at = None
             one.__dict__.pop("parts", None)  # inputs of passes that are over need no memory

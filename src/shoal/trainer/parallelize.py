@@ -142,6 +142,8 @@ def parallelize(
         world=world,
     )
     run.metrics = metrics or {}
+    if run.world.size > 1 and leaves_open(plan, said):
+        run.recorder.notice(run.plan.why)
     return run
 
 

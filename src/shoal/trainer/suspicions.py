@@ -5,6 +5,7 @@
     ranks in the loss        it sums or divides over ranks itself, as the run does once more
     weights in the loss      a penalty on weights, where a rank holds parts of them only
     samples in the loss      it compares the samples of a micro-batch with each other
+    gradients of gradients   under layouts that can be differentiated once only
     evaluation mode          dropout is off and BatchNorm frozen while the model trains
 
 None of them calls the loss twice: the first is read from the autograd graph, the second from the
@@ -30,6 +31,7 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks, pytree
 from shoal.trainer.contract import IGNORED_TARGET, Loss, is_default, named_parts, split_batch
+from shoal.trainer.double_backward import once_only, watched
 from shoal.trainer.step import NO_GRADIENT
 
 FEWEST = 8
@@ -56,6 +58,7 @@ class FirstStep:
         self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
         self.compared = False
         self.asked: set[str] = set()
+        self.once = once_only(program)
         self.cut_off = self._tied = False
         self.micro_batches = program.data.size * len(batches)
         self.looked, self.together = False, 0
@@ -64,7 +67,9 @@ class FirstStep:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
-        outputs = pytree.tree_map(_without_hooks, outputs)
+        outputs = pytree.tree_map(
+            _without_hooks, watched(outputs, self.once) if self.once else outputs
+        )
         # One rank alone has nothing to count twice, and may have runs in other threads beside it.
         ranks = _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext()
         with ranks, _refuse_parts(self.program):
