@@ -45,14 +45,32 @@ def build_foreign(
     with _told_plainly(name, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     _cover_data(name, path, config, vocabulary, sequence)
+    cached = getattr(config, "use_cache", False)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     kind = _find_class(name, path, config)
     if not stored or torch.empty(0).is_meta:  # shapes alone, for a plan: nothing to read
         with _told_plainly(name, f"{kind.__name__}(config)"):
             built: nn.Module = kind(config)
-        return built
-    return _with_weights(name, kind, config, path.parent)
+    else:
+        built = _with_weights(name, kind, config, path.parent)
+    _set_generation(name, built, path.parent, cached)
+    return built
+
+
+def _set_generation(name: str, model: Any, folder: Path, cached: bool) -> None:
+    """Set how the model generates: as the folder's own file says, else as its config.json did."""
+    if not model.can_generate():
+        return
+    if (folder / "generation_config.json").is_file():
+        import transformers
+
+        with _told_plainly(name, "its generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    else:
+        model.generation_config.use_cache = cached  # it was made from a config without a cache
 
 
 def _find_class(name: str, path: Path, config: Any) -> Any:

@@ -9,6 +9,7 @@ no state of its own: it is keyed by (seed, step, micro-batch).
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -88,12 +89,28 @@ def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
+    record |= _kept_of_hub(run.program, folder)
     root, keep = folder / "checkpoints", run.program.plan.keep
     if not wait and not run.program.plan.states_in_files:  # a copy of them would be in memory
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
     saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
     return saved.path if saved else None  # the run is worth more than this save
+
+
+def _kept_of_hub(program: Program, folder: Path) -> dict[str, Any]:
+    """Keep the configuration of a model of transformers; what the record says of its ties."""
+    if "transformers" not in sys.modules:
+        return {}
+    from shoal.checkpoint.hub_folder import UNTOLD_TIES
+    from shoal.trainer.hub_files import is_pretrained, keep_config, untold_ties
+
+    if not is_pretrained(program.module):
+        return {}
+    if program.world.is_first:
+        keep_config(program.module, folder)
+    untold = untold_ties(program.module, program.aliases)
+    return {UNTOLD_TIES: untold} if untold else {}
 
 
 def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
