@@ -14,6 +14,9 @@ from torch import nn
 import shoal
 from shoal.checkpoint.export_folder import export_folder
 from shoal.checkpoint.listing import find, read_manifest
+from shoal.data.text import Document, train_bpe
+from shoal.models.huggingface import PROBE, tokenizer_line
+from shoal.trainer.hub_files import keep_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -160,3 +163,24 @@ def test_a_tokenizer_put_into_the_run_goes_along(tmp_path: Path) -> None:
     again = transformers.AutoTokenizer.from_pretrained(out)
     assert again("b a b")["input_ids"] == [1, 0, 1]
     assert again.chat_template == "{{ messages }}"
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_told(tmp_path: Path) -> None:
+    """Of a qwen2 it takes its own class, whatever tokenizer_config.json says."""
+    words = tmp_path / "words.txt"
+    words.write_text("a naïve text, of 12345 words: don't\n" * 9)
+    made = train_bpe([Document("words.txt", str(words), words.stat().st_size, 0)], 300)
+    keep_tokenizer(made, "bpe:300", tmp_path)
+    for kind, line in {
+        "llama": "",
+        "qwen2": "tokenizer: AutoTokenizer is Qwen2Tokenizer for this model, and cuts text "
+        "otherwise; nearest: transformers.PreTrainedTokenizerFast.from_pretrained"
+        f'("{tmp_path}/hub")',
+        "no such kind": "",
+    }.items():
+        (tmp_path / "hub" / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert tokenizer_line(tmp_path / "hub") == line
+    plain = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hub")
+    assert plain(PROBE)["input_ids"] == made.encode(PROBE).ids
+    (tmp_path / "hub" / "tokenizer_config.json").write_text("[]")
+    assert "AutoTokenizer does not open it (" in tokenizer_line(tmp_path / "hub")

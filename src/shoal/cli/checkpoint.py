@@ -95,12 +95,17 @@ def _write(newest: Path, out: Path, average: bool) -> str:
         from shoal.checkpoint import export, export_folder
     if out.suffix == ".safetensors" and not out.is_dir():
         return f"{out}: {bytes_text(export.export(newest, out, average=average))} from {newest}"
+    from shoal.checkpoint.hub_folder import TOKENIZER
     from shoal.cli.translated import translated_of
 
-    written = export_folder.export_folder(
-        newest, out, average=average, translated=translated_of(newest)
-    )
+    translated = translated_of(newest)
+    written = export_folder.export_folder(newest, out, average=average, translated=translated)
     line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
+    if written.has_config and TOKENIZER in written.files and translated is None:
+        from shoal.models.huggingface import tokenizer_line
+
+        with phase("tokenizer"):
+            return "\n".join(filter(None, (line, tokenizer_line(out))))
     if written.has_config:
         return line
     return (
