@@ -145,7 +145,9 @@ def test_a_folder_that_cannot_be_finished_leaves_what_was_there(
 ) -> None:
     root = tmp_path / "run" / "checkpoints"
     root.mkdir(parents=True)
-    path, out = save_step(root, 5).path, tmp_path / "out"
+    out = tmp_path / "out"
+    record = {"transformers": {}}
+    path = write.save(root, 5, pieces(state(5)), record, alone(), Heard(), keep=1).path
     if earlier:
         export_folder(path, out)
     before = {file.name: file.read_bytes() for file in out.iterdir()} if earlier else {}
@@ -193,7 +195,8 @@ def test_a_configuration_says_the_format_of_the_weights(tmp_path: Path) -> None:
     (hub / "modeling_x.py").write_text("raise SystemExit")
     (hub / "chat_template.jinja").symlink_to("/etc/hostname")
     tensors = {"model.w": torch.ones(2, dtype=torch.float64), "model.b": torch.ones(1)}
-    path = write.save(root, 1, pieces(tensors), {}, alone(), Heard(), keep=1).path
+    record = {"transformers": {}}
+    path = write.save(root, 1, pieces(tensors), record, alone(), Heard(), keep=1).path
     written = export_folder(path, tmp_path / "out")
     assert written.files == ("config.json", "model.safetensors", "tokenizer.json")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
@@ -226,7 +229,7 @@ def test_ties_that_no_configuration_tells_are_written_twice(tmp_path: Path) -> N
     ties = {"model.head.weight": "model.embed.weight", "model.far.weight": "model.embed.weight"}
     path = write.save(
         tmp_path, 1, pieces({"model.embed.weight": torch.ones(6, 4)}),
-        {"untold_ties": ["far.weight"]}, alone(), Heard(), keep=1, aliases=ties,
+        {"transformers": {"untold_ties": ["far.weight"]}}, alone(), Heard(), keep=1, aliases=ties,
     ).path  # fmt: skip
     export_folder(path, tmp_path / "out")
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:

@@ -77,13 +77,13 @@ def untie_head(model: Any) -> None:
     [
         (False, tie_head, ["lm_head.weight"]),
         (True, tie_layers, ["model.layers.1.self_attn.q_proj.weight"]),
-        (True, untie_head, None),
-        (True, lambda model: None, None),
-        (False, lambda model: model.resize_token_embeddings(70), None),
+        (True, untie_head, []),
+        (True, lambda model: None, []),
+        (False, lambda model: model.resize_token_embeddings(70), []),
     ],
 )
 def test_ties_are_as_the_user_made_them(
-    tmp_path: Path, tied: bool, change: Callable[[Any], None], twice: list[str] | None
+    tmp_path: Path, tied: bool, change: Callable[[Any], None], twice: list[str]
 ) -> None:
     model = llama(tie_word_embeddings=tied)
     change(model)
@@ -92,7 +92,7 @@ def test_ties_are_as_the_user_made_them(
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, model.eval()(TOKENS).logits)
     record = read_manifest(find(tmp_path / "run" / "checkpoints")[0].path).record
-    assert record.get("untold_ties") == twice
+    assert record["transformers"] == {"untold_ties": twice}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,21 @@ def test_a_cache_that_was_off_for_training_is_on_again(tmp_path: Path) -> None:
     assert not model.config.use_cache, "the user's own stays"
 
 
+def test_a_configuration_that_is_no_json_stops_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    model.config.mine = {1, 2}
+    (tmp_path / "run" / "hub").mkdir(parents=True)
+    (tmp_path / "run" / "hub" / "config.json").write_text("{}")  # of another run
+    out, _ = exported(model, tmp_path)
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert (
+        "model: its config cannot be written (Object of type set is not JSON serializable), so "
+        "what `shoal checkpoint export` writes of this run has no config.json"
+    ) in caplog.text
+
+
 def test_a_later_save_keeps_the_later_configuration(tmp_path: Path) -> None:
     exported(llama(), tmp_path)
     model = llama(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
@@ -146,6 +161,8 @@ class Around(nn.Module):
 
 
 def test_a_model_with_one_inside_has_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run" / "hub").mkdir(parents=True)
+    (tmp_path / "run" / "hub" / "config.json").write_text("{}")  # of another run
     out, _ = exported(Around(), tmp_path)
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
 

@@ -26,7 +26,14 @@ from shoal.base.phases import phase
 from shoal.checkpoint import folders
 from shoal.checkpoint.export import Outgoing, outgoing
 from shoal.checkpoint.export_target import INDEX, MARK, check_target
-from shoal.checkpoint.hub_folder import CONFIG, CONFIGS, HUB, TOKENIZER_FILES, UNTOLD_TIES
+from shoal.checkpoint.hub_folder import (
+    CONFIG,
+    CONFIGS,
+    HUB,
+    TOKENIZER_FILES,
+    TRANSFORMERS,
+    UNTOLD_TIES,
+)
 from shoal.checkpoint.tensorfile import Entry, write_file
 
 SHARD_BYTES = 5 * 10**9
@@ -101,7 +108,7 @@ def _renamed(found: Outgoing, name_of: Callable[[str], str]) -> Outgoing:
 
 def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
     """Write the files of weights, and their index where there are several; gives their bytes."""
-    untold = found.manifest.record.get(UNTOLD_TIES, [])
+    untold = found.manifest.record.get(TRANSFORMERS, {}).get(UNTOLD_TIES, [])
     twice = {alias: found.names[found.aliases[alias]] for alias in untold if alias in found.aliases}
     found = replace(found, names={**found.names, **twice})
     ties = {alias: name for alias, name in found.aliases.items() if alias not in twice}
@@ -148,7 +155,8 @@ def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
 def _write_beside(folder: Path, hub: Path, found: Outgoing, translated: Translated | None) -> None:
     """Write what is no weight: the configuration with the weights' format, and the tokenizer."""
     dtype = _widest(found.entries)
-    for name in (*CONFIGS, *TOKENIZER_FILES):
+    configs = CONFIGS if TRANSFORMERS in found.manifest.record else ()  # else of another model
+    for name in (*configs, *TOKENIZER_FILES):
         source = hub / name
         if source.is_file() and not source.is_symlink():  # no link out of somebody's run folder
             shutil.copyfile(source, folder / name)

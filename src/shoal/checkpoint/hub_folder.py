@@ -21,6 +21,7 @@ BESIDE_TOKENIZER = (
 
 TOKENIZER_FILES = (TOKENIZER, *BESIDE_TOKENIZER)
 
-UNTOLD_TIES = "untold_ties"
-"""A checkpoint's record lists under it the tied names that the model's configuration does not tie:
-whoever opens the weights would draw them anew, so they are exported twice."""
+TRANSFORMERS, UNTOLD_TIES = "transformers", "untold_ties"
+"""Keys of a checkpoint's record. The first is there where its model is one of transformers, whose
+configuration hub/ keeps; beneath it the second lists tied names that this configuration does not
+tie: whoever opens the weights would draw them anew, so they are exported twice."""

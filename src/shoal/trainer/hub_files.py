@@ -19,7 +19,15 @@ from typing import Any
 from torch import nn
 
 from shoal.base.files import write_whole
-from shoal.checkpoint.hub_folder import BESIDE_TOKENIZER, CONFIG, GENERATION, HUB, TOKENIZER
+from shoal.checkpoint.hub_folder import (
+    BESIDE_TOKENIZER,
+    CONFIG,
+    GENERATION,
+    HUB,
+    TOKENIZER,
+    TRANSFORMERS,
+    UNTOLD_TIES,
+)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -31,11 +39,35 @@ def is_pretrained(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
-def keep_config(module: Any, folder: Path) -> None:
-    """Write the configuration of a model of transformers to `folder/hub`; one process calls it.
+def keep_config(
+    module: nn.Module, aliases: Mapping[str, str], folder: Path | None
+) -> tuple[dict[str, Any], str]:
+    """Write the configuration of a model of transformers to `folder/hub`, if it is one.
 
     A cache of keys and values that is off for training alone is on again in what is written.
+
+    aliases  further names of tied weights → the name they are kept under
+    folder   of the run; None on processes that write nothing
+    Gives    what the checkpoint's record says of it, the same on every rank, and a line for the
+             user where the configuration holds what is no JSON
     """
+    if not is_pretrained(module):
+        return {}, ""
+    try:
+        files = _configs(module)
+    except (TypeError, ValueError) as failure:  # whatever a user put into it
+        return {}, (
+            f"model: its config cannot be written ({failure}), so what `shoal checkpoint export` "
+            f"writes of this run has no config.json; nearest: take out of model.config what is no "
+            f"number, text, list or dict"
+        )
+    if folder is not None:
+        _write(folder / HUB, files)
+    return {TRANSFORMERS: {UNTOLD_TIES: untold_ties(module, aliases)}}, ""
+
+
+def _configs(module: Any) -> dict[str, str]:
+    """The files of a model's configuration, as texts. Errors: TypeError for what is no JSON."""
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     files: dict[str, str] = {}
@@ -44,7 +76,7 @@ def keep_config(module: Any, folder: Path) -> None:
         if hasattr(config, "use_cache"):
             config.use_cache = module.generation_config.use_cache is not False
     files[CONFIG] = config.to_json_string()
-    _write(folder / HUB, files)
+    return files
 
 
 def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:

@@ -89,7 +89,7 @@ def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
-    record |= _kept_of_hub(run.program, folder)
+    record |= _kept_of_hub(run, folder)
     root, keep = folder / "checkpoints", run.program.plan.keep
     if not wait and not run.program.plan.states_in_files:  # a copy of them would be in memory
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
@@ -98,19 +98,19 @@ def save_run(run: Kept, folder: Path, *, wait: bool) -> Path | None:
     return saved.path if saved else None  # the run is worth more than this save
 
 
-def _kept_of_hub(program: Program, folder: Path) -> dict[str, Any]:
-    """Keep the configuration of a model of transformers; what the record says of its ties."""
+def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
+    """Keep the configuration of a model of transformers; what the record says of that."""
     if "transformers" not in sys.modules:
         return {}
-    from shoal.checkpoint.hub_folder import UNTOLD_TIES
-    from shoal.trainer.hub_files import is_pretrained, keep_config, untold_ties
+    from shoal.trainer.hub_files import keep_config
 
-    if not is_pretrained(program.module):
-        return {}
-    if program.world.is_first:
-        keep_config(program.module, folder)
-    untold = untold_ties(program.module, program.aliases)
-    return {UNTOLD_TIES: untold} if untold else {}
+    program = run.program
+    told, line = keep_config(
+        program.module, program.aliases, folder if program.world.is_first else None
+    )
+    if line:
+        run.recorder.notice(line)
+    return told
 
 
 def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
