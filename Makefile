@@ -66,6 +66,7 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/proof/any_module.py
 	$(BIN)/python tests/proof/compositions.py
 	$(BIN)/python tests/proof/families.py
+	$(BIN)/python tests/proof/exported.py
 	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/worlds/pipe_makespan.py
 	$(BIN)/python tests/simgpu/device_lines.py --out docs/proof/device-lines.json

@@ -81,7 +81,7 @@ def test_next_lines_can_be_pasted_and_hold_no_advice_that_is_none(tmp_path: Path
     folder = tmp_path / "my runs" / "ünï côde ✓"
     done = left(folder, made=4, saved=4).next(Outcome("finished", 0, 1, ""))
     line = done.splitlines()[1].removeprefix("next: ")
-    expected = ["shoal", "checkpoint", "export", str(folder), "model.safetensors"]
+    expected = ["shoal", "checkpoint", "export", str(folder), "ünï côde ✓-exported"]
     assert shlex.split(line) == expected
     longer = shlex.split(done.splitlines()[2].removeprefix("or train longer: "))
     assert longer == ["shoal", "train", "--resume", str(folder), "train.steps=N"]

@@ -114,4 +114,4 @@ def test_islands_that_complete_are_exported_from_the_first(
     assert ends([0, 0], (8, 8), (8, 8)) == (0, 1)
     out, err = capsys.readouterr()
     assert err == ""
-    assert "next: shoal checkpoint export runs/x/island-0 model.safetensors\n" in out
+    assert "next: shoal checkpoint export runs/x/island-0 x-exported\n" in out

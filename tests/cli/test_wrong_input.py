@@ -309,12 +309,15 @@ def test_a_file_is_not_a_module() -> None:
         ("best.pt", "best.pt: a safetensors file is written, which torch.load does not open; "
                     "nearest: best.safetensors, for safetensors.torch.load_file"),
         ("pytorch_model.bin", "nearest: pytorch_model.safetensors"),
-        ("exported", "exported: is a folder; nearest: exported/model.safetensors"),
+        ("exported", "exported: holds README.md, which no export wrote, and would be replaced whole; "
+                     "nearest: a folder that is new, empty or an earlier export"),
+        ("exported/README.md", "exported/README.md: is a file; nearest: exported/README.md.safetensors"),
         ("my out/model.safetensors", "model.safetensors: there is no folder my out; nearest: mkdir -p 'my out'"),
     ],
 )  # fmt: skip
 def test_an_export_is_not_written_where_it_would_mislead(out: str, said: str) -> None:
     Path("exported").mkdir()
+    Path("exported/README.md").touch()
     folder = Path("runs/mine/checkpoints/step-3")
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()

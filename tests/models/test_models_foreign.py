@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.cli.main import app
 from shoal.cli.start import prepare
 from shoal.config.sections import DataSection, ModelSection
 from shoal.data.sources import Source
@@ -87,6 +89,7 @@ def test_the_default_loss_reads_its_logits_unshifted(tmp_path: Path) -> None:
     tokens = torch.randint(61, (2, 17))
     outputs = model(tokens[:, :-1])
     assert outputs.past_key_values is None  # no cache
+    assert model.generation_config.use_cache  # which is for training alone
     total, count = token_loss(outputs, tokens[:, 1:])
     by_hand = F.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert float(total.detach() / count) == pytest.approx(float(by_hand.detach()), rel=1e-12)
@@ -236,13 +239,24 @@ def test_classes_and_weights_that_do_not_fit(tmp_path: Path) -> None:
     assert "its weights lack 9 tensors of LlamaForCausalLM, model.layers.2." in refusal(name)
 
 
-def test_shoal_trains_it_on_text(tmp_path: Path) -> None:
-    """The main job, end to end: two steps on text."""
+def shoal(*words: str) -> str:
+    """Run a command in this process; what it prints."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return str(done.stdout).removesuffix("\n")
+
+
+def test_shoal_trains_it_on_text_samples_it_and_exports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main job, end to end: two steps on text, and back to the library."""
     docs = Path(__file__).resolve().parents[2] / "docs"
-    write(tmp_path / "tiny", {**LLAMA, "vocab_size": 512})
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "tiny", {**LLAMA, "vocab_size": 512, "dtype": "bfloat16"})
+    (tmp_path / "tiny" / "generation_config.json").write_text('{"eos_token_id": 0, "top_k": 40}')
     words = [
         "model.name=hf:tiny", f"data.source=text:{docs}/*.md", "data.tokenizer=bpe:512", "data.sequence=64", "train.steps=2",
-        "data.validation=0.005", "launch.processes=1", "run.name=run",
+        "data.validation=0.005", "launch.processes=1", "run.name=run", "optimizer.average=0.5",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "train", *words],
@@ -254,5 +268,31 @@ def test_shoal_trains_it_on_text(tmp_path: Path) -> None:
     (validated,) = [event for event in events if event["event"] == "validated"]
     assert validated["loss"] == pytest.approx(math.log(512), rel=0.05)
     with safe_open(tmp_path / "runs/run/checkpoints/step-2/rank-0.safetensors", "pt") as file:
-        kept = file.keys()
-    assert any("model.layers.0.self_attn.q_proj.weight" in key for key in kept)
+        stored = [key for key in list(file.keys()) if key.startswith("model.")]
+        weights = {key.removeprefix("model."): file.get_tensor(key) for key in stored}
+    assert "model.layers.0.self_attn.q_proj.weight" in weights
+    (tmp_path / "tiny").rename(tmp_path / "gone")  # the run's own folder is enough
+    sampled = ("sample", "runs/run", "--prompt", "The layout", "--tokens", "20")
+    text = shoal(*sampled, "--seed", "2")
+    likeliest = shoal(*sampled, "--temperature", "0")
+    far = shoal("sample", "runs/run", "--prompt", "The layout", "--tokens", "70")  # > 64 positions
+    assert len({text, likeliest, far}) == 3
+    told = shoal("checkpoint", "export", "runs/run", "out")
+    assert told.endswith("model.safetensors, tokenizer.json, tokenizer_config.json"), "and no more"
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        "out", output_loading_info=True
+    )
+    assert not any(loading.values())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert model.config.use_cache, "off for training alone"
+    assert (model.generation_config.eos_token_id, model.generation_config.top_k) == (0, 40)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    begun = tokenizer("The layout", return_tensors="pt")
+    torch.manual_seed(2)
+    drawn = model.generate(**begun, max_new_tokens=20, do_sample=True, temperature=0.7)
+    greedy = model.generate(**begun, max_new_tokens=20, do_sample=False)
+    decoded = [tokenizer.decode(ids[0], skip_special_tokens=True) for ids in (drawn, greedy)]
+    assert decoded == [text, likeliest]
+    shoal("checkpoint", "export", "runs/run", "averaged", "--average")
+    averaged = transformers.AutoModelForCausalLM.from_pretrained("averaged").state_dict()
+    assert not torch.equal(averaged["lm_head.weight"], weights["lm_head.weight"])

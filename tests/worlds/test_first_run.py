@@ -9,8 +9,10 @@ import sys
 
 import pytest
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from cli_run import CommandLine, lines
+from shoal.cli.main import app
 from shoal.config.load import load
 
 SMALL = [
@@ -66,6 +68,40 @@ def test_the_run_folder_is_whole(first: tuple[CommandLine, str]) -> None:
     started = first[0].events("compute_started")[0]
     assert started["dtypes"]["stepped"] == "float32"
     assert started["compute"] == "fp32"
+
+
+def test_it_writes_on_and_opens_as_transformers_llama(
+    first: tuple[CommandLine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(first[0].folder)
+
+    def shoal(*words: str) -> str:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        return str(done.stdout)
+
+    written = shoal("sample", "runs/run", "--prompt", "def ", "--tokens", "24", "--seed", "3")
+    assert written.startswith("def ")
+    assert written == shoal(
+        "sample", "runs/run", "--prompt", "def ", "--tokens", "24", "--seed", "3"
+    )
+    assert written != shoal(
+        "sample", "runs/run", "--prompt", "def ", "--tokens", "24", "--seed", "4"
+    )
+    likeliest = shoal(
+        "sample", "runs/run", "--prompt", "def ", "--tokens", "24", "--temperature", "0"
+    )
+    told = shoal("checkpoint", "export", "runs/run", "out")
+    assert told.endswith("config.json, model.safetensors, tokenizer.json, tokenizer_config.json\n")
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        "out", output_loading_info=True
+    )
+    assert not any(loading.values())
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    begun = tokenizer("def ", return_tensors="pt")
+    ids = model.generate(**begun, max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    assert tokenizer.decode(ids[0]) == likeliest.removesuffix("\n")
 
 
 def test_checkpoint_verbs(first: tuple[CommandLine, str]) -> None:

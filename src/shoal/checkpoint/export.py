@@ -8,30 +8,66 @@ as `safetensors.torch.save_model` does, beside `format = pt`, which transformers
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shoal.base.errors import CheckpointError
-from shoal.base.phases import phase
+from shoal.base.phases import Phase, phase
 from shoal.base.shards import Shard
 from shoal.checkpoint import folders
 from shoal.checkpoint.faults import shown
 from shoal.checkpoint.listing import read_manifest
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import load_from
 from shoal.checkpoint.tensorfile import Entry, write_file
 
+AVERAGE = "average."
 
-def export(path: Path, out_file: Path, prefix: str = "model.") -> int:
-    """Write a checkpoint's tensors whose names start with `prefix` as one safetensors file.
 
-    Tensors are whole, verified, and named without the prefix; tied weights are written once, the
-    file's metadata says alias → name.
+@dataclass(frozen=True)
+class Outgoing:
+    """The tensors of a checkpoint that leave it.
 
-    path       a checkpoint folder · out_file  replaced only once the new file is complete
-    Gives      the file's size in bytes
-    Errors     Damaged where bytes are not those that were saved; CheckpointError when no tensor has
-               the prefix, or for a format version of another Shoal; OSError
+    names     name outside → name in the checkpoint · aliases  tied name → name outside, both short
+    entries   of `names`, as a safetensors file wants them, in the checkpoint's order
+    `reader(told)` gives a function that reads a tensor's verified bytes, one step of `told` each
+    """
+
+    path: Path
+    manifest: Manifest
+    names: dict[str, str]
+    aliases: dict[str, str]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Key, dtype and shape of every tensor."""
+        stored = {short: self.manifest.tensors[name] for short, name in self.names.items()}
+        return [Entry(short, one.dtype, one.shape) for short, one in stored.items()]
+
+    def reader(self, told: Phase) -> Callable[[str], memoryview]:
+        """A function from a short name to the whole tensor's bytes. Errors of it: Damaged."""
+
+        def data_of(short: str) -> memoryview:
+            name = self.names[short]
+            tensor = self.manifest.tensors[name]
+            whole = Shard.whole(name, tensor.shape, tensor.dtype)
+            data = load_from(self.path, self.manifest, [whole])[name]
+            told.step()
+            return data.view(-1).view(torch.uint8).numpy().data
+
+        return data_of
+
+
+def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Outgoing:
+    """Find the tensors of a checkpoint whose names start with `prefix`, to be written without it.
+
+    average  averaged weights in the place of those that were stepped; what is not averaged
+             (buffers, frozen weights) as it is
+    Errors   CheckpointError when no tensor has the prefix, there are no averages, or for a format
+             version of another Shoal; Damaged for a manifest that is not as it was written
     """
     manifest = read_manifest(path)
     names = {
@@ -43,25 +79,40 @@ def export(path: Path, out_file: Path, prefix: str = "model.") -> int:
             f"{shown(path)}: no tensor's name starts with {prefix!r}; names here start with "
             f"{', '.join(firsts) or 'nothing: it is empty'}"
         )
-    metadata = {
+    if average:
+        if not any(name.startswith(AVERAGE) for name in manifest.tensors):
+            raise CheckpointError(
+                f"{shown(path)}: holds no averaged weights, which a run keeps where "
+                f"optimizer.average (average= of parallelize) is above 0; nearest: the same "
+                f"without --average"
+            )
+        averaged = {short: AVERAGE + short for short in names}
+        names |= {short: name for short, name in averaged.items() if name in manifest.tensors}
+    aliases = {
         alias.removeprefix(prefix): name.removeprefix(prefix)
         for alias, name in manifest.aliases.items()
         if alias.startswith(prefix) and name.startswith(prefix)
     }
-    stored = {short: manifest.tensors[name] for short, name in names.items()}
+    return Outgoing(path, manifest, names, aliases)
 
-    def data_of(short: str) -> memoryview:
-        tensor, name = stored[short], names[short]
-        whole = Shard.whole(name, tensor.shape, tensor.dtype)
-        data = load_from(path, manifest, [whole])[name]
-        told.step()
-        return data.view(-1).view(torch.uint8).numpy().data
 
-    entries = [Entry(short, tensor.dtype, tensor.shape) for short, tensor in stored.items()]
+def export(path: Path, out_file: Path, prefix: str = "model.", *, average: bool = False) -> int:
+    """Write a checkpoint's tensors whose names start with `prefix` as one safetensors file.
+
+    Tensors are whole, verified, and named without the prefix; tied weights are written once, the
+    file's metadata says alias → name.
+
+    path       a checkpoint folder · out_file  replaced only once the new file is complete
+    average    as `outgoing` takes it
+    Gives      the file's size in bytes
+    Errors     Damaged where bytes are not those that were saved; as `outgoing`; OSError
+    """
+    found = outgoing(path, prefix, average=average)
     half = out_file.with_name(f"{out_file.name}.tmp-{os.getpid()}")
     try:
-        with phase("export", of=len(entries)) as told:
-            written = write_file(half, entries, data_of, {**metadata, "format": "pt"})
+        with phase("export", of=len(found.names)) as told:
+            metadata = {**found.aliases, "format": "pt"}
+            written = write_file(half, found.entries, found.reader(told), metadata)
         os.replace(half, out_file)
     finally:
         half.unlink(missing_ok=True)

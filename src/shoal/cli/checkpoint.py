@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -22,7 +23,10 @@ RUN = typer.Argument(..., metavar="PATH", help="A run folder, or one checkpoint 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Endings of files that torch.load opens."""
 
-OUT = typer.Argument(..., metavar="FILE", help="The safetensors file to write.")
+OUT = typer.Argument(
+    ..., metavar="FOLDER|FILE.safetensors", help="The folder, or the one file, to write."
+)
+AVERAGED = typer.Option(False, "--average", help="The averaged weights (optimizer.average).")
 
 
 @app.command("list")
@@ -31,7 +35,7 @@ def list_(path: Path = RUN) -> None:
     from shoal.base.units import bytes_text
     from shoal.checkpoint.listing import read_manifest
 
-    for step_folder in _checkpoints(path):
+    for step_folder in checkpoints_of(path):
         try:
             manifest = read_manifest(step_folder)
         except CheckpointError as failure:
@@ -50,7 +54,7 @@ def verify(path: Path = RUN) -> None:
     from shoal.checkpoint import listing
 
     damaged = 0
-    for step_folder in _checkpoints(path):
+    for step_folder in checkpoints_of(path):
         problems = listing.verify(step_folder)
         damaged += bool(problems)
         for problem in problems:
@@ -62,29 +66,56 @@ def verify(path: Path = RUN) -> None:
 
 
 @app.command()
-def export(
-    path: Path = RUN,
-    out: Path = OUT,
-) -> None:
-    """Write the model of the newest checkpoint as one safetensors file, under its own names."""
-    from shoal.base.units import bytes_text
+def export(path: Path = RUN, out: Path = OUT, average: bool = AVERAGED) -> None:
+    """Write the model of the newest checkpoint as a folder for from_pretrained, or as one file.
+
+    A folder gets the weights, in files of at most 5 GB, and what the run keeps in hub/: of a model
+    of transformers config.json and generation_config.json, of `shoal train` on text the tokenizer.
+    A llama of ours becomes transformers' Llama. What it replaces must be empty or an earlier
+    export. FILE.safetensors gets the weights alone, under the module's own names.
+    """
     from shoal.view.phases import PhaseLine
 
     _check_out(out)
-    newest, waiting = _checkpoints(path)[0], PhaseLine(sys.stdout)
+    newest, waiting = checkpoints_of(path)[0], PhaseLine(sys.stdout)
     listen(waiting.hear)
-    with phase("import"):
-        from shoal.checkpoint.export import export as write
     try:
-        size_bytes = write(newest, out)
+        told = _write(newest, out, average)
     finally:
         listen(None)
         waiting.finish()
-    typer.echo(f"{out}: {bytes_text(size_bytes)} from {newest}")
+    typer.echo(told)
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint folders that a path means, newest first. Errors: ConfigError if none."""
+def _write(newest: Path, out: Path, average: bool) -> str:
+    """Export a checkpoint; what to tell of it."""
+    from shoal.base.units import bytes_text
+
+    with phase("import"):
+        from shoal.checkpoint import export, export_folder
+    if out.suffix == ".safetensors" and not out.is_dir():
+        return f"{out}: {bytes_text(export.export(newest, out, average=average))} from {newest}"
+    from shoal.checkpoint.hub_folder import TOKENIZER
+    from shoal.cli.translated import translated_of
+
+    translated = translated_of(newest)
+    written = export_folder.export_folder(newest, out, average=average, translated=translated)
+    line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
+    if written.has_config and TOKENIZER in written.files and translated is None:
+        from shoal.models.huggingface import tokenizer_line
+
+        with phase("tokenizer"):
+            return "\n".join(filter(None, (line, tokenizer_line(out))))
+    if written.has_config:
+        return line
+    return (
+        f"{line}\nno config.json: the run keeps none in hub/, as its model is none of transformers "
+        f"(or was saved by an earlier Shoal); the weights have the names of its own module"
+    )
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """List the checkpoint folders that a path means, newest first. Errors: ConfigError if none."""
     from shoal.checkpoint.listing import find
 
     if (path / "manifest.json").exists():
@@ -101,16 +132,19 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _check_out(out: Path) -> None:
-    """Errors: ConfigError for a folder, no folder to write into, a name that promises a pickle."""
-    if not out.parent.is_dir():
+    """Errors: ConfigError for no folder around it, a name that is taken or promises a pickle."""
+    parent = Path(os.path.realpath(out)).parent
+    if not parent.is_dir():
         raise ConfigError(
             f"{out}: there is no folder {out.parent}; "
             f"nearest: mkdir -p {shlex.quote(str(out.parent))}"
         )
-    if out.is_dir():
-        raise ConfigError(f"{out}: is a folder; nearest: {out / 'model.safetensors'}")
-    if out.suffix in PICKLES:
+    if out.suffix in PICKLES and not out.is_dir():
         raise ConfigError(
             f"{out}: a safetensors file is written, which torch.load does not open; nearest: "
             f"{out.with_suffix('.safetensors')}, for safetensors.torch.load_file"
         )
+    if out.suffix != ".safetensors" or out.is_dir():
+        from shoal.checkpoint.export_folder import check_target
+
+        check_target(out)

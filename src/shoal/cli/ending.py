@@ -134,7 +134,7 @@ def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
     again = command("shoal", "train", str(folder / "run.toml"))
     if status == 0:
         source = str(islands[0] if islands else folder)
-        export = command("shoal", "checkpoint", "export", source, "model.safetensors")
+        export = command("shoal", "checkpoint", "export", source, f"{folder.name}-exported")
         longer = command("shoal", "train", "--resume", str(folder), "train.steps=N")
         return f"{shown}{export}\nor train longer: {longer}"
     held = saved is not None or bool(islands)

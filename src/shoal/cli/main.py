@@ -9,7 +9,7 @@ import typer
 from shoal import __version__
 from shoal.base.errors import ShoalError
 from shoal.base.systems import untried
-from shoal.cli import checkpoint, compare, plan, prove, simulate, train
+from shoal.cli import checkpoint, compare, plan, prove, sample, simulate, train
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -43,6 +43,7 @@ app.command("train", epilog=_keys())(train.train)
 app.command("compare")(compare.compare)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
+app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
 app.add_typer(checkpoint.app, name="checkpoint")
 

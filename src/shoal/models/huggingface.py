@@ -13,6 +13,7 @@ Source    transformers 5: PreTrainedModel, from_pretrained, modeling_utils.py
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,14 +46,32 @@ def build_foreign(
     with _told_plainly(name, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     _cover_data(name, path, config, vocabulary, sequence)
+    cached = getattr(config, "use_cache", False)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     kind = _find_class(name, path, config)
     if not stored or torch.empty(0).is_meta:  # shapes alone, for a plan: nothing to read
         with _told_plainly(name, f"{kind.__name__}(config)"):
             built: nn.Module = kind(config)
-        return built
-    return _with_weights(name, kind, config, path.parent)
+    else:
+        built = _with_weights(name, kind, config, path.parent)
+    _set_generation(name, built, path.parent, cached)
+    return built
+
+
+def _set_generation(name: str, model: Any, folder: Path, cached: bool) -> None:
+    """Set how the model generates: as the folder's own file says, else as its config.json did."""
+    if not model.can_generate():
+        return
+    if (folder / "generation_config.json").is_file():
+        import transformers
+
+        with _told_plainly(name, "its generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    else:
+        model.generation_config.use_cache = cached  # it was made from a config without a cache
 
 
 def _find_class(name: str, path: Path, config: Any) -> Any:
@@ -123,6 +142,43 @@ def _with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
             f"or {name}/config.json for new weights"
         )
     return model
+
+
+PROBE = "I've  1234 words,\n\n\tnaïve → don't (Ünï)."
+"""A text that tokenizers cut in different ways."""
+
+
+def tokenizer_line(folder: Path) -> str:
+    """Say so where `AutoTokenizer` does not read a folder's tokenizer.json as it stands, else "".
+
+    Of some model types transformers takes its own class whatever the folder says, and that class
+    its own rules for cutting words: other ids, and no error.
+
+    folder   with config.json and tokenizer.json; "" too where transformers is not installed
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return ""
+    import transformers
+    from tokenizers import Tokenizer
+
+    wanted = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        same = (
+            found(PROBE, add_special_tokens=False)["input_ids"]
+            == wanted.encode(PROBE, add_special_tokens=False).ids
+        )
+        why = f"is {type(found).__name__} for this model, and cuts text otherwise"
+    except Exception as failure:  # of a foreign folder anything may come
+        same, why = False, f"does not open it ({type(failure).__name__})"
+    if same:
+        return ""
+    return (
+        f"tokenizer: AutoTokenizer {why}; nearest: "
+        f'transformers.PreTrainedTokenizerFast.from_pretrained("{folder}")'
+    )
 
 
 @contextmanager

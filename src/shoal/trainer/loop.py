@@ -50,6 +50,7 @@ from shoal.trainer.contract import (
     sum_and_count,
 )
 from shoal.trainer.finish import finish
+from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
 from shoal.trainer.job import import_object, open_run, steps_of
@@ -119,6 +120,8 @@ def _prepare(
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.extra_record = {"configuration": (folder / "run.toml").read_text()}
+    if source.tokenizer is not None and world.is_first:
+        keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
     if config.islands.on:
         joined = join(run, config.islands)

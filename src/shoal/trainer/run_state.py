@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -104,10 +105,10 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
+    record |= _kept_of_hub(run, folder)
     root, keep = folder / "checkpoints", 1 if tag else run.program.plan.keep
-    if (
-        not wait and not tag and not run.program.plan.states_in_files
-    ):  # a copy of them would be in memory
+    in_files = run.program.plan.states_in_files  # a copy of them would be in memory
+    if not (wait or tag or in_files):
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
     saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
@@ -115,6 +116,21 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
         with suppress(OSError):  # what stays is found again by the next save of the tag
             retire_later(root, run.step_count)
     return saved.path if saved else None  # the run is worth more than this save
+
+
+def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
+    """Keep the configuration of a model of transformers; what the record says of that."""
+    if "transformers" not in sys.modules:
+        return {}
+    from shoal.trainer.hub_files import keep_config
+
+    program = run.program
+    told, line = keep_config(
+        program.module, program.aliases, folder if program.world.is_first else None
+    )
+    if line:
+        run.recorder.notice(line)
+    return told
 
 
 def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:

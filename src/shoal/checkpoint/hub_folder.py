@@ -1,0 +1,27 @@
+"""The folder `hub/` of a run: what `from_pretrained` wants beside weights, kept where it is known.
+
+config.json, generation_config.json     of a model of transformers, written at every save
+tokenizer.json, tokenizer_config.json   of text that `shoal train` reads, written at its start
+"""
+
+from __future__ import annotations
+
+HUB = "hub"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
+CONFIGS = (CONFIG, GENERATION)
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What transformers keeps beside a tokenizer.json; none of it is code that is run."""
+
+TOKENIZER_FILES = (TOKENIZER, *BESIDE_TOKENIZER)
+
+TRANSFORMERS, UNTOLD_TIES = "transformers", "untold_ties"
+"""Keys of a checkpoint's record. The first is there where its model is one of transformers, whose
+configuration hub/ keeps; beneath it the second lists tied names that this configuration does not
+tie: whoever opens the weights would draw them anew, so they are exported twice."""

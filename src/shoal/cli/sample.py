@@ -1,0 +1,53 @@
+"""`shoal sample`: what the model of a run writes after a text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from shoal.base.phases import listen, phase
+
+RUN = typer.Argument(..., metavar="RUN", help="A run folder, or one checkpoint in it.")
+PROMPT = typer.Option(..., "--prompt", help="The text to go on from.")
+TOKENS = typer.Option(96, "--tokens", min=1, help="So many tokens more.")
+TEMPERATURE = typer.Option(
+    0.7, "--temperature", min=0.0, help="Divides the logits; 0 takes the likeliest token."
+)
+SEED = typer.Option(0, "--seed", help="Of the draws.")
+
+
+def sample(
+    path: Path = RUN,
+    prompt: str = PROMPT,
+    tokens: int = TOKENS,
+    temperature: float = TEMPERATURE,
+    seed: int = SEED,
+) -> None:
+    """Open the newest checkpoint of a run of `shoal train` on text, and write on from a prompt.
+
+    On one process, whatever the run's layout was. A model.build in its run.toml is called, so
+    sample from folders that you would resume.
+    """
+    from shoal.cli.checkpoint import checkpoints_of
+    from shoal.view.phases import PhaseLine
+
+    checkpoint = checkpoints_of(path)[0]
+    waiting = PhaseLine(sys.stderr)
+    listen(waiting.hear)
+    try:
+        with phase("import"):
+            from shoal.trainer.write_on import write_on
+        text = write_on(
+            checkpoint.parent.parent,
+            checkpoint,
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+    finally:
+        listen(None)
+        waiting.finish()
+    typer.echo(text)

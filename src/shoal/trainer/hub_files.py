@@ -1,0 +1,124 @@
+"""Keeps in a run's folder what a checkpoint needs besides to be opened by transformers: `hub/`.
+
+A save of a module that is a `PreTrainedModel` itself leaves its configuration there, `shoal train`
+on text its tokenizer. On a full disk the run goes on without. Nothing here imports transformers:
+where nobody did, no model is one of its.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.base.files import write_whole
+from shoal.checkpoint.hub_folder import (
+    BESIDE_TOKENIZER,
+    CONFIG,
+    GENERATION,
+    HUB,
+    TOKENIZER,
+    TRANSFORMERS,
+    UNTOLD_TIES,
+)
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, not one that has such a model inside."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def keep_config(
+    module: nn.Module, aliases: Mapping[str, str], folder: Path | None
+) -> tuple[dict[str, Any], str]:
+    """Write the configuration of a model of transformers to `folder/hub`, if it is one.
+
+    A cache of keys and values that is off for training alone is on again in what is written.
+
+    aliases  further names of tied weights → the name they are kept under
+    folder   of the run; None on processes that write nothing
+    Gives    what the checkpoint's record says of it, the same on every rank, and a line for the
+             user where the configuration holds what is no JSON
+    """
+    if not is_pretrained(module):
+        return {}, ""
+    try:
+        files = _configs(module)
+    except (TypeError, ValueError) as failure:  # whatever a user put into it
+        return {}, (
+            f"model: its config cannot be written ({failure}), so what `shoal checkpoint export` "
+            f"writes of this run has no config.json; nearest: take out of model.config what is no "
+            f"number, text, list or dict"
+        )
+    if folder is not None:
+        _write(folder / HUB, files)
+    return {TRANSFORMERS: {UNTOLD_TIES: untold_ties(module, aliases)}}, ""
+
+
+def _configs(module: Any) -> dict[str, str]:
+    """The files of a model's configuration, as texts. Errors: TypeError for what is no JSON."""
+    config = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__]
+    files: dict[str, str] = {}
+    if module.can_generate():
+        files[GENERATION] = module.generation_config.to_json_string()
+        if hasattr(config, "use_cache"):
+            config.use_cache = module.generation_config.use_cache is not False
+    files[CONFIG] = config.to_json_string()
+    return files
+
+
+def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
+    """Names of tied weights of a model of transformers that its own configuration does not tie.
+
+    aliases   further names of tied weights → the name they are kept under
+    """
+    told = dict(getattr(module, "all_tied_weights_keys", None) or {})  # target → source
+    return [
+        second
+        for second, first in aliases.items()
+        if told.get(second, second) != told.get(first, first)
+    ]
+
+
+def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
+    """Write a tokenizer to `folder/hub`, as `AutoTokenizer` opens it; one process calls it.
+
+    tokenizer  a `tokenizers.Tokenizer` · spec  `data.tokenizer`, beside whose file the words of
+               transformers about it may lie
+    """
+    from shoal.data.text import END_NAMES
+
+    ends = [name for name in END_NAMES if tokenizer.token_to_id(name) is not None]
+    told = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # which reads tokenizer.json as it stands
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": ends[0]} if ends else {}),
+    }
+    words = json.dumps(told, indent=2) + "\n"
+    _write(folder / HUB, {TOKENIZER: tokenizer.to_str(), "tokenizer_config.json": words})
+    if spec.startswith("bpe:"):
+        return
+    with contextlib.suppress(OSError):
+        for name in BESIDE_TOKENIZER:
+            beside = Path(spec).expanduser().with_name(name)
+            if beside.is_file():
+                shutil.copyfile(beside, folder / HUB / name)
+
+
+def _write(hub: Path, files: Mapping[str, str]) -> None:
+    with contextlib.suppress(OSError):  # the run is worth more than these
+        hub.mkdir(exist_ok=True)
+        for name, text in files.items():
+            write_whole(hub / name, text)

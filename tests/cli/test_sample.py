@@ -1,0 +1,139 @@
+"""`shoal sample` and `export` on runs that they cannot serve: one line each, by its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from typer.testing import CliRunner
+
+from shoal.base.shards import Shard
+from shoal.checkpoint.write import Piece, save
+from shoal.cli.main import app
+from shoal.fabric import World
+from shoal.fabric.process_info import Place
+from shoal.models.catalog import build
+from shoal.trainer.hub_files import keep_tokenizer
+
+TEXT = "[model]\nname = 'gpt'\ndim = 8\nheads = 2\nlayers = 1\n[data]\nsource = 'stdlib'\nsequence = 4\n"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_folder(toml: str, *, tokenizer: bool = True, model: str = "gpt") -> Path:
+    """A run of two words, as `shoal train` leaves it after a step."""
+    folder = Path("runs/mine")
+    (folder / "checkpoints").mkdir(parents=True)
+    if toml:
+        (folder / "run.toml").write_text(toml)
+    if tokenizer:
+        words = {"a": 0, "b": 1, "c": 2}
+        keep_tokenizer(Tokenizer(models.WordLevel(words, unk_token="a")), "bpe:512", folder)
+    torch.manual_seed(0)
+    arguments = {"dim": 8, "heads": 2, "layers": 1, "vocabulary": 3, "sequence": 4}
+    state = build(model, arguments).state_dict()
+    state.pop("head.weight")  # tied
+    pieces = [
+        Piece(Shard.whole(f"model.{name}", tuple(tensor.shape), "float32"), tensor)
+        for name, tensor in state.items()
+    ]
+    ties = {"model.head.weight": "model.embedding.weight"}
+    save(
+        folder / "checkpoints", 1, pieces, {}, World(Place(), torch.device("cpu"), None), lambda *_, **__: None, keep=1,
+        aliases=ties,
+    )  # fmt: skip
+    return folder
+
+
+def said(*words: str) -> str:
+    """The one line of a command that is refused."""
+    done = CliRunner().invoke(app, words)
+    failure = done.exception
+    assert getattr(failure, "exit_code", None) == 2, (done.output, failure)
+    assert "\n" not in str(failure)
+    return str(failure)
+
+
+def test_a_run_without_a_checkpoint() -> None:
+    Path("runs/mine").mkdir(parents=True)
+    assert said("sample", "runs/mine", "--prompt", "a") == (
+        "runs/mine: no complete checkpoint there; a run folder keeps them in checkpoints/"
+    )
+
+
+@pytest.mark.parametrize(
+    ("toml", "line"),
+    [
+        ("", "runs/mine: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
+             "its model; nearest: shoal checkpoint export runs/mine FOLDER"),
+        ("[data]\nsource = 'digits'\n[model]\nname = 'mlp'\n",
+         "runs/mine: trained on digits, which is not text; `shoal sample` is for "
+         "data.source=text:GLOB and stdlib"),
+        ("[data]\nsource = 'my.data:make'\n[model]\nname = 'mlp'\n",
+         "runs/mine: trained on my.data:make, which is not text; `shoal sample` is for "
+         "data.source=text:GLOB and stdlib"),
+        ("[data]\nsource = 'tokens:some'\n",
+         "runs/mine: trained on tokens:some, tokens whose tokenizer is not known here; nearest: "
+         "shoal checkpoint export runs/mine FOLDER"),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_not_on_text(toml: str, line: str) -> None:
+    run_folder(toml)
+    assert said("sample", "runs/mine", "--prompt", "a") == line
+
+
+def test_a_run_without_a_tokenizer() -> None:
+    folder = run_folder(TEXT, tokenizer=False)
+    assert said("sample", "runs/mine", "--prompt", "a") == (
+        "runs/mine: keeps no hub/tokenizer.json, as runs of an earlier Shoal; it is written by "
+        "`shoal train --resume runs/mine`"
+    )
+    (folder / "hub").mkdir()
+    (folder / "hub" / "tokenizer.json").write_text("{")
+    assert "runs/mine/hub/tokenizer.json: is no tokenizer: " in said(
+        "sample", "runs/mine", "--prompt", "a"
+    )
+
+
+def test_a_prompt_without_tokens_and_a_checkpoint_of_another_model() -> None:
+    folder = run_folder(TEXT)
+    assert said("sample", "runs/mine", "--prompt", "") == (
+        "--prompt: is empty, and there is nothing to go on from; nearest: 'The'"
+    )
+    (folder / "run.toml").write_text(TEXT.replace("layers = 1", "layers = 2"))
+    assert said("sample", "runs/mine", "--prompt", "a").endswith(
+        "step-1: blocks.1.attention.out.bias is not as in the model that run.toml describes; "
+        "compare [model] with that of the run that saved it"
+    )
+
+
+def test_one_of_ours_writes_on_and_says_that_no_configuration_is_known() -> None:
+    run_folder(TEXT)
+    done = CliRunner().invoke(app, ["sample", "runs/mine", "--prompt", "b", "--tokens", "9"])
+    assert done.exit_code == 0, done.output
+    words = done.stdout.split()
+    assert words[0] == "b"
+    assert len(words) == 10, "more than the 4 that it sees at once"
+    assert {*words} <= {"a", "b", "c"}
+    done = CliRunner().invoke(app, ["checkpoint", "export", "runs/mine", "out"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("; model.safetensors, tokenizer.json, tokenizer_config.json")
+    assert lines[1:] == [
+        "no config.json: the run keeps none in hub/, as its model is none of transformers (or was "
+        "saved by an earlier Shoal); the weights have the names of its own module"
+    ]
+
+
+def test_averages_that_are_not_there() -> None:
+    run_folder(TEXT)
+    assert said("checkpoint", "export", "runs/mine", "out", "--average") == (
+        "checkpoints/step-1: holds no averaged weights, which a run keeps where optimizer.average "
+        "(average= of parallelize) is above 0; nearest: the same without --average"
+    )
+    assert not Path("out").exists()
