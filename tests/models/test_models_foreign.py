@@ -177,7 +177,8 @@ def test_mistakes_that_are_found_before_the_start(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert refusal(name) == (
         f"model.name = {name}: pytorch_model.bin is a pickle, which runs code when it is read; "
-        f"nearest: save it as safetensors, or {name}/config.json for new weights"
+        f"nearest: shoal checkpoint import {folder} {folder}, which runs none, or "
+        f"{name}/config.json for new weights"
     )
     build(f"{name}/config.json", {})
     (folder / "config.json").write_text("{")
