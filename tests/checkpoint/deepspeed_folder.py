@@ -1,4 +1,4 @@
-"""Folders as DeepSpeed writes them (0.17 to 0.19), made without it: what its ranks hold, and save.
+"""Folders as DeepSpeed's ranks write them, made without it, by the source `foreign_deepspeed` names.
 
 Padding is NaN, so that an element of it in a weight is seen. Objects of DeepSpeed's own classes lie
 among the rest, as in its files.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.checkpoint.import_weights import import_weights
 from shoal.cli.start import prepare
 from shoal.config.sections import DataSection, ModelSection
 from shoal.data.sources import Source
@@ -105,6 +106,22 @@ def test_weights_beside_the_config_are_read(tmp_path: Path, capfd: pytest.Captur
     assert same(found, model)
     assert all(p.dtype == torch.float32 for p in found.parameters())
     assert not same(build(f"{name}/config.json", {}), model)  # the file alone: new weights
+
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED, GPT2])
+def test_pickled_weights_are_imported_and_built(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Whatever order a file names tied weights in, and whichever name is kept."""
+    name = write(tmp_path / "hub", config)
+    torch.manual_seed(1)
+    model = build(name, {})
+    state = model.state_dict()
+    torch.save({n: state[n] for n in sorted(state)}, tmp_path / "hub" / "pytorch_model.bin")
+    done = import_weights(tmp_path / "hub", tmp_path / "out")
+    assert done.tensors == len({tensor.data_ptr() for tensor in state.values()})
+    assert same(build(f"hf:{tmp_path / 'out'}", {}), model)
 
 
 def test_narrow_and_split_weights_become_fp32(tmp_path: Path) -> None:

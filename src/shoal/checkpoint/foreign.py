@@ -16,7 +16,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,15 @@ import numpy as np
 
 from shoal.base.errors import CheckpointError, short
 from shoal.base.shards import DTYPES
-from shoal.checkpoint.inert import Global, Record, StoredTensor
+from shoal.checkpoint.inert import Global, Record, StoredTensor, is_shape
 from shoal.checkpoint.tensorfile import HEADER_LIMIT_BYTES, LENGTH_BYTES, METADATA, parse
 from shoal.checkpoint.torchfile import Bytes, TorchFile, map_file
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 """What training scripts call the weights beside which they save other things."""
 
-WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before the names of what they wrap."""
+WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
+"""What DistributedDataParallel, torch.compile, Lightning with DeepSpeed put before all names."""
 
 MAKERS = ("torch._utils", "torch._tensor")
 """Modules whose functions make tensors: sparse and quantized ones, DTensors, subclasses."""
@@ -111,6 +111,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
         entries = parse(header, len(data))
     except ValueError as failure:
         raise CheckpointError(f"{path}: {failure}") from None
+    for name, entry in entries.items():
+        if not is_shape(entry.shape):
+            raise CheckpointError(f"{path}: {name} has a shape that no tensor has")
     told = json.loads(header[LENGTH_BYTES:]).get(METADATA)
 
     def reader(begin: int, end: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Bytes]:
@@ -121,7 +124,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
         for name, e in entries.items()
     }
     pairs = told.items() if isinstance(told, Mapping) else ()
-    return tensors, {a: n for a, n in pairs if n in tensors and a not in tensors}
+    return tensors, {a: n for a, n in pairs if str(n) in tensors and a not in tensors}
 
 
 def read_hub_folder(folder: Path, listed: Path) -> Found:
@@ -132,10 +135,11 @@ def read_hub_folder(folder: Path, listed: Path) -> Found:
     files = [listed]
     if listed.suffix == ".json":
         try:
-            named = json.loads(listed.read_text(encoding="utf-8"))["weight_map"].values()
+            told = json.loads(listed.read_text(encoding="utf-8"))
+            named = dict.fromkeys(told["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{listed}: is no index with a weight_map") from None
-        files = [member(folder, name, listed) for name in dict.fromkeys(named)]
+        files = [member(folder, name, listed) for name in named]
     found = Found(f"{len(files)} files of transformers", {}, files)
     for path in files:
         one = read_file(path, "")
@@ -152,11 +156,22 @@ def read_file(path: Path, key: str) -> Found:
     """The weights in one file of safetensors or torch.save, of which `key` names a part."""
     if path.suffix == ".safetensors":
         tensors, aliases = read_safetensors(path)
-        found = Found("a safetensors file", tensors, [path], aliases)
-        return found if not key else model_part({(n,): t for n, t in tensors.items()}, key, found)
+        return only(Found("a safetensors file", tensors, [path], aliases), key)
     file = TorchFile(map_file(path), str(path))
     found = Found("a file of torch.save", {}, [path])
     return model_part(dict(_leaves(file)), key, found)
+
+
+def only(found: Found, key: str) -> Found:
+    """Of a model its part under `key`, tied weights that lie in another part included."""
+    if not key:
+        return found
+    leaves: dict[tuple[str, ...], Foreign] = {(n,): t for n, t in found.tensors.items()}
+    for alias, name in found.aliases.items():
+        shared = replace(found.tensors[name], same=(id(found), name))
+        leaves |= {(name,): shared, (alias,): shared}
+    found.aliases = {}
+    return model_part(leaves, key, found)
 
 
 def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:

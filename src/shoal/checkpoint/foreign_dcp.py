@@ -24,7 +24,7 @@ from shoal.base.errors import CheckpointError
 from shoal.base.shards import DTYPES, Box
 from shoal.checkpoint import boxes
 from shoal.checkpoint.foreign import DEEP, Foreign, Found, member, model_part
-from shoal.checkpoint.inert import Global, Record, StoredTensor
+from shoal.checkpoint.inert import Global, Record, StoredTensor, is_shape
 from shoal.checkpoint.pickles import read_pickle
 from shoal.checkpoint.torchfile import Bytes, TorchFile, map_file
 
@@ -81,15 +81,16 @@ def _places(
     for index, told in stored.items():
         name, offsets = _field(index, "fqn"), _field(index, "offset")
         begin, length = _field(told, "offset"), _field(told, "length")
-        if not isinstance(name, str) or type(begin) is not int or type(length) is not int:
-            raise CheckpointError(f"{says}: says of a slice no tensor, no place or no length")
         if offsets is None:
             continue  # what is no tensor
+        file = _field(told, "relative_path")
+        plain = isinstance(name, str) and isinstance(file, str)
+        if not (plain and is_shape(offsets) and is_shape((begin, length))):
+            raise CheckpointError(f"{says}: says of a slice no tensor, no file or no place in it")
         if _field(told, "transform_descriptors"):
             raise CheckpointError(
                 f"{says}: {name} was packed on the way to the disk; nearest: save it without"
             )
-        file = _field(told, "relative_path")
         if file not in known:
             known[file] = member(folder, file, says)
         found[name, offsets] = _Slice((), known[file], begin, begin + length)
@@ -110,9 +111,9 @@ def _tensor(
     if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in DTYPES:
         raise CheckpointError(f"{says}: {name} has a format that is not known: {dtype}")
     parts: list[_Slice] = []
-    for chunk in chunks if isinstance(chunks, list) and isinstance(shape, tuple) else []:
+    for chunk in chunks if isinstance(chunks, list) and is_shape(shape) else []:
         offsets, sizes = _field(chunk, "offsets"), _field(chunk, "sizes")
-        if not (isinstance(offsets, tuple) and isinstance(sizes, tuple)):
+        if not (is_shape(offsets) and is_shape(sizes)):
             raise CheckpointError(f"{says}: {name} has a slice without a place")
         if (name, offsets) not in places:
             raise CheckpointError(f"{says}: {name} at {list(offsets)} is in no file")

@@ -16,9 +16,9 @@ Stage 0       `module` itself
 
 Refused       tensor-parallel parts (mp_rank_01: how they are cut is known to the model's code
               alone), pipeline layers, experts that only some ranks have
-Source        DeepSpeed 0.17 to 0.19, `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and
-              `stage3.py` (state_dict), `checkpoint/constants.py`; the arithmetic is theirs, the
-              code is not
+Source        DeepSpeed's main of 2026: `utils/zero_to_fp32.py` (00158f6), `runtime/zero/
+              stage_1_and_2.py` (02aa38c) and `stage3.py` (007cca6), `checkpoint/constants.py`
+              (051a0f5); the arithmetic is theirs, the code is not
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import Any
 
 import numpy as np
 
-from shoal.base.errors import CheckpointError
+from shoal.base.errors import CheckpointError, short
 from shoal.base.shards import DTYPES
 from shoal.checkpoint.foreign import Foreign, Found, of_torch
-from shoal.checkpoint.inert import StoredTensor
+from shoal.checkpoint.inert import StoredTensor, is_shape
 from shoal.checkpoint.torchfile import Bytes, TorchFile, map_file
 
 STATES = re.compile(
@@ -110,21 +110,20 @@ def read_deepspeed(folder: Path) -> Found:
         tensors |= _frozen_parts(states, fragments, _shapes([frozen or {}], first)[0])
     else:
         tensors |= _concatenated(flat, groups, folder)
-        tensors |= _tensors(first, fragments[0] or {})
+        tensors |= _tensors(first, fragments[0] if isinstance(fragments[0], dict) else {})
     kind = f"DeepSpeed, ZeRO {'3' if stage3 else '1 or 2'} of {len(parts)} ranks"
     found = Found(kind, tensors, files)
     shared = first.value.get("shared_params")
     for alias, name in shared.items() if isinstance(shared, Mapping) else ():
-        if name in tensors and alias not in tensors:
+        if isinstance(name, str) and name in tensors and alias not in tensors:
             found.aliases[alias] = name
     return _with_rest(found, first, module)
 
 
 def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Found:
     """With what the module has and no optimizer: whole in stages 1 and 2, nowhere in stage 3."""
-    rest = _tensors(
-        first, {n: t for n, t in module.items() if n not in found.tensors | found.aliases}
-    )
+    known = {*found.tensors, *found.aliases}
+    rest = _tensors(first, {name: t for name, t in module.items() if name not in known})
     lost = [
         name for name, tensor in rest.items() if tensor.dtype in DTYPES and not tensor.size_bytes
     ]
@@ -186,7 +185,7 @@ def _tensors(file: TorchFile, held: Mapping[str, Any]) -> dict[str, Foreign]:
 def _buffers(file: TorchFile, module: Mapping[str, Any]) -> dict[str, Foreign]:
     names = file.value.get("buffer_names")
     if not isinstance(names, list):
-        raise CheckpointError(f"{file.where}: says no buffer_names; DeepSpeed 0.4 or later does")
+        raise CheckpointError(f"{file.where}: is no DeepSpeed save: it has no buffer_names")
     return _tensors(file, {n: module[n] for n in names if isinstance(n, str) and n in module})
 
 
@@ -194,8 +193,7 @@ def _shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes, group by group, in the order of the flat vectors."""
     for group in groups if isinstance(groups, list) else [None]:
         for name, shape in group.items() if isinstance(group, dict) else [(None, None)]:
-            plain = isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
-            if not isinstance(name, str) or not plain:
+            if not isinstance(name, str) or not is_shape(shape):
                 raise CheckpointError(f"{file.where}: its param_shapes are no lists of shapes")
     return list(groups)
 
@@ -210,11 +208,12 @@ def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_P
         key = "fp32_flat_groups"
         key = key if key in state else "single_partition_of_fp32_groups"
         vectors, count = state.get(key), state.get("partition_count", len(parts))
-        counts = {*count} if isinstance(count, list) else {count}
-        if counts != {len(parts)}:
+        counts = count if isinstance(count, list) else [count]
+        if any(one != len(parts) for one in counts):
+            wrote = ", ".join(sorted({str(one) for one in counts}))
             raise CheckpointError(
-                f"{folder}: {len(parts)} *_optim_states.pt, written by {sorted(map(str, counts))} "
-                f"ranks; nearest: copy those of all ranks, and no older ones"
+                f"{folder}: {len(parts)} *_optim_states.pt, written by {short(wrote)} ranks; "
+                f"nearest: copy those of all ranks, and no older ones"
             )
         flat = isinstance(vectors, list) and all(
             isinstance(one, StoredTensor) and len(one.size) == 1 for one in vectors

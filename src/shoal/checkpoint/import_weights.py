@@ -25,6 +25,7 @@ from shoal.checkpoint import folders
 from shoal.checkpoint.foreign import (
     Found,
     check_formats,
+    only,
     read_file,
     read_hub_folder,
     untied,
@@ -124,12 +125,10 @@ def look(source: Path, key: str = "") -> Found:
         raise CheckpointError(f"{source}: {_nothing(source)}")
     if kinds[0] == METADATA:
         return read_dcp(source, key)
-    if key:
-        raise CheckpointError(f"{source}: {kinds[0]} holds the model alone; nearest: no --key")
     tagged = tagged_folder(source)
     if tagged is not None:
-        return read_deepspeed(tagged)
-    return read_hub_folder(source, source / kinds[0])
+        return only(read_deepspeed(tagged), key)
+    return only(read_hub_folder(source, source / kinds[0]), key)
 
 
 def kinds_of(folder: Path) -> list[str]:

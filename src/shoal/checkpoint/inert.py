@@ -10,6 +10,9 @@ from typing import Any
 
 from shoal.base.errors import CheckpointError, short
 
+DIMS = 31
+"""A tensor has at most: numpy before 2 has 32, and its bytes are one more."""
+
 
 class Refused(CheckpointError):
     """CheckpointError for a pickle that is cut, broken, or asks for what no weights need."""
@@ -74,3 +77,12 @@ class StoredTensor:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+def is_shape(values: Any) -> bool:
+    """Whether this is a short tuple of whole numbers, as shapes, strides and offsets are."""
+    return (
+        isinstance(values, tuple)
+        and len(values) <= DIMS
+        and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+    )

@@ -26,13 +26,10 @@ from typing import Any
 
 from shoal.base.errors import short
 from shoal.base.shards import DTYPES
-from shoal.checkpoint.inert import Global, Record, Refused, Storage, StoredTensor
+from shoal.checkpoint.inert import Global, Record, Refused, Storage, StoredTensor, is_shape
 
 LIMIT_BYTES = 1 << 28
 """Of one pickle: names and shapes of a million slices. An opcode may cost 100 times its byte."""
-
-DIMS = 31
-"""A tensor has at most: numpy before 2 has 32, and its bytes are one more."""
 
 KEY_PARTS, KEY_LETTERS = 64, 4096
 """Values in one key of a dict, and letters of each: both are visited whenever it is looked up."""
@@ -246,7 +243,7 @@ def _persistent(m: _Machine, _: Any) -> None:
         raise Refused("a pickle that refers to what is no storage of tensors")
     _, kind, key, _, elements = told
     dtype = STORAGES.get((kind.module, kind.name)) if isinstance(kind, Global) else None
-    if dtype is None or not isinstance(key, str) or not _sizes((elements,)):
+    if dtype is None or not isinstance(key, str) or not is_shape((elements,)):
         raise Refused(f"a storage of the kind {short(str(kind))}, which is not known")
     m.stack.append(Storage(dtype, key, elements))
 
@@ -299,21 +296,12 @@ RUN: dict[str, Callable[[_Machine, Any], None]] = {
 """Instructions that do something. Left out, so refused: EXT1 to EXT4, PERSID, NEXT_BUFFER, …"""
 
 
-def _sizes(values: Any) -> bool:
-    """Whether these are a few whole numbers, as sizes are."""
-    return (
-        isinstance(values, tuple)
-        and len(values) <= DIMS
-        and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
-    )
-
-
 def _ordered_dict(*arguments: Any) -> Any:
     return Record(Global("collections", "OrderedDict"), arguments) if arguments else {}
 
 
 def _size(*arguments: Any) -> Any:
-    if len(arguments) != 1 or not _sizes(arguments[0]):
+    if len(arguments) != 1 or not is_shape(arguments[0]):
         raise Refused("a shape that is no short tuple of whole numbers")
     return arguments[0]
 
@@ -323,7 +311,9 @@ def _tensor(dtype: str | None, *told: Any) -> StoredTensor:
     if not 6 <= len(told) <= 7 or not isinstance(told[0], Storage):
         raise Refused("a tensor without a storage")
     storage, offset, size, stride = told[:4]
-    if not (_sizes((offset,)) and _sizes(size) and _sizes(stride) and len(size) == len(stride)):
+    if not (
+        is_shape((offset,)) and is_shape(size) and is_shape(stride) and len(size) == len(stride)
+    ):
         raise Refused("a tensor whose size and strides are no short tuples of whole numbers")
     if len(told) == 7 and told[6]:
         raise Refused("a tensor that is stored conjugated or negated; nearest: save tensor.clone()")
