@@ -69,21 +69,21 @@ SAVED: dict[str, tuple[Callable[[dict[str, Any]], Any], str, list[str]]] = {
     "alone": (lambda w: w, "", []),
     "a Trainer's": (
         lambda w: {"model_state_dict": w, "optimizer": {"state": {0: {"m": torch.ones(2)}}}, "epoch": 3},
-        "", ["left out: 1 tensors of optimizer"],
+        "", ["left out: 1 tensor of optimizer"],
     ),
     "Lightning's, compiled, under ddp": (
         lambda w: {"state_dict": {f"module._orig_mod.{n}": t for n, t in w.items()}, "rng": torch.ones(3)},
         "", [
-            "left out: 1 tensors of rng", "names: without module., which all of them began with",
+            "left out: 1 tensor of rng", "names: without module., which all of them began with",
             "names: without _orig_mod., which all of them began with",
         ],
     ),
     "an application's": (lambda w: {"app": {"net": w, "optim": {"m": torch.ones(1)}}}, "",
-                         ["left out: 1 tensors of app"]),
+                         ["left out: 1 tensor of app"]),
     "two models": (lambda w: {"student": w, "teacher": tied()}, "student",
                    ["left out: 3 tensors of teacher"]),
     "beside extra state": (lambda w: {**w, "extra": {"x": torch.ones(1)}}, "",
-                           ["left out: 1 tensors of extra"]),
+                           ["left out: 1 tensor of extra"]),
 }  # fmt: skip
 
 
@@ -296,7 +296,7 @@ def test_the_command_says_what_it_did_and_how_to_go_on(tmp_path: Path) -> None:
     code, said = shoal("w.pt", "out")
     assert code == 0
     assert said.splitlines() == [
-        "left out: 1 tensors of optimizer",
+        "left out: 1 tensor of optimizer",
         f"out/model.safetensors: {(tmp_path / 'out/model.safetensors').stat().st_size} B, 2 tensors "
         "from w.pt (a file of torch.save)",
         'train from it: safetensors.torch.load_model(model, "out/model.safetensors"), then '

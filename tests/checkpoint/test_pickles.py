@@ -130,7 +130,7 @@ def nested(depth: int, inside: bytes, around: bytes) -> bytes:
 
 
 LONG = b"X" + struct.pack("<I", KEY_LETTERS + 1) + b"k" * (KEY_LETTERS + 1)
-DOUBLED = nested(60, b")q\x00", b"0h\x00h\x00\x86q\x00")  # a tuple of the same twice, 60 times
+DOUBLED = nested(24, b")q\x00", b"0h\x00h\x00\x86q\x00")  # a tuple of the same twice, 24 times
 TENSOR = name("torch._utils", "_rebuild_tensor_v2")
 STORAGE = tuple_(text("storage"), name("torch", "FloatStorage"), text("0"), text("cpu"), b"K\x04")
 HUGE = b"\x8a\x09" + b"\xff" * 8 + b"\x00"  # 2⁶⁴ − 1
@@ -152,7 +152,7 @@ REFUSED = {
         "refers to what is no storage",
     ),
     "a newer protocol": (whole(b"N", 9), "protocol 9"),
-    "a key of two to the sixty": (whole(b"}" + DOUBLED + b"Ns"), "holds more than 64 values"),
+    "a key of two to the twenty-fourth": (whole(b"}" + DOUBLED + b"Ns"), "holds more than 64 values"),
     "a long key": (whole(b"}" + LONG + b"Ns"), f"more than {KEY_LETTERS} letters"),
     "a long number as a key": (whole(b"}\x8a\x20" + b"\x7f" * 32 + b"Ns"), "more than 64 bits"),
     "a list as a key": (whole(b"}]Ns"), "that is no value"),

@@ -74,6 +74,15 @@ class Found:
     said: list[str] = field(default_factory=list)
 
 
+def counted(count: int) -> str:
+    """So many tensors, in words.
+
+    >>> counted(1), counted(2)
+    ('1 tensor', '2 tensors')
+    """
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
 def of_torch(file: TorchFile, value: Any) -> Foreign | None:
     """A tensor of a torch file, or None; tied ones are the same.
 
@@ -214,7 +223,7 @@ def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found
     if len(found.tensors) < len(chosen):
         raise CheckpointError(f"{where}: two of its tensors have one name under {key}")
     rest = Counter(keys[0] for keys in leaves if keys not in chosen)
-    found.said += [f"left out: {n} tensors of {short(part)}" for part, n in sorted(rest.items())]
+    found.said += [f"left out: {counted(n)} of {short(part)}" for part, n in sorted(rest.items())]
     return found
 
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from shoal.base.errors import CheckpointError, short
 from shoal.base.shards import DTYPES
-from shoal.checkpoint.foreign import Foreign, Found, of_torch
+from shoal.checkpoint.foreign import Foreign, Found, counted, of_torch
 from shoal.checkpoint.inert import StoredTensor, is_shape
 from shoal.checkpoint.torchfile import Bytes, TorchFile, map_file
 
@@ -133,7 +133,7 @@ def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Fou
         )
     if rest:
         found.tensors |= rest
-        found.said.append(f"{len(rest)} tensors that no optimizer has: as the module holds them")
+        found.said.append(f"as the module holds them: {counted(len(rest))} that no optimizer has")
     return found
 
 

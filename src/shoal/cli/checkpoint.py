@@ -98,6 +98,7 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
     transformers come along, so that model.name=hf:FOLDER trains from it.
     """
     from shoal.base.units import bytes_text
+    from shoal.checkpoint.foreign import counted
     from shoal.checkpoint.import_weights import import_weights
     from shoal.view.phases import PhaseLine
 
@@ -111,7 +112,7 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
     for line in done.said:
         typer.echo(line)
     typer.echo(
-        f"{done.file}: {bytes_text(done.size_bytes)}, {done.tensors} tensors from {source} "
+        f"{done.file}: {bytes_text(done.size_bytes)}, {counted(done.tensors)} from {source} "
         f"({done.kind})"
     )
     if "config.json" in done.beside:
