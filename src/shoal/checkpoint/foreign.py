@@ -126,7 +126,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
     told = json.loads(header[LENGTH_BYTES:]).get(METADATA)
 
     def reader(begin: int, end: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Bytes]:
-        return lambda: np.frombuffer(data[begin:end], np.uint8).reshape(*shape, DTYPES[dtype][1])
+        whole = (*shape, DTYPES[dtype][1])
+        if begin == end:
+            return lambda: np.empty(whole, np.uint8)
+        return lambda: np.frombuffer(data[begin:end], np.uint8).reshape(whole)
 
     tensors = {
         name: Foreign(e.dtype, e.shape, reader(e.begin, e.end, e.shape, e.dtype))
