@@ -18,6 +18,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.checkpoint.import_weights import import_weights
 from shoal.cli.main import app
 from shoal.cli.start import prepare
 from shoal.config.sections import DataSection, ModelSection
@@ -110,6 +111,22 @@ def test_weights_beside_the_config_are_read(tmp_path: Path, capfd: pytest.Captur
     assert not same(build(f"{name}/config.json", {}), model)  # the file alone: new weights
 
 
+TIED = {**LLAMA, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED, GPT2])
+def test_pickled_weights_are_imported_and_built(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Whatever order a file names tied weights in, and whichever name is kept."""
+    name = write(tmp_path / "hub", config)
+    torch.manual_seed(1)
+    model = build(name, {})
+    state = model.state_dict()
+    torch.save({n: state[n] for n in sorted(state)}, tmp_path / "hub" / "pytorch_model.bin")
+    done = import_weights(tmp_path / "hub", tmp_path / "out")
+    assert done.tensors == len({tensor.data_ptr() for tensor in state.values()})
+    assert same(build(f"hf:{tmp_path / 'out'}", {}), model)
+
+
 def test_narrow_and_split_weights_become_fp32(tmp_path: Path) -> None:
     name, model = saved(tmp_path / "m", LLAMA)
     for path in (tmp_path / "m").glob("*.safetensors"):
@@ -180,7 +197,8 @@ def test_mistakes_that_are_found_before_the_start(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert refusal(name) == (
         f"model.name = {name}: pytorch_model.bin is a pickle, which runs code when it is read; "
-        f"nearest: save it as safetensors, or {name}/config.json for new weights"
+        f"nearest: shoal checkpoint import {folder} {folder}, which runs none, or "
+        f"{name}/config.json for new weights"
     )
     build(f"{name}/config.json", {})
     (folder / "config.json").write_text("{")

@@ -153,6 +153,7 @@ def write_file(
                 digest.update(chunk)
                 write_all(descriptor, chunk)
             digests[entry.key] = digest.hexdigest()
+            data = chunk = memoryview(b"")  # not beside the next one
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

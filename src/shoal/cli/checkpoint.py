@@ -1,4 +1,4 @@
-"""`shoal checkpoint`: list, verify and export what a run has saved."""
+"""`shoal checkpoint`: list, verify and export what a run has saved; import what others have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.phases import listen, phase
 
 app = typer.Typer(
-    help="List, verify and export the checkpoints of a run.",
+    help="List, verify and export the checkpoints of a run; import other tools'.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -27,6 +27,13 @@ OUT = typer.Argument(
     ..., metavar="FOLDER|FILE.safetensors", help="The folder, or the one file, to write."
 )
 AVERAGED = typer.Option(False, "--average", help="The averaged weights (optimizer.average).")
+
+SOURCE = typer.Argument(
+    ...,
+    help="A folder of transformers, DCP or DeepSpeed, or one file of safetensors or torch.save.",
+)
+FOLDER = typer.Argument(..., help="The folder to write model.safetensors into; made if missing.")
+KEY = typer.Option("", help="Which part is the model, where several could be, as app.model.")
 
 
 @app.command("list")
@@ -85,6 +92,40 @@ def export(path: Path = RUN, out: Path = OUT, average: bool = AVERAGED) -> None:
         listen(None)
         waiting.finish()
     typer.echo(told)
+
+
+@app.command("import")
+def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> None:
+    """Write the weights that another tool saved as model.safetensors, bit for bit.
+
+    Pickles are read as data: nothing in them is executed. The configuration and the tokenizer of
+    transformers come along, so that model.name=hf:FOLDER trains from it.
+    """
+    from shoal.base.units import bytes_text
+    from shoal.checkpoint.foreign import counted
+    from shoal.checkpoint.import_weights import import_weights
+    from shoal.view.phases import PhaseLine
+
+    waiting = PhaseLine(sys.stdout)
+    listen(waiting.hear)
+    try:
+        done = import_weights(source, folder, key)
+    finally:
+        listen(None)
+        waiting.finish()
+    for line in done.said:
+        typer.echo(line)
+    typer.echo(
+        f"{done.file}: {bytes_text(done.size_bytes)}, {counted(done.tensors)} from {source} "
+        f"({done.kind})"
+    )
+    if "config.json" in done.beside:
+        typer.echo(f"train from it: shoal train model.name=hf:{folder}")
+    else:
+        typer.echo(
+            f'train from it: safetensors.torch.load_model(model, "{done.file}"), then '
+            f"shoal.parallelize"
+        )
 
 
 def _write(newest: Path, out: Path, average: bool) -> str:

@@ -71,7 +71,8 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
     if pickled and not stored:
         raise ConfigError(
             f"model.name = {name}: {pickled[0]} is a pickle, which runs code when it is read; "
-            f"nearest: save it as safetensors, or {PREFIX}{path} for new weights"
+            f"nearest: shoal checkpoint import {given} {given}, which runs none, or "
+            f"{PREFIX}{path} for new weights"
         )
     return path, stored
 
