@@ -54,7 +54,8 @@ class ModelSection(CallPolicy):
 class DataSection:
     """[data]: what a run is trained and validated on.
 
-    source       stdlib, text:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function
+    source       stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic, or
+                 pkg.mod:function · field  of jsonl: the key that holds the text
     validation   share held out, 0 … below 1, or a second source, both as text
     tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
     sequence     tokens per sample · workers  loader processes per rank; 0 loads between steps
@@ -63,7 +64,9 @@ class DataSection:
     """
 
     source: str = "stdlib"
-    """stdlib, text:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function"""
+    """stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function"""
+    field: str = ""
+    """of jsonl: the key that holds a line's text; empty: messages, prompt + completion, or text"""
     validation: str = "0.02"
     """share of files or samples held out, or a second source for validation"""
     tokenizer: str = "bpe:2048"

@@ -1,6 +1,7 @@
 """`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
 
 stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
+jsonl:GLOB            ──jsonl.py──> text
 digits                8×8 images of scikit-learn       synthetic       random tokens
 pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
 """
@@ -21,6 +22,9 @@ from shoal.data.dataset import Collate, is_indexed
 from shoal.data.samples import EvenPart, open_digits
 from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
 from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder
+
+TEXTS = ("stdlib", "text", "jsonl")
+"""Kinds of source that a tokenizer encodes."""
 
 DIGITS_SHARE = 0.2
 SYNTHETIC_VOCABULARY = 2048
@@ -67,7 +71,7 @@ def open_source(section: DataSection, seed: int) -> Source:
     check_data(section)
     share, second = validation_share(section)
     kind, argument = split_source(section.source)
-    if kind in ("stdlib", "text"):
+    if kind in TEXTS:
         source, second = _open_text(section, share, second)
     elif kind == "tokens":
         source = _open_tokens(section, argument, share)
@@ -84,23 +88,33 @@ def open_source(section: DataSection, seed: int) -> Source:
     return source
 
 
-def _documents(source: str, where: str) -> list[Document]:
+def _documents(
+    section: DataSection, source: str, share: float, where: str
+) -> tuple[list[Document], list[Document]]:
+    """The texts of a source for training, and those of them that are held out."""
     kind, argument = split_source(source, where)
-    return stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
+    if kind == "jsonl":
+        from shoal.data.jsonl import find_form, glob_files, json_documents  # others do without
+
+        paths = [str(path) for path in glob_files(argument, where, kind)]
+        return json_documents(argument, find_form(paths, section.field)[0], share, where)
+    documents = stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
+    return hold_out(documents, share)
 
 
 def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
     """A text source, and the second source if that is still to be opened (it is not text)."""
-    documents = _documents(section.source, "data.source")
-    train, held = hold_out(documents, share)
-    if second and split_source(second)[0] in ("stdlib", "text"):
-        held, second = _documents(second, "data.validation"), ""
-    tail = share if not held else 0.0
+    train, held = _documents(section, section.source, share, "data.source")
+    if second and split_source(second)[0] in TEXTS:
+        held, second = _documents(section, second, 0.0, "data.validation")[0], ""
+    by_line = section.source.startswith("jsonl:")
+    tail = share if by_line or not held else 0.0
     corpus = open_corpus(train, held, section.tokenizer, tail)
-    name = "Python standard library" if section.source == "stdlib" else section.source[5:]
-    size_bytes = sum(d.size_bytes for d in {*train, *held})
-    files = len({*train, *held})
+    name = section.source.partition(":")[2] or "Python standard library"
+    sizes = {d.path: d.size_bytes for d in (*train, *held)}
     kept = f"{_files(len(held))} held out" if held else f"last {tail:.0%} held out"
+    if by_line and share:
+        kept = f"{share:.0%} of the lines held out"
     train_part = TokenDataset(corpus.train, section.sequence, "train")
     held_part = _held_out(corpus.validation, section.sequence)
     source = Source(
@@ -111,7 +125,7 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
         vocabulary=corpus.vocabulary,
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
-        description=f"{name}: {_files(files)}, {bytes_text(size_bytes)}, "
+        description=f"{name}: {_files(len(sizes))}, {bytes_text(sum(sizes.values()))}, "
         f"{count_text(corpus.tokens)} tokens; {kept if corpus.validation else 'none held out'}",
         kind="tokens",
     )
@@ -233,7 +247,7 @@ def _with_second(source: Source, section: DataSection, second: str, seed: int) -
     """
     where = f"data.validation = {second}"
     kind = split_source(second)[0]
-    if kind in ("stdlib", "text"):
+    if kind in TEXTS:
         raise ConfigError(
             f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
             f"is none; nearest: a share such as data.validation=0.05, or tokens:FOLDER"
