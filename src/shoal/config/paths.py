@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal.base.errors import ConfigError, nearest, one_of
 from shoal.config.sections import DataSection
@@ -301,6 +301,14 @@ def check_tokenizer(spec: str) -> None:
         )
 
 
+def refuse_packing(source: str) -> NoReturn:
+    """Errors: ConfigError for data that is no examples, of which several could share a row."""
+    raise ConfigError(
+        f"data.packing = on: packs the examples of jsonl: lines with messages, or with prompt and "
+        f"completion; data.source = {source} has none; nearest: data.packing=off"
+    )
+
+
 def check_data(section: DataSection) -> None:
     """Refuse the first key of [data] that cannot be, before anything is opened or imported.
 
@@ -314,6 +322,8 @@ def check_data(section: DataSection) -> None:
         check_data_path(second, "data.validation")
     if split_source(section.source)[0] in ("stdlib", "text", "jsonl"):
         check_tokenizer(section.tokenizer)
+    if section.packing == "on" and split_source(section.source)[0] != "jsonl":
+        refuse_packing(section.source)
     if section.sequence < 1:
         raise ConfigError(f"data.sequence = {section.sequence}: must be at least 1 token")
     if section.workers < 0:

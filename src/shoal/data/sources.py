@@ -1,7 +1,7 @@
 """`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
 
 stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
-jsonl:GLOB            ──jsonl.py──> text
+jsonl:GLOB            ──jsonl.py──> text, or examples ──examples.py──> rows
 digits                8×8 images of scikit-learn       synthetic       random tokens
 pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
 """
@@ -16,7 +16,13 @@ from typing import Any
 from shoal.base.errors import ConfigError
 from shoal.base.phases import phase
 from shoal.base.units import bytes_text, count_text
-from shoal.config.paths import check_data, load_function, split_source, validation_share
+from shoal.config.paths import (
+    check_data,
+    load_function,
+    refuse_packing,
+    split_source,
+    validation_share,
+)
 from shoal.config.sections import DataSection
 from shoal.data.dataset import Collate, is_indexed
 from shoal.data.samples import EvenPart, open_digits
@@ -104,6 +110,13 @@ def _documents(
 
 def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
     """A text source, and the second source if that is still to be opened (it is not text)."""
+    if section.source.startswith("jsonl:"):
+        from shoal.data.finetuning import open_finetuning  # others do without
+
+        if (found := open_finetuning(section, share, second)) is not None:
+            return Source(**found, collate=None, kind="tokens"), ""
+        if section.packing == "on":
+            refuse_packing(section.source)
     train, held = _documents(section, section.source, share, "data.source")
     if second and split_source(second)[0] in TEXTS:
         held, second = _documents(section, second, 0.0, "data.validation")[0], ""

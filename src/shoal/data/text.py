@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -151,7 +151,7 @@ def open_corpus(
             tail, the share of train's last tokens to hold out where validation has no text
     Errors  ConfigError for a tokenizer that is not there, or text without a single token
     """
-    recipe = _tokenizer_recipe(tokenizer)
+    recipe = tokenizer_recipe(tokenizer)
     groups = [[d.recipe() for d in g] for g in (train, validation)]
     key = content_key(groups, recipe, tail)
 
@@ -167,7 +167,7 @@ def open_corpus(
     return Corpus(
         train=tuple(heads),
         validation=tuple(tails),
-        tokenizer=_load_tokenizer(folder / "tokenizer.json"),
+        tokenizer=load_tokenizer(folder / "tokenizer.json"),
         vocabulary=about["vocabulary"],
         unigram_entropy=about["unigram_entropy"],
     )
@@ -187,7 +187,7 @@ def _build(
     if spec.startswith("bpe:"):
         tokenizer = train_bpe(train, int(spec[4:]))
     else:
-        tokenizer = _load_tokenizer(Path(spec).expanduser())
+        tokenizer = load_tokenizer(Path(spec).expanduser())
     tokenizer.save(str(folder / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     spans = {"train": list[TokenSpan](), "validation": list[TokenSpan]()}
@@ -208,7 +208,7 @@ def _has_text(documents: Sequence[Document]) -> bool:
     return any(next(document.texts(), "") for document in documents)
 
 
-def _tokenizer_recipe(spec: str) -> str:
+def tokenizer_recipe(spec: str) -> str:
     """What a tokenizer depends on besides the text. Errors: ConfigError."""
     check_tokenizer(spec)
     if spec.startswith("bpe:"):
@@ -216,7 +216,8 @@ def _tokenizer_recipe(spec: str) -> str:
     return hashlib.blake2b(Path(spec).expanduser().read_bytes(), digest_size=16).hexdigest()
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json. Errors: ConfigError."""
     from tokenizers import Tokenizer  # here: 0.1 s that other sources need not pay
 
     try:
@@ -225,9 +226,16 @@ def _load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"data.tokenizer = {path}: is no tokenizer.json: {error}") from error
 
 
-@phase("tokenizer")
 def train_bpe(documents: Sequence[Document], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer of at most `vocabulary` entries; the same for the same text."""
+    """A tokenizer by `train_bpe_on` from a like share of every document."""
+    total_bytes = sum(d.size_bytes for d in documents)
+    share = min(1.0, TRAIN_CHARACTERS / max(1, total_bytes))
+    return train_bpe_on((t for d in documents for t in d.sample(share)), vocabulary)
+
+
+@phase("tokenizer")
+def train_bpe_on(texts: Iterable[str], vocabulary: int) -> Any:
+    """A byte-level BPE tokenizer of at most `vocabulary` entries; the same for the same texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -239,9 +247,7 @@ def train_bpe(documents: Sequence[Document], vocabulary: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    total_bytes = sum(d.size_bytes for d in documents)
-    share = min(1.0, TRAIN_CHARACTERS / max(1, total_bytes))
-    tokenizer.train_from_iterator((t for d in documents for t in d.sample(share)), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
