@@ -1,6 +1,7 @@
 """Is the data there? Checks what `data.source` names before any process starts, without torch.
 
     stdlib · digits · synthetic · text:GLOB · jsonl:GLOB · tokens:FOLDER · pkg.mod:function
+    mix:0.7*SOURCE+0.3*SOURCE
 
 The same words are read again by shoal.data when the run opens its data; both use this file, so a
 mistake is told once, in one way. A user's module is searched for, never imported, by the check.
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.config.mixture import split_mixture
 from shoal.config.sections import DataSection
 
-KINDS = ("stdlib", "text", "jsonl", "tokens", "digits", "synthetic", "function")
+KINDS = ("stdlib", "text", "jsonl", "tokens", "digits", "synthetic", "mix", "function")
 ON_DISK = {"text": "text:GLOB", "jsonl": "jsonl:GLOB", "tokens": "tokens:FOLDER"}
 """Kinds that read files, and how they are written."""
 
-FORMS = ("stdlib", *ON_DISK.values(), "digits", "synthetic", "pkg.mod:function")
+MIXED = "mix:0.7*SOURCE+0.3*SOURCE"
+FORMS = ("stdlib", *ON_DISK.values(), "digits", "synthetic", MIXED, "pkg.mod:function")
 
 LEAST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
@@ -36,8 +39,8 @@ LEAST_VOCABULARY = 257
 def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     """Split a data source into (kind, argument); kind is one of KINDS.
 
-    The argument of text, jsonl and tokens is what follows the colon, of a function the whole text,
-    of the others "".
+    The argument of text, jsonl, tokens and mix is what follows the colon, of a function the whole
+    text, of the others "".
     Errors   ConfigError for a text that is no source, with the nearest, or names no files; `where`
              is the key in its message
 
@@ -47,16 +50,19 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     head, colon, rest = source.partition(":")
     if not colon and head in ("stdlib", "digits", "synthetic"):
         return head, ""
-    if head in ON_DISK and rest:
+    if rest and (head in ON_DISK or head == "mix"):
         return head, rest
+    if head == "mix":
+        raise ConfigError(f"{where} = {source}: mixes nothing; write {MIXED}")
     if head in ON_DISK:
         raise ConfigError(f"{where} = {source}: names no files; write {ON_DISK[head]}")
     names = [*head.split("."), rest]
     if colon and head not in KINDS and all(name.isidentifier() for name in names):
         return "function", source
     close = nearest(head, KINDS[:-1])
-    hint = f"; nearest: {close}{colon + rest if close in ON_DISK else ''}"
-    if close is None or (close in ON_DISK and not rest):
+    named = close in ON_DISK or close == "mix"
+    hint = f"; nearest: {close}{colon + rest if named else ''}"
+    if close is None or (named and not rest):
         raise ConfigError(one_of(where, source, FORMS))
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
 
@@ -214,6 +220,9 @@ def check_data_path(source: str, where: str = "data.source") -> None:
     kind, argument = split_source(source, where)
     if kind in ("text", "jsonl") and next(_matches(argument), None) is None:
         _refuse_pattern(argument, where, kind)
+    if kind == "mix":
+        for _, part in split_mixture(argument, where):
+            check_data_path(part, where)
     if kind == "tokens":
         check_tokens_folder(argument, where)
     if kind == "digits" and importlib.util.find_spec("sklearn") is None:
@@ -320,9 +329,10 @@ def check_data(section: DataSection) -> None:
     second = validation_share(section)[1]
     if second:
         check_data_path(second, "data.validation")
-    if split_source(section.source)[0] in ("stdlib", "text", "jsonl"):
+    kind = split_source(section.source)[0]
+    if kind in ("stdlib", "text", "jsonl", "mix"):
         check_tokenizer(section.tokenizer)
-    if section.packing == "on" and split_source(section.source)[0] != "jsonl":
+    if section.packing == "on" and kind not in ("jsonl", "mix"):
         refuse_packing(section.source)
     if section.sequence < 1:
         raise ConfigError(f"data.sequence = {section.sequence}: must be at least 1 token")

@@ -54,8 +54,9 @@ class ModelSection(CallPolicy):
 class DataSection:
     """[data]: what a run is trained and validated on.
 
-    source       stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic, or
-                 pkg.mod:function · field  of jsonl: the key that holds the text
+    source       stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic,
+                 mix:0.7*SOURCE+0.3*SOURCE, or pkg.mod:function
+    field        of jsonl: the key that holds the text
     validation   share held out, 0 … below 1, or a second source, both as text
     tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
     packing      of jsonl examples: several to a row, each a document of its own
@@ -65,7 +66,8 @@ class DataSection:
     """
 
     source: str = "stdlib"
-    """stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic, or pkg.mod:function"""
+    """stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE,
+    or pkg.mod:function"""
     field: str = ""
     """of jsonl: the key that holds a line's text; empty: messages, prompt + completion, or text"""
     validation: str = "0.02"

@@ -3,6 +3,7 @@
 stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
 jsonl:GLOB            ──jsonl.py──> text, or examples ──examples.py──> rows
 digits                8×8 images of scikit-learn       synthetic       random tokens
+mix:0.7*A+0.3*B       several of these by weight ──mixture.py
 pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
 """
 
@@ -79,6 +80,16 @@ def open_source(section: DataSection, seed: int) -> Source:
     kind, argument = split_source(section.source)
     if kind in TEXTS:
         source, second = _open_text(section, share, second)
+    elif kind == "mix":
+        from shoal.data.mixed_source import open_mixture  # others do without
+
+        def opened(part: DataSection) -> Source:
+            return open_source(replace(part, collate=""), seed)
+
+        def documents(part: str) -> list[Document]:
+            return _documents(section, part, share, "data.source")[0]
+
+        source, second = open_mixture(section, argument, second, documents, opened), ""
     elif kind == "tokens":
         source = _open_tokens(section, argument, share)
     elif kind == "digits":
