@@ -50,14 +50,21 @@ def test_what_is_there_passes(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("stdlb", "data.source = stdlb: not one of stdlib, text:GLOB, tokens:FOLDER, digits, "
-         "synthetic, pkg.mod:function; nearest: stdlib"),
-        ("digit:3", "data.source = digit:3: not one of stdlib, text:GLOB, tokens:FOLDER, digits, "
-         "synthetic, pkg.mod:function; nearest: digits"),
-        ("txt:books/*.txt", "data.source = txt:books/*.txt: not one of stdlib, text:GLOB, "
-         "tokens:FOLDER, digits, synthetic, pkg.mod:function; nearest: text:books/*.txt"),
+        ("stdlb", "data.source = stdlb: not one of stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, "
+         "synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: stdlib"),
+        ("digit:3", "data.source = digit:3: not one of stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, "
+         "synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: digits"),
+        ("txt:books/*.txt", "data.source = txt:books/*.txt: not one of stdlib, text:GLOB, jsonl:GLOB, "
+         "tokens:FOLDER, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: text:books/*.txt"),
         ("text:", "data.source = text:: names no files; write text:GLOB"),
         ("tokens", "data.source = tokens: names no files; write tokens:FOLDER"),
+        ("jsonl:", "data.source = jsonl:: names no files; write jsonl:GLOB"),
+        ("jsnl:a.jsonl", "data.source = jsnl:a.jsonl: not one of stdlib, text:GLOB, jsonl:GLOB, "
+         "tokens:FOLDER, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: jsonl:a.jsonl"),
+        ("jsonl:books", "data.source = jsonl:books: no file matches; it is a folder; nearest: "
+         "jsonl:books/**/*.jsonl"),
+        ("jsonl:books/*.jsonl", "data.source = jsonl:books/*.jsonl: no file matches; nearest "
+         "existing folder: books (has a.txt, old)"),
         ("text:boks/*.txt", "data.source = text:boks/*.txt: no file matches; nearest: books"),
         ("text:books/*.tex", "data.source = text:books/*.tex: no file matches; nearest: "
          "books/a.txt"),

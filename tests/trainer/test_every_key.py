@@ -74,6 +74,8 @@ VALUES: dict[str, str] = {
     "model.call": "model.call=kwargs",
     "model.arguments": "model.dim=32",
     "data.source": "data.source=synthetic",
+    "data.field": "data.field=content",
+    "data.packing": f"data.packing=on data.source=jsonl:{__file__}",
     "data.validation": "data.validation=0.1",
     "data.tokenizer": "data.tokenizer=bpe:512",
     "data.sequence": "data.sequence=64",
@@ -215,6 +217,8 @@ NOT_BY_PARALLELIZE = {
 NOT_FORESEEN = {
     "model.call": "how inputs are handed over costs nothing",
     "data.source": "what tokens say costs nothing; how many there are is data.sequence",
+    "data.field": "as data.source",
+    "data.packing": "a row costs what its tokens cost, of however many documents they are",
     "data.validation": "a step's cost is foreseen, not the run's length",
     "data.workers": "loading is outside of a step, and waits are measured, not foreseen",
     "data.collate": "as data.workers",

@@ -100,6 +100,8 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
             )
         _set(loaded, section, key, _parse(value_text), "command line")
     _let_strategy_win(loaded)
+    if loaded.config.data.packing == "on":  # rows come with their positions, by name
+        loaded.replace("model", "of data.packing", call="kwargs")
     _check_values(loaded.config)
     return loaded
 

@@ -1,6 +1,7 @@
 """Is the data there? Checks what `data.source` names before any process starts, without torch.
 
-    stdlib · digits · synthetic · text:GLOB · tokens:FOLDER · pkg.mod:function
+    stdlib · digits · synthetic · text:GLOB · jsonl:GLOB · tokens:FOLDER · pkg.mod:function
+    mix:0.7*SOURCE+0.3*SOURCE
 
 The same words are read again by shoal.data when the run opens its data; both use this file, so a
 mistake is told once, in one way. A user's module is searched for, never imported, by the check.
@@ -18,13 +19,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.config.mixture import split_mixture
 from shoal.config.sections import DataSection
 
-KINDS = ("stdlib", "text", "tokens", "digits", "synthetic", "function")
-FORMS = ("stdlib", "text:GLOB", "tokens:FOLDER", "digits", "synthetic", "pkg.mod:function")
+KINDS = ("stdlib", "text", "jsonl", "tokens", "digits", "synthetic", "mix", "function")
+ON_DISK = {"text": "text:GLOB", "jsonl": "jsonl:GLOB", "tokens": "tokens:FOLDER"}
+"""Kinds that read files, and how they are written."""
+
+MIXED = "mix:0.7*SOURCE+0.3*SOURCE"
+FORMS = ("stdlib", *ON_DISK.values(), "digits", "synthetic", MIXED, "pkg.mod:function")
 
 LEAST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
@@ -33,8 +39,8 @@ LEAST_VOCABULARY = 257
 def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     """Split a data source into (kind, argument); kind is one of KINDS.
 
-    The argument of text and tokens is what follows the colon, of a function the whole text, of the
-    others "".
+    The argument of text, jsonl, tokens and mix is what follows the colon, of a function the whole
+    text, of the others "".
     Errors   ConfigError for a text that is no source, with the nearest, or names no files; `where`
              is the key in its message
 
@@ -44,17 +50,19 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     head, colon, rest = source.partition(":")
     if not colon and head in ("stdlib", "digits", "synthetic"):
         return head, ""
-    if head in ("text", "tokens") and rest:
+    if rest and (head in ON_DISK or head == "mix"):
         return head, rest
-    if head in ("text", "tokens"):
-        form = "text:GLOB" if head == "text" else "tokens:FOLDER"
-        raise ConfigError(f"{where} = {source}: names no files; write {form}")
+    if head == "mix":
+        raise ConfigError(f"{where} = {source}: mixes nothing; write {MIXED}")
+    if head in ON_DISK:
+        raise ConfigError(f"{where} = {source}: names no files; write {ON_DISK[head]}")
     names = [*head.split("."), rest]
     if colon and head not in KINDS and all(name.isidentifier() for name in names):
         return "function", source
-    close = nearest(head, ("stdlib", "text", "tokens", "digits", "synthetic"))
-    hint = f"; nearest: {close}{colon + rest if close in ('text', 'tokens') else ''}"
-    if close is None or (close in ("text", "tokens") and not rest):
+    close = nearest(head, KINDS[:-1])
+    named = close in ON_DISK or close == "mix"
+    hint = f"; nearest: {close}{colon + rest if named else ''}"
+    if close is None or (named and not rest):
         raise ConfigError(one_of(where, source, FORMS))
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
 
@@ -94,26 +102,27 @@ def _matches(pattern: str) -> Iterator[Path]:
     return (Path(name) for name in found if os.path.isfile(name))
 
 
-def glob_files(pattern: str, where: str = "data.source") -> list[Path]:
+def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> list[Path]:
     """List every file, not folder, that a pattern with `*`, `?`, `**` and `~` matches, sorted.
 
     Errors   ConfigError if there is none, with the nearest existing folder or name; `where` is the
-             key in its message
+             key in its message, `kind` the word before the colon
     """
     files = sorted(set(_matches(pattern)))
     if not files:
-        _refuse_pattern(pattern, where)
+        _refuse_pattern(pattern, where, kind)
     return files
 
 
-def _refuse_pattern(pattern: str, where: str) -> None:
+def _refuse_pattern(pattern: str, where: str, kind: str) -> None:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        hint = f"it is a folder; nearest: text:{pattern.rstrip('/')}/**/*.txt"
+        ending = "txt" if kind == "text" else kind
+        hint = f"it is a folder; nearest: {kind}:{pattern.rstrip('/')}/**/*.{ending}"
     else:
         folder = fixed_folder(pattern)
         hint = nearest_path(folder / path.name if folder.is_dir() else folder)
-    raise ConfigError(f"{where} = text:{pattern}: no file matches; {hint}")
+    raise ConfigError(f"{where} = {kind}:{pattern}: no file matches; {hint}")
 
 
 def _locate_module(name: str) -> str | None:
@@ -209,8 +218,11 @@ def check_data_path(source: str, where: str = "data.source") -> None:
     Looks for files, folders, modules and scikit-learn; opens and imports none of them.
     """
     kind, argument = split_source(source, where)
-    if kind == "text" and next(_matches(argument), None) is None:
-        _refuse_pattern(argument, where)
+    if kind in ("text", "jsonl") and next(_matches(argument), None) is None:
+        _refuse_pattern(argument, where, kind)
+    if kind == "mix":
+        for _, part in split_mixture(argument, where):
+            check_data_path(part, where)
     if kind == "tokens":
         check_tokens_folder(argument, where)
     if kind == "digits" and importlib.util.find_spec("sklearn") is None:
@@ -298,6 +310,14 @@ def check_tokenizer(spec: str) -> None:
         )
 
 
+def refuse_packing(source: str) -> NoReturn:
+    """Errors: ConfigError for data that is no examples, of which several could share a row."""
+    raise ConfigError(
+        f"data.packing = on: packs the examples of jsonl: lines with messages, or with prompt and "
+        f"completion; data.source = {source} has none; nearest: data.packing=off"
+    )
+
+
 def check_data(section: DataSection) -> None:
     """Refuse the first key of [data] that cannot be, before anything is opened or imported.
 
@@ -309,8 +329,11 @@ def check_data(section: DataSection) -> None:
     second = validation_share(section)[1]
     if second:
         check_data_path(second, "data.validation")
-    if split_source(section.source)[0] in ("stdlib", "text"):
+    kind = split_source(section.source)[0]
+    if kind in ("stdlib", "text", "jsonl", "mix"):
         check_tokenizer(section.tokenizer)
+    if section.packing == "on" and kind not in ("jsonl", "mix"):
+        refuse_packing(section.source)
     if section.sequence < 1:
         raise ConfigError(f"data.sequence = {section.sequence}: must be at least 1 token")
     if section.workers < 0:

@@ -149,7 +149,8 @@ def kind_by_name(source: str) -> str:
     ('text', 'images', '')
     """
     name = source.partition(":")[0]
-    ours = {**dict.fromkeys(("stdlib", "text", "tokens", "synthetic"), "text"), "digits": "images"}
+    ours = {**dict.fromkeys(("stdlib", "text", "jsonl", "tokens", "synthetic"), "text")}
+    ours["digits"] = "images"
     return ours.get(name, "")
 
 

@@ -122,6 +122,7 @@ class Fetcher:
         self.shuffle = shuffle
         self.collate = collate
         self._is_quiet = draws_nothing(dataset)
+        self._order = getattr(dataset, "stream_order", None)
         self._whole_index = getattr(dataset, "whole_index", None)
         self._draws = Draws()
         self._block_start = 0
@@ -132,7 +133,10 @@ class Fetcher:
         if start < self._block_start or stop > self._block_start + len(self._block):
             epoch_stop = (start // self.samples + 1) * self.samples
             ahead = max(stop, min(start + BLOCK, epoch_stop))
-            _, block = samples_at(start, ahead, self.samples, self.seed, shuffle=self.shuffle)
+            if self._order is not None:
+                block = self._order(start, ahead, self.seed, shuffle=self.shuffle)
+            else:
+                _, block = samples_at(start, ahead, self.samples, self.seed, shuffle=self.shuffle)
             self._block, self._block_start = tuple(block.tolist()), start
         return self._block[start - self._block_start : stop - self._block_start]
 

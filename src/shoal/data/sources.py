@@ -1,7 +1,9 @@
 """`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
 
 stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
+jsonl:GLOB            ──jsonl.py──> text, or examples ──examples.py──> rows
 digits                8×8 images of scikit-learn       synthetic       random tokens
+mix:0.7*A+0.3*B       several of these by weight ──mixture.py
 pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
 """
 
@@ -15,12 +17,21 @@ from typing import Any
 from shoal.base.errors import ConfigError
 from shoal.base.phases import phase
 from shoal.base.units import bytes_text, count_text
-from shoal.config.paths import check_data, load_function, split_source, validation_share
+from shoal.config.paths import (
+    check_data,
+    load_function,
+    refuse_packing,
+    split_source,
+    validation_share,
+)
 from shoal.config.sections import DataSection
 from shoal.data.dataset import Collate, is_indexed
 from shoal.data.samples import EvenPart, open_digits
 from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
 from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder
+
+TEXTS = ("stdlib", "text", "jsonl")
+"""Kinds of source that a tokenizer encodes."""
 
 DIGITS_SHARE = 0.2
 SYNTHETIC_VOCABULARY = 2048
@@ -67,8 +78,18 @@ def open_source(section: DataSection, seed: int) -> Source:
     check_data(section)
     share, second = validation_share(section)
     kind, argument = split_source(section.source)
-    if kind in ("stdlib", "text"):
+    if kind in TEXTS:
         source, second = _open_text(section, share, second)
+    elif kind == "mix":
+        from shoal.data.mixed_source import open_mixture  # others do without
+
+        def opened(part: DataSection) -> Source:
+            return open_source(replace(part, collate=""), seed)
+
+        def documents(part: str) -> list[Document]:
+            return _documents(section, part, share, "data.source")[0]
+
+        source, second = open_mixture(section, argument, second, documents, opened), ""
     elif kind == "tokens":
         source = _open_tokens(section, argument, share)
     elif kind == "digits":
@@ -84,23 +105,40 @@ def open_source(section: DataSection, seed: int) -> Source:
     return source
 
 
-def _documents(source: str, where: str) -> list[Document]:
+def _documents(
+    section: DataSection, source: str, share: float, where: str
+) -> tuple[list[Document], list[Document]]:
+    """The texts of a source for training, and those of them that are held out."""
     kind, argument = split_source(source, where)
-    return stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
+    if kind == "jsonl":
+        from shoal.data.jsonl import find_form, glob_files, json_documents  # others do without
+
+        paths = [str(path) for path in glob_files(argument, where, kind)]
+        return json_documents(argument, find_form(paths, section.field)[0], share, where)
+    documents = stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
+    return hold_out(documents, share)
 
 
 def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
     """A text source, and the second source if that is still to be opened (it is not text)."""
-    documents = _documents(section.source, "data.source")
-    train, held = hold_out(documents, share)
-    if second and split_source(second)[0] in ("stdlib", "text"):
-        held, second = _documents(second, "data.validation"), ""
-    tail = share if not held else 0.0
+    if section.source.startswith("jsonl:"):
+        from shoal.data.finetuning import open_finetuning  # others do without
+
+        if (found := open_finetuning(section, share, second)) is not None:
+            return Source(**found, collate=None, kind="tokens"), ""
+        if section.packing == "on":
+            refuse_packing(section.source)
+    train, held = _documents(section, section.source, share, "data.source")
+    if second and split_source(second)[0] in TEXTS:
+        held, second = _documents(section, second, 0.0, "data.validation")[0], ""
+    by_line = section.source.startswith("jsonl:")
+    tail = share if by_line or not held else 0.0
     corpus = open_corpus(train, held, section.tokenizer, tail)
-    name = "Python standard library" if section.source == "stdlib" else section.source[5:]
-    size_bytes = sum(d.size_bytes for d in {*train, *held})
-    files = len({*train, *held})
+    name = section.source.partition(":")[2] or "Python standard library"
+    sizes = {d.path: d.size_bytes for d in (*train, *held)}
     kept = f"{_files(len(held))} held out" if held else f"last {tail:.0%} held out"
+    if by_line and share:
+        kept = f"{share:.0%} of the lines held out"
     train_part = TokenDataset(corpus.train, section.sequence, "train")
     held_part = _held_out(corpus.validation, section.sequence)
     source = Source(
@@ -111,7 +149,7 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
         vocabulary=corpus.vocabulary,
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
-        description=f"{name}: {_files(files)}, {bytes_text(size_bytes)}, "
+        description=f"{name}: {_files(len(sizes))}, {bytes_text(sum(sizes.values()))}, "
         f"{count_text(corpus.tokens)} tokens; {kept if corpus.validation else 'none held out'}",
         kind="tokens",
     )
@@ -233,7 +271,7 @@ def _with_second(source: Source, section: DataSection, second: str, seed: int) -
     """
     where = f"data.validation = {second}"
     kind = split_source(second)[0]
-    if kind in ("stdlib", "text"):
+    if kind in TEXTS:
         raise ConfigError(
             f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
             f"is none; nearest: a share such as data.validation=0.05, or tokens:FOLDER"

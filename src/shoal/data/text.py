@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -44,7 +44,7 @@ ENCODE_CHARACTERS = 2**22
 
 @dataclass(frozen=True)
 class Document:
-    """One text file; `name` is its path below the source's folder, the same on every machine."""
+    """One file of text; `name` is its path below the source's folder, the same on every machine."""
 
     name: str
     path: str
@@ -58,11 +58,29 @@ class Document:
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
 
+    def texts(self) -> Iterator[str]:
+        """The texts in the file, one; errors as `text`."""
+        yield self.text()
 
-def _document(path: Path, folder: Path) -> Document:
-    stat = path.stat()
-    name = path.relative_to(folder).as_posix()
-    return Document(name, str(path), stat.st_size, stat.st_mtime_ns)
+    def sample(self, share: float) -> Iterator[str]:
+        """About so large a share of the file's text, the same every time."""
+        text = self.text()
+        yield text[: round(len(text) * share)]
+
+    def recipe(self) -> list[Any]:
+        """What its texts depend on, as JSON values."""
+        return [self.name, self.size_bytes, self.modified_ns]
+
+    def unsplit(self) -> Document:
+        """The document with all texts of its file, where it is one side of a split."""
+        return self
+
+    @classmethod
+    def of(cls, path: Path, folder: Path, **more: Any) -> Self:
+        """The document that a file below `folder` is; `more` fields where a kind has them."""
+        stat = path.stat()
+        name = path.relative_to(folder).as_posix()
+        return cls(name, str(path), stat.st_size, stat.st_mtime_ns, **more)
 
 
 def stdlib_documents() -> list[Document]:
@@ -75,7 +93,7 @@ def stdlib_documents() -> list[Document]:
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in EXCLUDED_FOLDERS)
         paths = [Path(here, f) for f in sorted(files) if f.endswith(".py")]
-        documents += [_document(p, folder) for p in paths if p.is_file()]
+        documents += [Document.of(p, folder) for p in paths if p.is_file()]
     if not documents:
         raise ConfigError(f"data.source = stdlib: no .py files in {folder}; nearest: text:GLOB")
     return documents
@@ -84,7 +102,13 @@ def stdlib_documents() -> list[Document]:
 def glob_documents(pattern: str, where: str = "data.source") -> list[Document]:
     """The files of `text:GLOB`. Errors: ConfigError if there are none, with the nearest path."""
     folder = fixed_folder(pattern)
-    return [_document(p, folder) for p in glob_files(pattern, where)]
+    return [Document.of(p, folder) for p in glob_files(pattern, where)]
+
+
+def place_of(text: str) -> float:
+    """Where a hash puts a text between 0 and 1: what is below a share is held out."""
+    digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") / 2**64
 
 
 def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
@@ -96,12 +120,8 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
     if share <= 0 or len(documents) < 2:
         return list(documents), []
 
-    def place(document: Document) -> float:
-        digest = hashlib.blake2b(document.name.encode(errors="surrogateescape"), digest_size=8)
-        return int.from_bytes(digest.digest(), "big") / 2**64
-
-    ranked = sorted(documents, key=place)
-    count = sum(place(d) < share for d in documents)
+    ranked = sorted(documents, key=lambda document: place_of(document.name))
+    count = sum(place_of(d.name) < share for d in documents)
     held = {d.name for d in ranked[: min(max(1, count), len(documents) - 1)]}
     return [d for d in documents if d.name not in held], [d for d in documents if d.name in held]
 
@@ -128,11 +148,11 @@ def open_corpus(
     """Tokens of both groups of documents, from the cache or made now.
 
     Takes   tokenizer, `bpe:VOCABULARY` (trained on train) or the path of a tokenizer.json
-            tail, the share of train's last tokens to hold out where validation has no documents
+            tail, the share of train's last tokens to hold out where validation has no text
     Errors  ConfigError for a tokenizer that is not there, or text without a single token
     """
-    recipe = _tokenizer_recipe(tokenizer)
-    groups = [[[d.name, d.size_bytes, d.modified_ns] for d in g] for g in (train, validation)]
+    recipe = tokenizer_recipe(tokenizer)
+    groups = [[d.recipe() for d in g] for g in (train, validation)]
     key = content_key(groups, recipe, tail)
 
     def build(folder: Path) -> dict[str, Any]:
@@ -140,13 +160,14 @@ def open_corpus(
 
     folder, about = open_cached("text", key, build)
     heads = [whole_file(folder / "train.npy", "npy")]
-    tails = [whole_file(folder / "validation.npy", "npy")] if validation else []
-    if not validation:
+    held = folder / "validation.npy"
+    tails = [whole_file(held, "npy")] if held.exists() else []
+    if not tails:
         heads, tails = split_tail(heads, tail)
     return Corpus(
         train=tuple(heads),
         validation=tuple(tails),
-        tokenizer=_load_tokenizer(folder / "tokenizer.json"),
+        tokenizer=load_tokenizer(folder / "tokenizer.json"),
         vocabulary=about["vocabulary"],
         unigram_entropy=about["unigram_entropy"],
     )
@@ -160,10 +181,13 @@ def _build(
     tail: float,
 ) -> dict[str, Any]:
     """Fill a cache entry: tokenizer.json, train.npy and validation.npy."""
+    if tail and validation and not (_has_text(train) and _has_text(validation)):
+        # lines so few that all of them fell on one side
+        train, validation = [document.unsplit() for document in train], []
     if spec.startswith("bpe:"):
         tokenizer = train_bpe(train, int(spec[4:]))
     else:
-        tokenizer = _load_tokenizer(Path(spec).expanduser())
+        tokenizer = load_tokenizer(Path(spec).expanduser())
     tokenizer.save(str(folder / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     spans = {"train": list[TokenSpan](), "validation": list[TokenSpan]()}
@@ -174,13 +198,17 @@ def _build(
     if not spans["train"][0].tokens:
         raise ConfigError(f"data.source: {len(train)} files hold no text")
     heads, tails = spans["train"], spans["validation"]
-    if not validation:
+    if not tails:
         heads, tails = split_tail(heads, tail)
     counts = [grown(count_tokens(part), vocabulary) for part in (heads, tails or heads)]
     return {"vocabulary": vocabulary, "unigram_entropy": cross_entropy(counts[0], counts[1])}
 
 
-def _tokenizer_recipe(spec: str) -> str:
+def _has_text(documents: Sequence[Document]) -> bool:
+    return any(next(document.texts(), "") for document in documents)
+
+
+def tokenizer_recipe(spec: str) -> str:
     """What a tokenizer depends on besides the text. Errors: ConfigError."""
     check_tokenizer(spec)
     if spec.startswith("bpe:"):
@@ -188,7 +216,8 @@ def _tokenizer_recipe(spec: str) -> str:
     return hashlib.blake2b(Path(spec).expanduser().read_bytes(), digest_size=16).hexdigest()
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json. Errors: ConfigError."""
     from tokenizers import Tokenizer  # here: 0.1 s that other sources need not pay
 
     try:
@@ -197,9 +226,16 @@ def _load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"data.tokenizer = {path}: is no tokenizer.json: {error}") from error
 
 
-@phase("tokenizer")
 def train_bpe(documents: Sequence[Document], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer of at most `vocabulary` entries; the same for the same text."""
+    """A tokenizer by `train_bpe_on` from a like share of every document."""
+    total_bytes = sum(d.size_bytes for d in documents)
+    share = min(1.0, TRAIN_CHARACTERS / max(1, total_bytes))
+    return train_bpe_on((t for d in documents for t in d.sample(share)), vocabulary)
+
+
+@phase("tokenizer")
+def train_bpe_on(texts: Iterable[str], vocabulary: int) -> Any:
+    """A byte-level BPE tokenizer of at most `vocabulary` entries; the same for the same texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -211,10 +247,7 @@ def train_bpe(documents: Sequence[Document], vocabulary: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    total_bytes = sum(d.size_bytes for d in documents)
-    share = min(1.0, TRAIN_CHARACTERS / max(1, total_bytes))
-    texts = (d.text() for d in documents)
-    tokenizer.train_from_iterator((t[: round(len(t) * share)] for t in texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -230,7 +263,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def encode(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray[Any, Any]:
-    """All documents one after another, each followed by the end-of-text token if there is one.
+    """All texts one after another, each followed by the end-of-text token if there is one.
 
     Gives   ids [tokens], uint16 where the vocabulary allows, else uint32
     Limits  the result must fit in memory: 2 bytes per token, about half a byte per byte of text
@@ -250,12 +283,13 @@ def encode(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray[Any, Any
     waiting: list[str | None] = []
     characters = 0
     for document in counting("encode", len(documents), documents):
-        for piece in _pieces(document.text()):
-            waiting.append(piece)
-            characters += len(piece)
-            if characters >= ENCODE_CHARACTERS:
-                flush(waiting)
-                waiting, characters = [], 0
-        waiting.append(None)  # the document's end
+        for text in document.texts():
+            for piece in _pieces(text):
+                waiting.append(piece)
+                characters += len(piece)
+                if characters >= ENCODE_CHARACTERS:
+                    flush(waiting)
+                    waiting, characters = [], 0
+            waiting.append(None)  # the text's end
     flush(waiting)
     return np.concatenate(chunks) if chunks else np.zeros(0, dtype=dtype)

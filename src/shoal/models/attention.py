@@ -1,6 +1,7 @@
 """Causal self-attention: every token looks at itself and the past; its kernel is chosen here.
 
 Formula   out_i = Σ_{j ≤ i} softmax_j(q_i·k_j / √head_dim) · v_j
+          Of several documents in one row, j runs over those of i's own document.
           Grouped queries (GQA): query head h reads key/value head h // (heads / kv_heads), and
           key/value heads are never copied for it on CPU: a group's queries are more rows.
 Kernels   CPU, seq ≤ 2048: matrix products on blocks of query rows, which skip the keys after the
@@ -32,27 +33,48 @@ FLASH_FROM = 2049
 """Shortest sequence for which the CPU's flash kernel is used."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """Attention of every position to itself and the past.
+def documents_of(position_ids: Tensor) -> Tensor:
+    """Number the documents of packed rows, [batch, seq]: one begins at each position id of 0.
+
+    >>> documents_of(torch.tensor([[0, 1, 2, 0, 1, 0]])).tolist()
+    [[1, 1, 1, 2, 2, 3]]
+    """
+    return (position_ids == 0).cumsum(-1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, documents: Tensor | None = None
+) -> Tensor:
+    """Attention of every position to itself and the past, of its own document where there are some.
 
     q [batch, heads, seq, head_dim] · k, v [batch, kv_heads, seq, head_dim]; heads is a multiple of
     kv_heads. `dropout` is the share of attention weights set to 0; the caller passes 0 in eval.
+    `documents` [batch, seq] numbers them, None: a row is one.
     Gives [batch, heads, seq, head_dim]. Under bf16 the blocks round scores to bf16 before the
     softmax (which itself adds up in fp32); flash kernels keep them in fp32.
     """
     as_one = asked_whole() and not dropout
     if q.device.type == "cpu" and q.shape[2] < FLASH_FROM and not as_one:
-        return _by_blocks(q, k, v, dropout)
-    if q.device.type not in ("cpu", "meta") and q.dtype not in (torch.float16, torch.bfloat16):
-        # only flash kernels read grouped heads; without copies fp32 would fall to seq² memory
+        return _by_blocks(q, k, v, dropout, documents)
+    if q.device.type not in ("cpu", "meta") and (
+        documents is not None or q.dtype not in (torch.float16, torch.bfloat16)
+    ):
+        # only flash kernels, which take no mask, read grouped heads; without copies the rest would
+        # fall to seq² memory of scores
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    grouped = q.shape[1] != k.shape[1]
+    if documents is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+    same = documents[:, None, :, None] == documents[:, None, None, :]
     return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=same.tril(), dropout_p=dropout, enable_gqa=grouped
     )
 
 
-def _by_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None) -> Tensor:
     batch, heads, seq, head_dim = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads
@@ -63,7 +85,13 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     for start in range(0, seq, rows):
         stop = min(start + rows, seq)
         block = q[:, :, start:stop].reshape(batch * kv_heads, -1, head_dim)
-        future = q.new_full((stop - start, stop), -math.inf).triu_(start + 1).repeat(groups, 1)
+        future = q.new_full((stop - start, stop), -math.inf).triu_(start + 1)
+        if documents is None:
+            future = future.repeat(groups, 1)
+        else:
+            foreign = documents[:, start:stop, None] != documents[:, None, :stop]
+            future = future.masked_fill(foreign, -math.inf).repeat(1, groups, 1)
+            future = future.repeat_interleave(kv_heads, 0)  # [batch × kv_heads, …], as the scores
         scores = torch.baddbmm(
             future, block, k[:, :stop].transpose(1, 2), alpha=1 / math.sqrt(head_dim)
         )  # [batch × kv_heads, groups × block, keys so far]

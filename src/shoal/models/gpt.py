@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models.attention import causal_attention
+from shoal.models.attention import causal_attention, documents_of
 from shoal.models.llama import INIT_STD, Projection, TokenEmbedding
 from shoal.models.loss import Unprojected
 
@@ -52,8 +52,8 @@ class FusedAttention(nn.Module):
         self.qkv = BiasedProjection(dim, 3 * dim)
         self.out = BiasedProjection(dim, dim, std=residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]; position ids [batch, seq] of packed rows."""
         batch, seq, _ = x.shape
         q, k, v = (
             part.view(batch, seq, -1, self.head_dim).transpose(1, 2)
@@ -61,7 +61,8 @@ class FusedAttention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         if self.causal:
-            mixed = causal_attention(q, k, v, dropout=dropout)
+            documents = None if position_ids is None else documents_of(position_ids)
+            mixed = causal_attention(q, k, v, dropout=dropout, documents=documents)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
@@ -105,9 +106,9 @@ class PlainBlock(nn.Module):
         self.mlp = Perceptron(dim, hidden, residual_std=residual_std)
         self.residual_dropout = nn.Dropout(dropout)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
-        h = h + self.residual_dropout(self.attention(self.attention_norm(h)))
+    def forward(self, h: Tensor, *packed: Tensor) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]; of packed rows position ids [batch, seq] too."""
+        h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
         out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
         return out
 
@@ -168,19 +169,22 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Unprojected:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
         """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
 
+        position_ids   [batch, seq] of packed rows: each document of a row counts from 0, and sees
+                       itself alone; None: a row is one document
         Errors: ConfigError for more tokens than `sequence`, the number of positions learnt.
         """
-        seq = tokens.shape[1]
+        seq = input_ids.shape[1]
         if seq > self.sequence:
             raise ConfigError(
                 f"data.sequence = {seq}: longer than model.sequence {self.sequence}; "
                 f"set model.sequence={seq}"
             )
-        places = torch.arange(seq, device=tokens.device)
-        h = self.embedding_dropout(self.embedding(tokens) + self.positions(places))
+        packed = () if position_ids is None else (position_ids,)
+        places = packed[0] if packed else torch.arange(seq, device=input_ids.device)
+        h = self.embedding_dropout(self.embedding(input_ids) + self.positions(places))
         for block in self.blocks:
-            h = block(h)
+            h = block(h, *packed)
         return Unprojected(self.norm(h), self.head.weight)

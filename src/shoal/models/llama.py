@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models.attention import causal_attention
+from shoal.models.attention import causal_attention, documents_of
 from shoal.models.loss import Unprojected
 from shoal.models.norm import RMSNorm
 
@@ -48,8 +48,12 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
-def rotary_table(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    seq: int, head_dim: int, theta: float, like: Tensor, position_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What RoPE multiplies a vector by, and its swapped halves: each [seq, 1, head_dim].
+
+    With position_ids [batch, seq]: each [batch, seq, 1, head_dim].
 
     Takes `like`'s dtype and device; angles are reckoned in fp32 or better, because bf16 cannot tell
     position 257 from 258. Made in each layer's forward pass (35 µs) and not kept in a buffer: a
@@ -59,8 +63,11 @@ def rotary_table(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[T
     exact = torch.float64 if like.dtype == torch.float64 else torch.float32
     steps = torch.arange(0, head_dim, 2, device=like.device, dtype=exact)
     rates = torch.exp(steps * (-math.log(theta) / head_dim))
-    positions = torch.arange(seq, device=like.device, dtype=exact)
-    angles = torch.outer(positions, rates).unsqueeze(1)
+    if position_ids is None:
+        positions = torch.arange(seq, device=like.device, dtype=exact)
+        angles = torch.outer(positions, rates).unsqueeze(1)
+    else:
+        angles = (position_ids.to(exact).unsqueeze(-1) * rates).unsqueeze(2)
     cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -93,19 +100,20 @@ class Attention(nn.Module):
         self.v = Projection(dim, kv_heads * self.head_dim)
         self.o = Projection(heads * self.head_dim, dim, std=residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]; position ids [batch, seq] of packed rows."""
         batch, seq, _ = x.shape
         q = self.q(x).view(batch, seq, -1, self.head_dim)
         k = self.k(x).view(batch, seq, -1, self.head_dim)
         v = self.v(x).view(batch, seq, -1, self.head_dim)
-        cos, sin = rotary_table(seq, self.head_dim, self.rope_theta, q)
+        cos, sin = rotary_table(seq, self.head_dim, self.rope_theta, q, position_ids)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = causal_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             dropout=self.dropout if self.training else 0.0,
+            documents=None if position_ids is None else documents_of(position_ids),
         )
         out: Tensor = self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return out
@@ -137,9 +145,9 @@ class Block(nn.Module):
         self.mlp = mlp
         self.residual_dropout = nn.Dropout(dropout)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
-        h = h + self.residual_dropout(self.attention(self.attention_norm(h)))
+    def forward(self, h: Tensor, *packed: Tensor) -> Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]; of packed rows position ids [batch, seq] too."""
+        h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
         out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
         return out
 
@@ -196,17 +204,20 @@ class Llama(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Unprojected:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
         """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
 
+        position_ids   [batch, seq] of packed rows: each document of a row counts from 0, and sees
+                       itself alone; None: a row is one document
         Errors: ConfigError for more tokens than `sequence`.
         """
-        if tokens.shape[1] > self.sequence:
+        if input_ids.shape[1] > self.sequence:
             raise ConfigError(
-                f"data.sequence = {tokens.shape[1]}: longer than model.sequence {self.sequence}; "
-                f"set model.sequence={tokens.shape[1]}"
+                f"data.sequence = {input_ids.shape[1]}: longer than model.sequence "
+                f"{self.sequence}; set model.sequence={input_ids.shape[1]}"
             )
-        h = self.embedding_dropout(self.embedding(tokens))
+        packed = () if position_ids is None else (position_ids,)
+        h = self.embedding_dropout(self.embedding(input_ids))
         for block in self.blocks:
-            h = block(h)
+            h = block(h, *packed)
         return Unprojected(self.norm(h), self.head.weight)

@@ -216,9 +216,12 @@ class Block(nn.Module):
         self.mixture = mixture
         self.residual_dropout = nn.Dropout(dropout)
 
-    def forward(self, h: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
-        """h [batch, seq, dim] and the balance losses so far, a scalar, to the same after it."""
-        h = h + self.residual_dropout(self.attention(self.attention_norm(h)))
+    def forward(self, h: Tensor, balance: Tensor, *packed: Tensor) -> tuple[Tensor, Tensor]:
+        """h [batch, seq, dim] and the balance losses so far, a scalar, to the same after it.
+
+        packed   position ids [batch, seq] of packed rows
+        """
+        h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
         mixed, own = self.mixture(self.mixture_norm(h))
         return h + self.residual_dropout(mixed), balance + own
 
@@ -275,21 +278,24 @@ class MoE(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Unprojected:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
         """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
 
+        position_ids   [batch, seq] of packed rows: each document of a row counts from 0, and sees
+                       itself alone; None: a row is one document
         In training they come as `Routed`, which has the auxiliary loss too.
         Errors: ConfigError for more tokens than `sequence`.
         """
-        if tokens.shape[1] > self.sequence:
+        if input_ids.shape[1] > self.sequence:
             raise ConfigError(
-                f"data.sequence = {tokens.shape[1]}: longer than model.sequence {self.sequence}; "
-                f"set model.sequence={tokens.shape[1]}"
+                f"data.sequence = {input_ids.shape[1]}: longer than model.sequence "
+                f"{self.sequence}; set model.sequence={input_ids.shape[1]}"
             )
-        h = self.embedding_dropout(self.embedding(tokens))
+        packed = () if position_ids is None else (position_ids,)
+        h = self.embedding_dropout(self.embedding(input_ids))
         total = torch.zeros((), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
         for block in self.blocks:
-            h, total = block(h, total)
+            h, total = block(h, total, *packed)
         outputs = Unprojected(self.norm(h), self.head.weight)
         if not (self.training and self.balance):
             return outputs

@@ -75,16 +75,25 @@ def build_model(section: ModelSection, data: DataSection, source: Source) -> nn.
     Errors   ConfigError for a name, an argument or data that do not fit
     """
     if section.build:
-        return call_builder(section.build, section.arguments)
+        return _checked(call_builder(section.build, section.arguments), section, data)
     on_tokens = source.kind == "tokens"
     kind = "text" if on_tokens else None
     check_reads(section.name, data.source, lambda: kind or sample_kind(source.train))
-    return build(
+    built = build(
         section.name,
         section.arguments,
         vocabulary=source.vocabulary if on_tokens else None,
         sequence=data.sequence if on_tokens else None,
     )
+    return _checked(built, section, data)
+
+
+def _checked(model: nn.Module, section: ModelSection, data: DataSection) -> nn.Module:
+    if data.packing == "on":
+        from shoal.trainer.packed_rows import check_packing  # of fine-tuning only
+
+        check_packing(model, section.build or section.name, data.sequence)
+    return model
 
 
 def call_builder(path: str, arguments: Mapping[str, Any]) -> nn.Module:

@@ -1,0 +1,56 @@
+"""`mix:0.7*SOURCE+0.3*SOURCE`: several sources by weight, as a user writes them.
+
+Weights are positive decimals; what counts is their ratio, so 7 and 3 say the same as 0.7 and 0.3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from shoal.base.errors import ConfigError
+
+MOST_TURNS = 100_000
+"""Samples until a mixture's order of sources begins again, at most: five digits of a weight."""
+
+NEXT = re.compile(r"\+(?=\s*[0-9.]+\s*\*)")
+"""The + between two parts; one within a path is followed by no weight."""
+
+PART = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*\*\s*(\S.*?)\s*")
+
+
+def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
+    """Split what follows `mix:` into (samples in each round, source), in least terms.
+
+    Errors   ConfigError for a part without a weight, one part alone, a weight of 0, more digits
+             than a round of 100,000 samples can keep, or a mixture of mixtures
+
+    >>> split_mixture("0.7*text:a+b/*.txt+0.3*stdlib", "data.source")
+    [(7, 'text:a+b/*.txt'), (3, 'stdlib')]
+    """
+    line = f"{where} = mix:{argument}"
+    parts = []
+    for text in NEXT.split(argument):
+        found = PART.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"{line}: {text} has no weight; write mix:0.7*SOURCE+0.3*SOURCE")
+        weight, source = Fraction(found[1]), found[2]
+        if not weight:
+            raise ConfigError(f"{line}: a weight of 0 takes nothing; nearest: leave {source} out")
+        if source.startswith("mix:"):
+            raise ConfigError(f"{line}: mixtures do not nest; nearest: one mix: of all sources")
+        parts.append((weight, source))
+    if len(parts) < 2:
+        raise ConfigError(f"{line}: mixes one source; nearest: {where}={parts[0][1]}")
+    total = sum(weight for weight, _ in parts)
+    shares = [weight / total for weight, _ in parts]
+    turns = math.lcm(*(share.denominator for share in shares))
+    if turns > MOST_TURNS:
+        named = zip(shares, parts, strict=True)
+        near = "+".join(f"{max(float(s), 0.001):.3f}*{source}" for s, (_, source) in named)
+        raise ConfigError(
+            f"{line}: weights of this ratio take {turns} samples to be kept exactly, and at most "
+            f"{MOST_TURNS} are counted; nearest: mix:{near}"
+        )
+    return [(int(s * turns), source) for s, (_, source) in zip(shares, parts, strict=True)]

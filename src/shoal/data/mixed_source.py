@@ -1,0 +1,119 @@
+"""`mix:` as a source: its parts opened with one tokenizer, mixed by weight, their held-out parts.
+
+bpe:VOCABULARY is trained on a like share of all parts' text; then each part is opened as it
+would be alone, and mixture.py says which part every sample is from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import ConcatDataset
+
+from shoal.base.errors import ConfigError
+from shoal.config.mixture import split_mixture
+from shoal.config.paths import split_source
+from shoal.config.sections import DataSection
+from shoal.data.cache import content_key, open_cached
+from shoal.data.chat import examples
+from shoal.data.dataset import is_indexed
+from shoal.data.jsonl import CHAT, PAIR, JsonLines
+from shoal.data.mixture import Mixture
+from shoal.data.seeding import draws_nothing
+from shoal.data.text import TRAIN_CHARACTERS, Document, train_bpe_on
+
+Open = Callable[[DataSection], Any]
+Documents = Callable[[str], list[Document]]
+TEXTS = ("stdlib", "text", "jsonl")
+
+
+class Joined(ConcatDataset[Any]):
+    """Held-out parts one after another; says whether reading them draws at random."""
+
+    def __init__(self, datasets: list[Any]) -> None:
+        super().__init__(datasets)
+        self.draws_nothing = all(draws_nothing(dataset) for dataset in datasets)
+
+
+def open_mixture(
+    section: DataSection, argument: str, second: str, documents: Documents, opened: Open
+) -> Any:
+    """The `Source` of a mixture.
+
+    second      another source for validation, "" none: then what each part holds out
+    documents   the texts that a part is trained on · opened  opens one part
+    Errors      ConfigError for parts that do not mix: of other kinds, only to be iterated, of more
+                token ids than the first
+    """
+    parts = split_mixture(argument, "data.source")
+    texts = [source for _, source in parts if split_source(source)[0] in TEXTS]
+    if texts and section.tokenizer.startswith("bpe:"):
+        found = [document for source in texts for document in documents(source)]
+        section = replace(section, tokenizer=_shared_tokenizer(found, section.tokenizer))
+    held = "0" if second else section.validation
+    sources = [opened(replace(section, source=s, validation=held)) for _, s in parts]
+    first = sources[0]
+    for (_, name), source in zip(parts, sources, strict=True):
+        _check(parts[0][1], first, name, source)
+    train = Mixture([source.train for source in sources], [part for part, _ in parts])
+    if second:
+        validation = opened(replace(section, source=second, validation="0")).train
+        read = None
+    else:
+        kept = [source for source in sources if source.validation is not None]
+        validation = Joined([source.validation for source in kept]) if kept else None
+        read = sum(s.validation_samples or len(s.validation) for s in kept) or None
+    told = " + ".join(
+        f"{part}/{sum(p for p, _ in parts)} of {source.description}"
+        for (part, _), source in zip(parts, sources, strict=True)
+    )
+    tokenizers = [source.tokenizer for source in sources if source.tokenizer is not None]
+    return replace(
+        first,
+        train=train,
+        validation=validation,
+        validation_samples=read,
+        vocabulary=max((s.vocabulary for s in sources if s.vocabulary), default=None),
+        tokenizer=tokenizers[0] if tokenizers else None,
+        unigram_entropy=None,
+        description=f"mixture, {len(train)} samples an epoch: {told}",
+    )
+
+
+def _check(first_name: str, first: Any, name: str, source: Any) -> None:
+    where = f"data.source: the mixture's part {name}"
+    if not is_indexed(source.train):
+        raise ConfigError(
+            f"{where} can only be iterated, so its samples cannot be dealt; nearest: a dataset "
+            f"with __getitem__ and __len__"
+        )
+    if source.kind != first.kind:
+        raise ConfigError(f"{where} gives {source.kind}, {first_name} gives {first.kind}")
+
+
+def _shared_tokenizer(documents: list[Document], spec: str) -> str:
+    """Path of the tokenizer that is trained on all documents; from the cache if it is there."""
+    share = min(1.0, TRAIN_CHARACTERS / max(1, sum(d.size_bytes for d in documents)))
+
+    def build(folder: Path) -> dict[str, Any]:
+        texts = (text for document in documents for text in _sample(document, share))
+        train_bpe_on(texts, int(spec[4:])).save(str(folder / "tokenizer.json"))
+        return {}
+
+    folder, _ = open_cached("tokenizer", content_key([d.recipe() for d in documents], spec), build)
+    return str(folder / "tokenizer.json")
+
+
+def _sample(document: Document, share: float) -> Iterator[str]:
+    """About so large a share of a document's text; of examples what the model will read."""
+    field = document.field if isinstance(document, JsonLines) else ""
+    form = next((form for form in (PAIR, CHAT) if form[0] == field), None)
+    if form is None:
+        yield from document.sample(share)
+        return
+    for number, example in enumerate(examples([document], form, "", None)):
+        if int((number + 1) * share) > int(number * share):
+            yield example.text
