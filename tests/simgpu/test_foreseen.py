@@ -40,6 +40,27 @@ def test_a_device_holds_what_was_foreseen(environ: dict[str, str], tmp_path: Pat
     held_to_the_gate(rows)
 
 
+TOGETHER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from processes import run_together
+run_together(sys.argv[2:], 2, deadline_s=100)
+"""
+
+
+def test_a_pipeline_without_memory_says_so_and_ends(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Not so by nature: an allocator that finds none waits for its device, so for what is posted."""
+    words = [str(ROWS.parents[1]), str(ROWS), "--limited", "gpt", "pp", "peak", str(tmp_path / "o")]
+    done = subprocess.run(
+        [sys.executable, "-c", TOGETHER, *words],
+        env=environ, capture_output=True, text=True, timeout=130, check=False,
+    )  # fmt: skip
+    assert "OutOfMemoryError: CUDA out of memory" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("ended with 1"), done.stderr[-2000:]
+
+
 @pytest.mark.proof
 def test_every_row_is_foreseen(environ: dict[str, str], tmp_path: Path) -> None:
     rows = measured(environ, tmp_path / "o.json", deadline_s=1500)

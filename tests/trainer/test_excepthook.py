@@ -29,6 +29,8 @@ torch.manual_seed(0)
 model = nn.Linear(4, 2)
 def loss(outputs, targets):
     values = (outputs - targets) ** 2
+    if how == "value" and run.world.rank == int(place):
+        raise ValueError("their own")
     return values.mean() if how == "mean" and run.world.rank in (int(place), -1) else values
 run = shoal.parallelize(model, lambda p: torch.optim.SGD(p, lr=0.1), loss, skip_limit=1)
 batch = (torch.full((4, 4), 1.0 + run.world.rank), torch.ones(4, 2))
@@ -149,6 +151,14 @@ def test_two_processes(tmp_path: Path, place: int) -> None:
     assert err.startswith(f"[rank 0] shoal: train.py:{STEP_LINE}: another rank ended (Connection")
     assert err.count("\n") == 1
     assert "reached the end" not in out
+
+
+def test_an_error_of_another_kind_ends_a_rank_too(tmp_path: Path) -> None:
+    """By its traceback and what is registered at exit, without the teardown: peers wait for it."""
+    _, (code, out, err) = world_of_two(tmp_path, "value", 1)
+    assert code == 1
+    assert "ValueError: their own" in err
+    assert out == "atexit ran\n"
 
 
 def test_another_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,13 @@ def total_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
+def times_asked(device: torch.device) -> int:
+    """How often the allocator has asked a device for memory; 0 where it does not count that."""
+    if not is_accelerator(device):
+        return 0
+    return int(torch.get_device_module(device).memory_stats(device).get("num_device_alloc", 0))
+
+
 def outside_bytes(device: torch.device) -> int:
     """What is taken on a device beside the allocator: contexts, libraries, other processes."""
     module: Any = torch.get_device_module(device)

@@ -5,13 +5,15 @@
 The exit status is the error's own (2: something to correct, 3: the numbers, 1: anything else).
 Under several ranks each rank that raises prints its line, with `[rank 1]` before it; a rank whose
 collective broke because a peer left says that in one line too, so that the peer's own line is not
-buried. Everything else, KeyboardInterrupt too, goes the ordinary way. SHOAL_TRACEBACK=1 shows
+buried. Everything else goes the ordinary way, under several ranks as far as the functions of
+atexit: messages to peers that wait for this rank would keep it for ever. SHOAL_TRACEBACK=1 shows
 tracebacks. `shoal.parallelize` installs the hook, unless somebody else has one (IPython, a
 debugger); torch.distributed puts its own around the one it finds, which is taken for Python's.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -59,6 +61,12 @@ class ShoalErrorHook:
         else:
             sys.stderr.write(self.line(told, trace) + "\n")
         if told is None:
+            if self.world is not None and self.world.size > 1 and not _goes_on(error):
+                # What was begun with peers may never end, and the teardown would wait for that.
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
             return
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,3 +94,10 @@ class ShoalErrorHook:
         place = user_place(trace)
         text = " ".join(str(error).split("\n"))
         return f"{rank}shoal: {f'{place}: ' if place else ''}{text}"
+
+
+def _goes_on(error: BaseException) -> bool:
+    """Whether Python does not end now, or ends in a way of its own."""
+    return (
+        isinstance(error, KeyboardInterrupt) or hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    )

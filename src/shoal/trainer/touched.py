@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -314,22 +315,29 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
 
     whole   read every element, and not only some tens of thousands of each tensor
     """
+    total = 0
     sums: dict[torch.device, list[torch.Tensor]] = {}
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors, start=1):
         if not _here(tensor).untyped_storage().nbytes():
             continue  # on the host between its passes, where it is another of them
         flat = tensor.detach().contiguous().reshape(-1)
-        if not whole:
-            flat = flat[:: max(1, flat.numel() // LOOKED_AT)].contiguous()
-        bits = flat.view(BITS[flat.element_size()]) if flat.element_size() in BITS else flat
-        sums.setdefault(bits.device, []).append(bits.sum(dtype=torch.int64))
+        step = 1 if whole else max(1, flat.numel() // LOOKED_AT)
+        if flat.element_size() not in BITS:
+            bits = flat[::step]
+        else:
+            bits = flat.view(BITS[flat.element_size()])[::step]
+            if bits.device.type == "cpu" and type(bits) is torch.Tensor:
+                # torch makes a copy of 64 bits per element for that, and what it returns lies
+                # between such copies: of parameters on the host the heap kept twice their bytes.
+                total += place * int(bits.numpy().sum(dtype=np.int64))
+                continue
+        sums.setdefault(bits.device, []).append(bits.contiguous().sum(dtype=torch.int64))
         places.setdefault(bits.device, []).append(place)
-    total = 0
     for device, some in sums.items():  # a device is waited for once
         read = torch.stack(some).tolist()
         total += sum(place * one for place, one in zip(places[device], read, strict=True))
-    return total % SURE
+    return total % (SURE - 1)  # not by 2**52: that leaves no sign and no exponent of float64
 
 
 def _ranks(flags: Sequence[float], value: float) -> str:

@@ -17,6 +17,7 @@ import pipe_case
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import BugError, ClusterError, PlanError
 from shoal.fabric import start_world
+from shoal.parallel.pipeline import runtime as pipe_runtime
 from shoal.parallel.pipeline.crossing import PlainTensors, Value
 from shoal.parallel.pipeline.messages import Message, Messages, given, needed, route
 from shoal.parallel.pipeline.runtime import PipeRuntime
@@ -197,6 +198,26 @@ def test_receives_are_posted_ahead_as_far_as_their_form_is_known() -> None:
     messages.forms[1, "alike", True] = (Value((2,), torch.float64, False),)
     messages.post(Message("F", 1, 1))
     assert list(messages.posted) == [Message("F", 1, 0), Message("F", 1, 1)]
+    messages.posted.clear()
+    messages.early = False
+    messages.post(Message("F", 1, 3))
+    assert messages.posted == {}
+
+
+def test_on_a_device_receives_are_posted_ahead_once_its_allocator_asks_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two times in the first step, once for its update; then for a step of another shape."""
+    asked = iter([0, 2, 3, 3, 3, 4])
+    monkeypatch.setattr(pipe_runtime, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(pipe_runtime, "times_asked", lambda device: next(asked))
+    one = runtime(0, 2, "gpipe")
+    assert not one.messages.early
+    assert [one._asked_for_nothing() for _ in range(5)] == [False, False, True, True, False]
+    monkeypatch.undo()
+    one = runtime(0, 2, "gpipe")
+    assert one.messages.early
+    assert one._asked_for_nothing(), "on the CPU"
 
 
 class Parts:

@@ -4,7 +4,9 @@ Messages are no actions: the lists say who needs what. A forward's outputs arriv
 a backward's gradients at the one before; between two ranks they travel in the order of the sender's
 list, which the receiver reads too. So both sides agree without a tag:
 
-    post   receives for the next action are posted before the present one computes; never waits
+    post   receives for the next action are posted before the present one computes; never waits.
+           Not while `early` is off: an allocator that finds no memory waits for all that its device
+           was given, and what is posted may hang on what this rank has yet to compute
     take   waits for what an action needs; counts as exposed
     send   begins and never waits. What is sent is let go of as soon as the schedule shows that it
            was received: when something arrives that its taker made afterwards
@@ -129,10 +131,13 @@ class _Peer:
 
 
 class Messages:
-    """One rank's messages of the step that runs, and the forms known from steps before."""
+    """One rank's messages of the step that runs, and the forms known from steps before.
+
+    early   receives are posted before they are needed; each rank may say so for itself
+    """
 
     def __init__(self, pipe: World) -> None:
-        self.pipe = pipe
+        self.pipe, self.early = pipe, True
         self.wire = PointToPoint(pipe)
         self.forms: dict[Hashable, Form] = {}
         self.signature: Callable[[int], Hashable] = lambda micro_batch: None
@@ -156,7 +161,8 @@ class Messages:
 
     def post(self, message: Message) -> None:
         """Post the receive for it and for what comes before it, as far as their forms are known."""
-        self._advance(message, wait=False)
+        if self.early:
+            self._advance(message, wait=False)
 
     def take(self, message: Message) -> tuple[list[torch.Tensor], Form]:
         """Wait for a message: its tensors, and their form.

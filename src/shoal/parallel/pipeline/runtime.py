@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import BugError, PlanError
 from shoal.fabric import World
+from shoal.fabric.device import is_accelerator, times_asked
 from shoal.parallel.pipeline.crossing import Crossing, Form, PlainTensors, Value, arrive
 from shoal.parallel.pipeline.messages import Message, Messages, Route, given, needed, route
 from shoal.parallel.program import Pass, Program, Reducer
@@ -76,6 +77,8 @@ class PipeRuntime:
         self.crossing = crossing or PlainTensors()
         self.pieces = len(self.stage_rank) // copies
         self.messages = Messages(pipe)
+        self.asked = times_asked(pipe.device)
+        self.messages.early = not is_accelerator(pipe.device)
         self.schedules: dict[int, Schedule] = {}
         self.routes: dict[int, Route] = {}
         self.kept: dict[tuple[int, int], _Open] = {}
@@ -100,6 +103,12 @@ class PipeRuntime:
             if closes:
                 reducer.passed(passes[act.micro_batch].index >= 0)
         self.messages.settle()
+        self.messages.early = self._asked_for_nothing()
+
+    def _asked_for_nothing(self) -> bool:
+        """Whether the allocator had enough since it was last looked at; until then it may ask."""
+        before, self.asked = self.asked, times_asked(self.pipe.device)
+        return self.asked == before
 
     @torch.no_grad()
     def forward_only(self, one: Pass) -> Any:

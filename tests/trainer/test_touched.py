@@ -1,0 +1,51 @@
+"""What a run remembers of its weights, to see whether somebody wrote them beside it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.machine.memory import trim_heap
+from shoal.trainer.touched import LOOKED_AT, SURE, fingerprint
+
+MIB = 2**20
+
+
+def private_bytes() -> int:
+    """What this process has in memory of its own."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only: /proc")
+def test_weights_on_the_host_are_read_without_a_copy() -> None:
+    weights = [torch.ones(144, 72) for _ in range(800)]
+    fingerprint(weights[:8])
+    trim_heap()
+    held = private_bytes()
+    fingerprint(weights)
+    assert private_bytes() < held + 4 * MIB, "32 MiB of weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_any_format_counts_with_its_bits_and_its_place(dtype: torch.dtype) -> None:
+    one, other = torch.ones(3, 5).to(dtype), torch.zeros(7).to(dtype)
+    before = fingerprint([one, other])
+    assert 0 <= before < SURE
+    assert fingerprint([one.clone(), other.clone()]) == before
+    assert fingerprint([other, one]) != before
+    one[2, 4] = 0
+    assert fingerprint([one, other]) != before
+
+
+def test_of_large_weights_some_elements_are_read_unless_all_are_wanted() -> None:
+    weight = torch.zeros(2 * LOOKED_AT).as_strided((2, LOOKED_AT), (1, 2))
+    before, whole = fingerprint([weight]), fingerprint([weight], whole=True)
+    weight[0, 1] = 1.0
+    assert fingerprint([weight]) == before
+    assert fingerprint([weight], whole=True) != whole
+    weight[0, 2] = 1.0
+    assert fingerprint([weight]) != before
