@@ -72,7 +72,7 @@ def fill(rows: dict[str, Row], wanted: tuple[str, ...], logs: Path, source: str)
                 world = None
             else:
                 wrong = wrongs(told)
-                rows[key] = {"verdict": "different" if wrong else "equal", **told}
+                rows[key] = {"verdict": "different" if wrong else "equal", **counted_names(told)}
                 if wrong:
                     rows[key]["reason"] = "; ".join(wrong)
             rows[key] |= {"seconds": round(time.monotonic() - began_s, 1), "source": source}
@@ -80,6 +80,21 @@ def fill(rows: dict[str, Row], wanted: tuple[str, ...], logs: Path, source: str)
             write(rows)
     if world is not None:
         world.close()
+
+
+def counted_names(told: Row) -> Row:
+    """A row with the number of stored tensors and files in the place of their names.
+
+    >>> counted_names({"whole": {"stored": ["a", "b"], "class": "X"}, "share held": 0.5})
+    {'whole': {'stored': 2, 'class': 'X'}, 'share held': 0.5}
+    """
+    short = ("stored", "files")
+    return {
+        kind: {key: len(v) if key in short else v for key, v in one.items()}
+        if isinstance(one, dict)
+        else one
+        for kind, one in told.items()
+    }
 
 
 def counts(rows: dict[str, Row]) -> str:
