@@ -161,6 +161,15 @@ def test_parts_that_do_not_mix() -> None:
     )
 
 
+def test_a_second_source_of_another_kind() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_source(DataSection(source="mix:1*synthetic+1*synthetic", validation="digits"), 0)
+    assert str(caught.value) == (
+        "data.validation = digits: gives samples, data.source = mix:1*synthetic+1*synthetic "
+        "gives tokens"
+    )
+
+
 def test_ratios_are_in_least_terms() -> None:
     assert (
         split_mixture("70*a+30*b", "x")

@@ -60,8 +60,13 @@ def open_mixture(
         _check(parts[0][1], first, name, source)
     train = Mixture([source.train for source in sources], [part for part, _ in parts])
     if second:
-        validation = opened(replace(section, source=second, validation="0")).train
-        read = None
+        other = opened(replace(section, source=second, validation="0"))
+        if other.kind != first.kind:
+            raise ConfigError(
+                f"data.validation = {second}: gives {other.kind}, data.source = {section.source} "
+                f"gives {first.kind}"
+            )
+        validation, read = other.train, None
     else:
         kept = [source for source in sources if source.validation is not None]
         validation = Joined([source.validation for source in kept]) if kept else None

@@ -1,0 +1,70 @@
+"""JSON lines, packed examples, mixtures: every sample once over a kill, a resume and a resize."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cli_run import CommandLine, trajectory
+from shoal.config.load import load
+from shoal.data.loader import Loader
+from shoal.data.sources import open_source
+
+SMALL = [
+    "data.validation=0.2", "data.sequence=32", "data.tokenizer=bpe:300", "model.dim=16", "model.layers=1", "model.heads=2",
+    "train.batch=8", "train.micro_batch=2", "train.prove=off", "checkpoint.every=4",
+]  # fmt: skip
+SOURCES = {
+    "text": ["data.source=jsonl:text.jsonl"],
+    "packed": ["data.source=jsonl:chat.jsonl", "data.packing=on"],
+    "mixture": ["data.source=mix:0.7*jsonl:text.jsonl+0.3*jsonl:more.jsonl"],
+}
+
+
+def write(folder: Path) -> None:
+    rows = {
+        "text": [{"text": f"line {n} is said {n * n} times"} for n in range(300)],
+        "more": [{"text": f"and {n * n * n} more"} for n in range(200)],
+        "chat": [{"prompt": f"say {n}: ", "completion": f"{n * n}"} for n in range(300)],
+    }
+    for name, some in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_sample_once(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    words = [*SMALL, *SOURCES[source]]
+    command = CommandLine(tmp_path, *words, "train.steps=12", "launch.processes=2")
+    command.wait_for(lambda: command.steps() >= 5, 180)
+    command.kill(1)
+    code, output = command.finish(180)
+    assert code == 0, output
+    assert len(command.events("worker_died")) == 1
+    resumed = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=40", "launch.processes=4")
+    code, output = resumed.finish(180)
+    assert code == 0, output
+    spans = [samples for *_, samples in trajectory(command.run)]
+    assert len(spans) == 40
+    assert spans[0][0] == 0
+    assert all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
+    monkeypatch.chdir(tmp_path)
+    config = load(command.run / "run.toml").config
+    data = open_source(config.data, config.train.seed).train
+    given = {"batch": 8, "micro_batch": 2, "seed": config.train.seed}
+    loader = Loader(data, **given)
+    ids = [n for start, stop in spans for n in loader._fetcher.ids(start, stop)]
+    if source == "mixture":
+        assert sum(n < data.sizes[0] for n in ids) == round(0.7 * len(ids) + 0.01)
+        parts = [[n for n in ids if low <= n < low + size]
+                 for low, size in zip(data.firsts[:-1], data.sizes, strict=True)]  # fmt: skip
+    else:
+        parts = [ids]
+    for part, size in zip(parts, getattr(data, "sizes", [len(data)]), strict=True):
+        rounds = [Counter(part[at : at + size]) for at in range(0, len(part), size)]
+        assert all(set(one.values()) == {1} for one in rounds)
+        assert all(len(one) == size for one in rounds[:-1])
