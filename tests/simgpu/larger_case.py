@@ -15,15 +15,12 @@ import gc
 import json
 import mmap
 import os
-import struct
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -70,55 +67,56 @@ class Tokens:
         return row[:-1], row[1:]
 
 
-def written_bytes() -> int:
-    """What the devices of this process take of the host's memory: pages of segments, once written.
-
-    Source   mincore(2)
-    """
-    import simulated_cuda  # which there is on simulated devices only
-
-    libc = ctypes.CDLL(None)
-    to_host = ctypes.CDLL(os.environ["SIM_LIBRARY"])["_ZN6simgpu7to_hostEPKv"]
-    to_host.restype, to_host.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    pages = 0
-    for line in simulated_cuda.lib.sim_snapshot().decode().splitlines():
-        if line.startswith("S"):
-            address, size = map(int, line.split()[2:4])
-            told = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-            where, into = ctypes.c_void_p(to_host(address)), ctypes.c_void_p(told.ctypes.data)
-            assert libc.mincore(where, ctypes.c_size_t(size), into) == 0
-            pages += int((told & 1).sum())
-    return pages * mmap.PAGESIZE
-
-
 class Host:
-    """What a node's processes hold at most of its memory, devices' aside: sampled, in bytes.
+    """What the processes of a node hold of its memory, at most, in bytes; simulated devices aside.
 
-    The processes are alone in a memory cgroup, whose use is the kernel's count of private memory and
-    of pages of files. Simulated devices lie in it too: each rank tells how many pages of its own have
-    ever been written.
+    The processes are alone in a memory cgroup, of which the kernel keeps the most that it ever held:
+    private memory and pages of files. Simulated devices would lie in it too, so their memory is a
+    file that was filled from outside: a page counts where it was written first.
     """
 
-    def __init__(self, world: World, folder: Path) -> None:
-        self.usage = Path(os.environ.get("CGROUP_USAGE", ""))
-        self.world, self.most, self.over = world, 0, threading.Event()
-        if world.is_first:
-            (folder / "written").write_bytes(bytes(8 * world.size))
-        world.barrier()
-        with (folder / "written").open("r+b") as file:
-            self.written = mmap.mmap(file.fileno(), 8 * world.size)
-        threading.Thread(target=self._look, daemon=True).start()
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.used = Path(os.environ["CGROUP_USED"])
+        # Under version 2 the most is since what this descriptor wrote.
+        self.descriptor = os.open(os.environ["CGROUP_PEAK"], os.O_RDWR)
+        _devices_from(Path(os.environ["DEVICES_FILE"]), world)
 
-    def now(self) -> int:
-        used = int(self.usage.read_text())
-        return used - sum(struct.unpack(f"{self.world.size}q", self.written[:]))
+    def begin(self) -> int:
+        """Forget the most so far; gives what is held now."""
+        trim_heap()
+        self.world.barrier()
+        if self.world.is_first:
+            os.pwrite(self.descriptor, b"0", 0)
+        self.world.barrier()
+        return int(self.used.read_text())
 
-    def _look(self) -> None:
-        place = slice(8 * self.world.rank, 8 * self.world.rank + 8)
-        while not self.over.wait(0.01):
-            self.written[place] = struct.pack("q", written_bytes())
-            if self.world.is_first:
-                self.most = max(self.most, self.now())
+    def most(self) -> int:
+        """The most since then, on any rank's way to here."""
+        self.world.barrier()
+        return int(os.pread(self.descriptor, 64, 0))
+
+
+def _devices_from(path: Path, world: World) -> None:
+    """Let this rank's simulated device lie in its part of a file.
+
+    Source   mmap(2): MAP_FIXED takes the place of what is mapped there
+    """
+    part_bytes = path.stat().st_size // world.size
+    here = torch.ones(1, device=world.device).data_ptr()  # in the first segment, at its start
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    libc, simulator = ctypes.CDLL(None, use_errno=True), ctypes.CDLL(os.environ["SIM_LIBRARY"])
+    to_host = simulator["_ZN6simgpu7to_hostEPKv"]
+    to_host.restype, to_host.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    words: list[Any] = [ctypes.c_void_p] + [ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, words
+    place, fixed = to_host(here), mmap.MAP_SHARED | 0x10  # MAP_FIXED
+    with path.open("r+b") as file:
+        start = world.rank * part_bytes
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        got = libc.mmap(place, part_bytes, access, fixed, file.fileno(), start)
+    assert got == place, os.strerror(ctypes.get_errno())
 
 
 class Instants:
@@ -134,11 +132,7 @@ class Instants:
             return
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = 0
-        if self.host:
-            trim_heap()
-            self.world.barrier()
-            self.host.most = before = self.host.now()
+        before = self.host.begin() if self.host else 0
         try:
             yield
             torch.cuda.synchronize()
@@ -146,7 +140,7 @@ class Instants:
             self.held[name] = {
                 "device": torch.cuda.max_memory_allocated(),
                 "reserved": torch.cuda.max_memory_reserved(),
-                **({"host": self.host.most - before} if self.host else {}),
+                **({"host": self.host.most() - before} if self.host else {}),
             }
             sys.stderr.write(f"{name} {self.held[name]}\n")
 
@@ -175,7 +169,7 @@ def started(world: World, asked: dict[str, Any], layout: Any, model: dict[str, A
         layout=layout,
         batch=asked["batch"],
         micro_batch=1,
-        precision="fp32",
+        precision=asked["precision"],
         sample=samples,
         folder=None if plain or model["layers"] < asked["model"]["layers"] else asked["folder"],
         world=world,
@@ -204,12 +198,13 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
         run = started(world, asked, layout, asked["model"])
     blocks = run.program.twin.blocks if run.program.twin is not None else run.model.blocks
     parts = [part for part, _ in model_parts(run).values()]
+    each_bytes = {"fp32": 4, "fp64": 8}[asked["precision"]]
     told: dict[str, Any] = {
         "layout": run.plan.layout.text(),
-        "weights": 4 * run.plan.parameters,
-        "share": sum(-(-part.numel() // 128) * 512 for part in parts),
-        "on host": sum(4 * part.numel() for part in parts if part.device.type == "cpu"),
-        "unit": 4 * sum(p.numel() for p in blocks[0].parameters()),
+        "weights": each_bytes * run.plan.parameters,
+        "share": sum(-(-part.nbytes // 512) * 512 for part in parts),
+        "on host": sum(part.nbytes for part in parts if part.device.type == "cpu"),
+        "unit": each_bytes * sum(p.numel() for p in blocks[0].parameters()),
     }
     if plain:
         save_file(run.state_dict(), folder / INITIAL)
@@ -240,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])
     world = start_world()
-    host = Host(world, Path(asked["folder"])) if asked.get("host") else None
+    host = Host(world) if asked.get("host") else None
     if host:
         shared_build.LEAST_BYTES = 0  # the narrow model starts as the one that it is compared with
     told = []
@@ -250,8 +245,6 @@ def main() -> None:
         gc.collect()
         if world.device.type != "cpu":
             torch.cuda.empty_cache()
-    if host:
-        host.over.set()
     sys.stdout.write(json.dumps({"device": str(world.device), "legs": told}) + "\n")
     sys.stdout.flush()
     world.close()

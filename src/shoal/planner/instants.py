@@ -16,7 +16,7 @@
     host while building     = width · the largest unit           one build per machine, in files
                             = ranks · width · all elements       each rank builds, or has, a module
     device while checking   = 8 · (the largest layer + its largest tensor's gradient) + activations
-    host while checking     = ranks · 8 · the largest layer · 3   numbers, gradients of both sides
+    host while checking     = ranks · 8 · the largest layer · 3   at most: gradients of both sides
     host while loading      = ranks · (weights + state that a rank keeps)
     host while saving       = ranks · (weights + state) of the model ÷ all ranks, replicas once
     width                   4 bytes, 8 under fp64: narrow copies are made later, bucket by bucket
@@ -119,7 +119,8 @@ def local_ranks(case: Case) -> int:
 
 
 CHECK_COPIES = 3
-"""Of a layer that is checked, on the host: its perturbed numbers, and gradients of both sides."""
+"""Of a layer that is checked, on the host: the gradients of one process, at most as much of this
+rank's own, and what is drawn and put together, tensor by tensor."""
 
 
 LOOKED_AT, SHORT = 3, 256

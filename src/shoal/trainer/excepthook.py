@@ -61,7 +61,8 @@ class ShoalErrorHook:
         else:
             sys.stderr.write(self.line(told, trace) + "\n")
         if told is None:
-            if self.world is not None and self.world.size > 1 and not _goes_on(error):
+            goes_on = isinstance(error, KeyboardInterrupt) or hasattr(sys, "ps1")
+            if self.world is not None and self.world.size > 1 and not goes_on:
                 # What was begun with peers may never end, and the teardown would wait for that.
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
@@ -94,10 +95,3 @@ class ShoalErrorHook:
         place = user_place(trace)
         text = " ".join(str(error).split("\n"))
         return f"{rank}shoal: {f'{place}: ' if place else ''}{text}"
-
-
-def _goes_on(error: BaseException) -> bool:
-    """Whether Python does not end now, or ends in a way of its own."""
-    return (
-        isinstance(error, KeyboardInterrupt) or hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    )

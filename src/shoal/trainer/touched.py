@@ -316,27 +316,25 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
     whole   read every element, and not only some tens of thousands of each tensor
     """
     total = 0
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: dict[torch.device, list[int]] = {}
+    sums: dict[torch.device, torch.Tensor] = {}
     for place, tensor in enumerate(tensors, start=1):
-        if not _here(tensor).untyped_storage().nbytes():
+        here = _here(tensor).detach()
+        if not here.untyped_storage().nbytes():
             continue  # on the host between its passes, where it is another of them
-        flat = tensor.detach().contiguous().reshape(-1)
-        step = 1 if whole else max(1, flat.numel() // LOOKED_AT)
-        if flat.element_size() not in BITS:
-            bits = flat[::step]
-        else:
-            bits = flat.view(BITS[flat.element_size()])[::step]
-            if bits.device.type == "cpu" and type(bits) is torch.Tensor:
-                # torch makes a copy of 64 bits per element for that, and what it returns lies
-                # between such copies: of parameters on the host the heap kept twice their bytes.
-                total += place * int(bits.numpy().sum(dtype=np.int64))
-                continue
-        sums.setdefault(bits.device, []).append(bits.contiguous().sum(dtype=torch.int64))
-        places.setdefault(bits.device, []).append(place)
-    for device, some in sums.items():  # a device is waited for once
-        read = torch.stack(some).tolist()
-        total += sum(place * one for place, one in zip(places[device], read, strict=True))
+        flat = here.contiguous().reshape(-1)
+        if flat.element_size() in BITS:
+            flat = flat.view(BITS[flat.element_size()])
+        bits = flat[:: 1 if whole else max(1, flat.numel() // LOOKED_AT)]
+        # torch makes a copy of 64 bits per element on the host, and a result that lies between such
+        # copies: of parameters that are parked there the heap kept twice their bytes.
+        if bits.device.type == "cpu" and bits.element_size() in BITS:
+            total += place * int(bits.numpy().sum(dtype=np.int64))
+            continue
+        if bits.device not in sums:
+            sums[bits.device] = torch.zeros(len(tensors), dtype=torch.int64, device=bits.device)
+        torch.sum(bits, 0, dtype=torch.int64, out=sums[bits.device][place - 1])
+    for some in sums.values():  # a device is waited for once
+        total += sum(place * one for place, one in enumerate(some.tolist(), start=1))
     return total % (SURE - 1)  # not by 2**52: that leaves no sign and no exponent of float64
 
 

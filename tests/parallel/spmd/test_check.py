@@ -165,6 +165,27 @@ def test_what_passed_in_a_start_is_not_checked_again(monkeypatch: pytest.MonkeyP
     assert len(ran) == 2 + 4  # no start at all
 
 
+def test_what_was_compared_is_let_go_of() -> None:
+    """All ranks of a machine check at once: what each keeps beside its run counts many times."""
+    module, x = nn.Sequential(Plain(1.0), Plain(1.0)), torch.randn(2, 4, 8)
+    (group,) = plan_split(Record(module, lambda m: m(x)), 2).classes
+
+    def on_a_rank(axis: Axis) -> None:
+        trial = Trial(module[0], group, (axis,))
+        expected, kept = trial.alone(), trial.together()
+        again = dict(trial.numbers())
+        assert all(torch.equal(t, again[n]) for n, t in trial.numbers())
+        got = trial.together(against=expected.gradients)
+        assert (got.gradients, got.own) == ({}, {})
+        assert set(got.off) == set(kept.gradients) == set(expected.gradients)
+        for n, whole in kept.gradients.items():
+            assert got.off[n] == float((whole - expected.gradients[n]).norm()) < 1e-12
+        wrong = {n: g + 1 for n, g in expected.gradients.items()}
+        assert all(off > 0.5 for off in trial.together(against=wrong).off.values())
+
+    on_ranks(2, on_a_rank)
+
+
 def test_a_block_that_failed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
     monkeypatch.setattr(label, "may_stay_split", lambda _: True)

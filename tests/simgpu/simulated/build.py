@@ -60,7 +60,7 @@ def _compile(sources: list[Path], target: Path) -> None:
     spec = find_spec("torch")
     assert spec is not None
     assert spec.submodule_search_locations
-    torch = Path(spec.submodule_search_locations[0])
+    torch = Path(spec.submodule_search_locations[0]).resolve()  # links may go before the cache
     include = torch / "include"
     paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
     flags = [*FLAGS, *(f"-I{path}" for path in paths)]

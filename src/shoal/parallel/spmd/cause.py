@@ -28,7 +28,7 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
 
     degree = trial.axis.size
     biases = _row_biases(trial)
-    divided = {n: t / degree if n in biases else t for n, t in trial.numbers.items()}
+    divided = {n: t / degree if n in biases else t for n, t in trial.numbers()}
     if biases and mended(trial.together(divided), expected):
         return f"every rank adds {' and '.join(biases)}, which so counts {degree} times"
     for size, names in _fused(trial).items():
@@ -49,7 +49,7 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
     if shared:
         alike = {
             n: t.mean(0, keepdim=True).expand_as(t) if n in shared else t
-            for n, t in trial.numbers.items()
+            for n, t in trial.numbers()
         }
         if mended(trial.together(alike), trial.alone(alike).outputs):
             return f"ranks work with the wrong part of {' and '.join(shared)}, which all hold"
@@ -90,8 +90,8 @@ def _row_biases(trial: Trial) -> list[str]:
     layers = {n.rpartition(".")[0] for n in trial.labels}
     return [
         n
-        for n, t in trial.numbers.items()
-        if t.dim() == 1 and n not in trial.labels and n.rpartition(".")[0] in layers
+        for n, p in trial.parameters.items()
+        if p.dim() == 1 and n not in trial.labels and n.rpartition(".")[0] in layers
     ]
 
 
@@ -100,7 +100,7 @@ def _fused(trial: Trial) -> dict[int, list[str]]:
     sizes: dict[int, list[str]] = {}
     for n, label in trial.labels.items():
         if isinstance(label, Split):
-            sizes.setdefault(trial.numbers[n].shape[label.dim], []).append(n)
+            sizes.setdefault(trial.parameters[n].shape[label.dim], []).append(n)
     return sizes
 
 
@@ -108,8 +108,8 @@ def _shared_matrices(trial: Trial) -> list[str]:
     """Matrices of which several ranks hold the same part."""
     return [
         n
-        for n, t in trial.numbers.items()
-        if t.dim() > 1 and not isinstance(trial.labels.get(n), Split)
+        for n, p in trial.parameters.items()
+        if p.dim() > 1 and not isinstance(trial.labels.get(n), Split)
     ]
 
 

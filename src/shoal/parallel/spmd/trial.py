@@ -4,13 +4,15 @@ The split run gets its parts of the parameters and inputs, and what it gives (ou
 inputs and of all parameters) is put together again, so that both can be compared number by number.
 
 Memory    float64 is twice a model's bytes, and a device may have no room for more: it holds the
-          parameters of the run under way. What is compared, gradients too, lies on the host
+          parameters of the run under way. What is compared, gradients too, lies on the host, but
+          for this rank's parts of what is cut. All ranks of a machine do so at once: the perturbed
+          numbers are made anew for each run, and gradients compared one by one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,11 +42,13 @@ class Results:
     """What a run gave, whole, on the host; inputs that take a gradient are named `input 0`, …
 
     own   gradients as this rank has them, before sums over ranks that come once a step
+    off   how far gradients are from others, by norm: those that were compared are let go of
     """
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
     own: dict[str, Tensor]
+    off: dict[str, float] = field(default_factory=dict)
 
 
 class Trial:
@@ -53,7 +57,6 @@ class Trial:
     block    holds its parameters whole; they stay as they are
     axes     those of the split, and of the one inside of it
     dtype    what it computes in: float64, or float32 for a block that knows no float64
-    numbers  the perturbed parameters, on the host
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Trial:
             Tensor, self._input, (group.call.args, group.call.kwargs)
         )
         self.block = _in_format(group.bare, dtype)
-        self.numbers = {n: self._perturbed(p) for n, p in block.named_parameters()}
+        self.parameters = dict(block.named_parameters())
         self.trained = {n for n, p in block.named_parameters() if p.requires_grad}
         for own, b in zip(self.block.buffers(), block.buffers(), strict=True):
             own.copy_(b)
@@ -82,6 +85,12 @@ class Trial:
         self.splits = [one for one in (group.split, group.split.inner) if one is not None]
         self.programs = [one for one in (self.program, self.program.inner) if one is not None]
         self.pulls: list[Tensor] = []
+
+    def numbers(self) -> Iterator[tuple[str, Tensor]]:
+        """The perturbed parameters by name, on the host: the same ones every time."""
+        generator = torch.Generator().manual_seed(3)
+        for n, p in self.parameters.items():
+            yield n, self._perturbed(p, generator)
 
     @property
     def labels(self) -> Mapping[str, Label]:
@@ -95,8 +104,8 @@ class Trial:
 
     def alone(self, numbers: Mapping[str, Tensor] | None = None) -> Results:
         """As one process computes it; `numbers` in place of the perturbed parameters."""
-        given = numbers or self.numbers
-        held = {n: self._leaf(n, t) for n, t in given.items()}
+        given = numbers.items() if numbers else self.numbers()
+        held = {n: self._leaf(n, t) for n, t in given}
         args, kwargs, inputs = self._fresh_inputs()
         buffers = {n: b.clone() for n, b in self.block.named_buffers()}
         torch.manual_seed(2)
@@ -110,16 +119,21 @@ class Trial:
         self,
         numbers: Mapping[str, Tensor] | None = None,
         labels: Mapping[str, Label] | None = None,
+        against: Mapping[str, Tensor] | None = None,
     ) -> Results:
-        """As the ranks compute it; `labels` in place of how the parameters are cut."""
+        """As the ranks compute it.
+
+        numbers   in place of the perturbed parameters · labels  of how those are cut
+        against   gradients that each is compared with, one at a time; only `off` is given then
+        """
         program = self.program
         cuts: list[Mapping[str, Label]] = [one.parameters for one in self.splits]
         if labels:
             cuts[0] = {**cuts[0], **labels}
         leaves: dict[str, tuple[Tensor, Labels]] = {}
-        for n, t in (numbers or self.numbers).items():
+        for n, t in numbers.items() if numbers else self.numbers():
             its = tuple(one.get(n, WHOLE) for one in cuts)
-            leaves[n] = self._leaf(n, self._own(t, its)), its
+            leaves[n] = self._leaf(n, self._own(t, its), stays=_is_cut(its)), its
         buffers = dict(self.block.named_buffers())
         given = [self._read(n, leaves[n][0]) for n in program.shapes]
         given += [buffers[n].clone() for n in program.buffers]
@@ -134,15 +148,24 @@ class Trial:
         outputs = list(program.run(*self.axes, *given))
         its_outputs = list(zip(*(one.outputs for one in self.programs), strict=True))
         self._pull(outputs, its_outputs)
-        own = {n: _gradient(t) for n, (t, _) in leaves.items()}
+        own = {
+            n: _gradient(t, self.device if _is_cut(its) else HOST) for n, (t, its) in leaves.items()
+        }
         labelled = {n: its for n, (_, its) in leaves.items()}
         del leaves, given  # only gradients are wanted from here on
-        gradients = {n: self._whole_gradient(n, own[n], its) for n, its in labelled.items()}
+        gradients, off = dict[str, Tensor](), dict[str, float]()
+        for n, its in labelled.items():
+            whole = self._whole_gradient(n, own[n], its)
+            if against is None:
+                gradients[n] = whole
+            else:
+                off[n] = float((whole - against[n]).norm())
+                del own[n]
         wholes = [
             self._shown(o.detach(), its).to(HOST)
             for o, its in zip(outputs, its_outputs, strict=True)
         ]
-        return Results(wholes, gradients, own)
+        return Results(wholes, gradients, own, off)
 
     def everywhere(self, number: float) -> float:
         """The largest of the ranks' numbers; not a number counts as infinite."""
@@ -163,18 +186,20 @@ class Trial:
         if not leaf.is_floating_point():
             return leaf
         if leaf.requires_grad:
-            return self._perturbed(leaf).to(leaf.device).requires_grad_()
+            return self._perturbed(leaf, self.generator).to(leaf.device).requires_grad_()
         return leaf.to(self.dtype)
 
-    def _leaf(self, name: str, value: Tensor) -> Tensor:
-        """A parameter for one run, on its device; its gradient goes to the host at once."""
+    def _leaf(self, name: str, value: Tensor, stays: bool = False) -> Tensor:
+        """A parameter for one run, on its device; its gradient goes to the host, or stays there."""
         leaf = value.detach().to(self.device).requires_grad_(name in self.trained)
-        if self.device != HOST and leaf.requires_grad:
+        if self.device != HOST and leaf.requires_grad and not stays:
             leaf.register_post_accumulate_grad_hook(_to_host)
         return leaf
 
-    def _perturbed(self, value: Tensor) -> Tensor:
-        noise = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
+    def _perturbed(self, value: Tensor, generator: torch.Generator) -> Tensor:
+        # Uniform: normal numbers take three times as long, and layers have many.
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64)
+        noise.sub_(0.5).mul_(12**0.5)
         if value.is_meta:  # not made yet: any numbers of a usual size do
             return (noise / max(1, value.shape[-1]) ** 0.5 if value.dim() else noise).to(self.dtype)
         wide = value.detach().to(HOST, torch.float64, copy=True)
@@ -263,9 +288,13 @@ def _to_host(leaf: Tensor) -> None:
         leaf.grad = None
 
 
-def _gradient(leaf: Tensor) -> Tensor:
+def _is_cut(labels: Labels) -> bool:
+    return any(isinstance(label, Split | Tiled) for label in labels)
+
+
+def _gradient(leaf: Tensor, place: torch.device = HOST) -> Tensor:
     found = getattr(leaf, "host_gradient", leaf.grad)
-    return torch.zeros_like(leaf, device=HOST) if found is None else found.to(HOST)
+    return torch.zeros_like(leaf, device=place) if found is None else found.to(place)
 
 
 def distance_of(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
