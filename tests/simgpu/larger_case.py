@@ -198,13 +198,14 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
         run = started(world, asked, layout, asked["model"])
     blocks = run.program.twin.blocks if run.program.twin is not None else run.model.blocks
     parts = [part for part, _ in model_parts(run).values()]
+    in_block = sum(p.numel() for p in blocks[0].parameters())
     each_bytes = {"fp32": 4, "fp64": 8}[asked["precision"]]
     told: dict[str, Any] = {
         "layout": run.plan.layout.text(),
         "weights": each_bytes * run.plan.parameters,
         "share": sum(-(-part.nbytes // 512) * 512 for part in parts),
         "on host": sum(part.nbytes for part in parts if part.device.type == "cpu"),
-        "unit": each_bytes * sum(p.numel() for p in blocks[0].parameters()),
+        "unit": each_bytes * max(in_block, run.plan.parameters - len(blocks) * in_block),
     }
     if plain:
         save_file(run.state_dict(), folder / INITIAL)
