@@ -219,7 +219,8 @@ def test_what_a_rank_of_a_divided_model_loads(kind: str, layout: dict[str, int])
     files = [
         path
         for path in _loaded(FOUR_RANKS, kind, json.dumps(layout))
-        if path.name != "frames.py"  # of a rank that waits for others for seconds: a slow machine
+        # Of a rank that waits for others for seconds: a slow machine.
+        if path.name not in ("frames.py", "hang.py")
     ]
     assert 100 < len(files) <= 150, sorted(files)
     assert sum(len(path.read_text().splitlines()) for path in files) <= 24_000

@@ -129,7 +129,10 @@ def world_of_two(tmp_path: Path, how: str, place: int) -> list[tuple[int, str, s
         )
         for rank in range(2)
     ]
-    return [ended(process) for process in started]
+    first, second = (ended(process) for process in started)
+    said, _, own = first[2].partition("\n")
+    assert said.startswith("shoal: auto: "), "rank 0 says what was taken"
+    return [(*first[:2], own), second]
 
 
 @pytest.mark.parametrize("place", [pytest.param(-1, marks=pytest.mark.proof), 1])

@@ -20,27 +20,27 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 
-from shoal.base.errors import ConfigError
 from shoal.fabric import World
 from shoal.fabric.traffic import Traffic
 from shoal.fabric.world import meeting_store
 from shoal.parallel.program import Program
 
-EVERY_S, PATIENCE_S, SURE_S, TELL_S = 1.0, 2.0, 8.0, 30.0
+if TYPE_CHECKING:
+    from shoal.trainer.hang import Hang
+
+EVERY_S, PATIENCE_S = 1.0, 2.0
 GATHER_S = 8.0
 OFTEN = (
     *("run.step", "run.forward_backward", "run.update"),
@@ -50,9 +50,6 @@ OFTEN = (
 
 KEPT = 64
 """Calls that a rank tells of."""
-
-ASKS = 16
-"""Ranks of larger worlds ask the first one and their neighbour only."""
 
 _made = itertools.count()
 
@@ -74,14 +71,12 @@ class Meeting:
         self.in_passes = False
         self._store = store
         # A rank may have runs of its own, which the others know nothing of.
-        self._key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
+        self.key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
         self._ended = threading.Event()
-        self._main = threading.main_thread().ident or 0
         self._asked = 0
         self._progress: tuple[int, ...] = ()
         self._since_s = time.monotonic()
-        self._heard: dict[int, tuple[str, float]] = {}
-        self._next_line_s = TELL_S
+        self._hang: Hang | None = None
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -122,7 +117,7 @@ class Meeting:
         """
         if self._store is None:
             return
-        key, until_s = f"{self._key}/{self.joined}/{self.turn}/{name}", time.monotonic() + GATHER_S
+        key, until_s = f"{self.key}/{self.joined}/{self.turn}/{name}", time.monotonic() + GATHER_S
         pause_s = 0.0002
         try:
             here = self._store.add(key, 1)
@@ -137,7 +132,7 @@ class Meeting:
         """Whether every rank says the same, each when it comes here; asked where few would."""
         if self._store is None:
             return True
-        key, until_s = f"{self._key}/{self.joined}/{what}", time.monotonic() + GATHER_S
+        key, until_s = f"{self.key}/{self.joined}/{what}", time.monotonic() + GATHER_S
         here = self._store.add(key, 1)
         while here % self.size and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -182,115 +177,27 @@ class Meeting:
             return
         progress = (self.turn, self.depth, *(one.calls for one in self._traffic))
         if progress != self._progress:
-            self._progress, self._since_s, self._next_line_s = progress, now_s, TELL_S
+            self._progress, self._since_s = progress, now_s
         waits = self.depth > 0 and now_s - self._since_s >= PATIENCE_S
-        asked = store.add(f"{self._key}/asked", int(waits))
+        asked = store.add(f"{self.key}/asked", int(waits))
         if asked == self._asked:
             return
         self._asked = asked
-        if store.check([f"{self._key}/told"]):
-            self._end_with("")
-        mine = self._told(now_s - self._since_s)
-        store.set(f"{self._key}/{self.rank}", json.dumps(mine))
-        if not waits:
-            return
-        heard = {}
-        for rank in self._others():
-            if store.check([f"{self._key}/{rank}"]):
-                heard[rank] = self._hear(rank, store, now_s)
-                self._compare(mine, rank, heard[rank])
-        self._find_absent(mine, heard, now_s)
+        if self._hang is None:
+            from shoal.trainer.hang import Hang  # ranks seldom wait for each other
 
-    def _hear(self, rank: int, store: dist.Store, now_s: float) -> dict[str, Any]:
-        """What a rank told last, and whether it did so just now."""
-        text = store.get(f"{self._key}/{rank}").decode()
-        before, heard_s = self._heard.get(rank, ("", now_s))
-        if text != before:
-            heard_s = now_s
-        self._heard[rank] = (text, heard_s)
-        told: dict[str, Any] = json.loads(text)
-        return told
-
-    def _others(self) -> list[int]:
-        near = range(self.size) if self.size <= ASKS else (0, (self.rank + 1) % self.size)
-        return [rank for rank in near if rank != self.rank]
-
-    def _told(self, stood_s: float) -> dict[str, Any]:
-        from shoal.base.frames import place_in  # asked for where ranks wait for each other
-
-        frame = sys._current_frames().get(self._main)
-        inner = frame.f_code.co_filename if frame is not None else ""
-        name = frame.f_code.co_name if frame is not None else ""
-        place = place_in(frame)
-        del frame
-        return {
+            self._hang = Hang(store, self.rank, self.size, self.key, MODEL)
+        mine = {
             "runs": self.joined,
             "turn": self.turn,
             "calls": self.calls,
             "inside": self.depth > 0,
-            "place": place,
-            "collective": name if inner.endswith(COLLECTIVES) else "",
-            "stood_s": stood_s,
+            "stood_s": now_s - self._since_s,
         }
-
-    def _compare(self, mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> None:
-        if mine["runs"] != theirs["runs"]:
-            return
-        first = max(_first(mine), _first(theirs))
-        for turn in range(first, min(mine["turn"], theirs["turn"])):
-            here = mine["calls"][turn - _first(mine)]
-            there = theirs["calls"][turn - _first(theirs)]
-            if here != there:
-                self._name(mine, here, rank, theirs, there)
-
-    def _find_absent(
-        self, mine: dict[str, Any], heard: dict[int, dict[str, Any]], now_s: float
-    ) -> None:
-        """One rank that waits in a collective of its own, for those that wait here for it."""
-        fresh = {r: one for r, one in heard.items() if now_s - self._heard[r][1] < 3 * EVERY_S}
-        away = [rank for rank, one in fresh.items() if not one["inside"]]
-        if not away:
-            return
-        absent = fresh[away[0]]
-        still = len(fresh) == self.size - 1 and len(away) == 1 and absent["collective"]
-        if still and min(one["stood_s"] for one in (mine, *fresh.values())) >= SURE_S:
-            call = f"torch.distributed.{absent['collective']}"
-            self._name(mine, _call(mine), away[0], absent, call)
-        if mine["stood_s"] >= self._next_line_s:
-            self._next_line_s *= 2
-            _write(
-                f"shoal: rank {self.rank} has waited {mine['stood_s']:.0f} s in {_call(mine)}"
-                f"{_at(mine)} for rank {away[0]}, which is elsewhere{_at(absent)}"
-            )
-
-    def _name(
-        self, mine: dict[str, Any], here: str, rank: int, theirs: dict[str, Any], there: str
-    ) -> None:
-        both = sorted([(self.rank, here, _at(mine)), (rank, there, _at(theirs))])
-        said = ", ".join(f"rank {number} called {call}{at}" for number, call, at in both)
-        model = any(call == MODEL for _, call, _ in both)
-        cure = (
-            "call the model on every rank, since each holds a part of the weights, or use "
-            "run.evaluate(data, metrics)"
-            if model
-            else "make the same calls on every rank, in the same order and equally often"
-        )
-        self._end_with(f"shoal: ranks wait for each other: {said}; nearest: {cure}")
-
-    def _end_with(self, line: str) -> None:
-        """Every rank ends, and one of them says why."""
-        if line and self._store is not None and self._store.add(f"{self._key}/told", 1) == 1:
-            _write(line)
-            time.sleep(EVERY_S)  # the others see it before the store may go with this process
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ConfigError.exit_code)  # the main thread stands in a collective for ever
+        self._hang.look(mine, waits=waits, now_s=now_s)
 
 
 MODEL = "run.model(…)"
-COLLECTIVES = ("distributed_c10d.py",)
-"""Files in which a rank stands while a collective of torch's waits."""
-
 _meetings: list[Meeting] = []
 
 
@@ -351,21 +258,3 @@ def count_forwards(program: Program, meeting: Meeting) -> Program:
         module.register_forward_hook(leave, always_call=True),
     ]
     return replace(program, on_close=(*program.on_close, *(hook.remove for hook in hooks)))
-
-
-def _first(told: dict[str, Any]) -> int:
-    """The number of the first call that is told."""
-    return int(told["turn"]) - len(told["calls"])
-
-
-def _call(told: dict[str, Any]) -> str:
-    return str(told["calls"][-1]) if told["calls"] else "shoal.parallelize"
-
-
-def _at(told: dict[str, Any]) -> str:
-    return f" ({told['place']})" if told["place"] else ""
-
-
-def _write(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
