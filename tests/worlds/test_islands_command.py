@@ -13,7 +13,7 @@ from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
 from shoal.base.errors import ConfigError
 from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find
-from shoal.cli.checkpoint import _checkpoints as checkpoints_of
+from shoal.cli.checkpoint import checkpoints_of
 
 DEADLINE_S = 120
 ISLANDS = ("islands.method=diloco", "islands.count=2", "islands.period=4", "launch.processes=1")

@@ -86,7 +86,7 @@ def measure_row(
     if world.is_first:
         facts = partial(facts_of, config, source)
         figures["predicted"] = foresee(
-            config, facts, run.plan, cluster_here(world.size), run.program.travel
+            config, facts, run.plan, cluster_here(world.size, world.device), run.program.travel
         )
     _take_apart(run)
     del run

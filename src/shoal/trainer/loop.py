@@ -129,7 +129,7 @@ def _prepare(
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.guard.length.total_steps = total_steps
-    cluster = cluster_here(world.size, held_bytes)
+    cluster = cluster_here(world.size, world.device, held_bytes)
     foreseen = (
         foresee(config, facts, run.plan, cluster, run.program.travel) if world.is_first else {}
     )

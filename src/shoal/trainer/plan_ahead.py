@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
@@ -20,6 +21,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import POLICIES
 from shoal.base.units import bytes_text, seconds_text
 from shoal.config.resolve import processes_of
+from shoal.fabric.device import accelerator
 from shoal.planner.case_settings import format_on
 from shoal.planner.explain import starting
 from shoal.planner.machines import parse_machines
@@ -85,7 +87,8 @@ def plan(
     section = section_of(words)
     here = this_machine()
     ranks = processes_of(section, here)
-    cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks)
+    device = torch.device(accelerator() or "cpu")
+    cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks, device)
     compute = format_on(asked, cluster, [])
     case = Case(
         facts_by_sample(

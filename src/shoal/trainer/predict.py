@@ -33,7 +33,7 @@ from shoal.planner.case_settings import beside
 from shoal.planner.comm_volume import busiest
 from shoal.planner.frameworks import own_kernels
 from shoal.planner.instants import predict_run
-from shoal.planner.measured import machine_path, read_measured, this_cluster
+from shoal.planner.measured import machine_path, this_cluster
 from shoal.planner.memory import validation_micro_batch
 from shoal.planner.model_facts import LANGUAGE, family_of
 from shoal.planner.model_states import WIDTHS
@@ -43,7 +43,7 @@ from shoal.planner.step_time import predict_time
 from shoal.planner.transformer import model_facts
 from shoal.trainer.contract import split_batch
 from shoal.trainer.job import build_model, import_loss
-from shoal.trainer.rank_layouts import FindFacts, facts_by_sample
+from shoal.trainer.rank_layouts import FindFacts, facts_by_sample, measured_here
 
 LEAST_STEPS = 20
 """Steps of a run that says something about the machine."""
@@ -92,13 +92,13 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
     )
 
 
-def cluster_here(processes: int, held_bytes: int = 0) -> Cluster:
+def cluster_here(processes: int, device: torch.device, held_bytes: int = 0) -> Cluster:
     """This machine with so many ranks, as it was measured, or as machines of its kind are.
 
+    device       of a rank: a machine with GPUs may be told to do without
     held_bytes   CPU: what this process holds before its model is there (data, libraries)
     """
-    measured = read_measured(cache_folder(), processes, threads=torch.get_num_threads())
-    found = measured or this_cluster(this_machine(), processes)
+    found = measured_here(processes, device) or this_cluster(this_machine(), processes)
     if held_bytes and found.device.kind == "cpu":
         found = replace(found, device=replace(found.device, reserved_bytes=held_bytes))
     return found

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shoal.base.batches import default_micro_batch
+from shoal.base.cluster import Cluster
 from shoal.base.errors import ShoalError
 from shoal.base.estimate import Case, ModelFacts
 from shoal.base.facts import usable_cores
@@ -29,6 +30,7 @@ from shoal.base.units import seconds_text
 from shoal.config.resolve import asked_layout
 from shoal.config.sections import Config, LayoutSection
 from shoal.fabric import World
+from shoal.fabric.device import is_accelerator
 from shoal.parallel import precision as formats
 from shoal.planner.case_settings import beside, state_bytes_of
 from shoal.planner.kept_plan import kept_plan
@@ -162,6 +164,12 @@ def choose_for(
     return best_plan(model, settled, section_of(words), further, world)
 
 
+def measured_here(processes: int, device: torch.device) -> Cluster | None:
+    """This machine as it was measured on the kind of device that ranks compute on; None: never."""
+    kind = "gpu" if is_accelerator(device) else "cpu"
+    return read_measured(cache_folder(), processes, kind, torch.get_num_threads())
+
+
 def best_plan(
     model: Callable[..., ModelFacts],
     plan: Plan,
@@ -172,7 +180,7 @@ def best_plan(
     """What rank 0 finds best, on every rank; None where nothing can be ranked here."""
 
     def rank() -> Plan | None:
-        cluster = read_measured(cache_folder(), world.size, threads=torch.get_num_threads())
+        cluster = measured_here(world.size, world.device)
         if cluster is None:
             return None
         settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
