@@ -73,10 +73,10 @@ def test_a_run_without_a_checkpoint() -> None:
              "its model; nearest: shoal checkpoint export runs/mine FOLDER"),
         ("[data]\nsource = 'digits'\n[model]\nname = 'mlp'\n",
          "runs/mine: trained on digits, which is not text; `shoal sample` is for "
-         "data.source=text:GLOB and stdlib"),
+         "data.source=text:GLOB, jsonl:GLOB and stdlib"),
         ("[data]\nsource = 'my.data:make'\n[model]\nname = 'mlp'\n",
          "runs/mine: trained on my.data:make, which is not text; `shoal sample` is for "
-         "data.source=text:GLOB and stdlib"),
+         "data.source=text:GLOB, jsonl:GLOB and stdlib"),
         ("[data]\nsource = 'tokens:some'\n",
          "runs/mine: trained on tokens:some, tokens whose tokenizer is not known here; nearest: "
          "shoal checkpoint export runs/mine FOLDER"),
@@ -128,6 +128,20 @@ def test_one_of_ours_writes_on_and_says_that_no_configuration_is_known() -> None
         "no config.json: the run keeps none in hub/, as its model is none of transformers (or was "
         "saved by an earlier Shoal); the weights have the names of its own module"
     ]
+
+
+def test_a_chat_is_asked_as_its_data_were() -> None:
+    """The plain form, as the tokenizer has no template; given is the answer alone."""
+    run_folder(TEXT.replace("stdlib", "jsonl:chats.jsonl"))
+    given = ["--tokens", "9", "--seed", "3"]
+    question = "user: b\nassistant: "
+    whole, answer = (
+        CliRunner().invoke(app, ["sample", "runs/mine", "--prompt", *words, *given])
+        for words in ((question,), ("b", "--chat"))
+    )
+    assert whole.exit_code == answer.exit_code == 0, (whole.output, answer.output)
+    assert whole.stdout.split()[-9:] == answer.stdout.split()
+    assert len(whole.stdout.split()) > 9
 
 
 def test_averages_that_are_not_there() -> None:

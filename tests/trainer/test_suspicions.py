@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.trainer.suspicions import FirstStep, _compared
 
 Tensor = torch.Tensor
@@ -118,6 +120,7 @@ def test_hooks_of_outputs_run_once_in_the_first_step() -> None:
         module=nn.Linear(C, C),
         world=SimpleNamespace(size=1),
         data=SimpleNamespace(size=2),
+        plan=Plan(Layout(dp_shard=2, zero=3)),
         cuts={},
     )
     seen: list[Tensor] = []

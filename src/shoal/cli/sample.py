@@ -16,6 +16,9 @@ TEMPERATURE = typer.Option(
     0.7, "--temperature", min=0.0, help="Divides the logits; 0 takes the likeliest token."
 )
 SEED = typer.Option(0, "--seed", help="Of the draws.")
+CHAT = typer.Option(
+    False, "--chat", help="The prompt is a user's turn; given is the answer (data.source=jsonl:…)."
+)
 
 
 def sample(
@@ -24,6 +27,7 @@ def sample(
     tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     seed: int = SEED,
+    chat: bool = CHAT,
 ) -> None:
     """Open the newest checkpoint of a run of `shoal train` on text, and write on from a prompt.
 
@@ -46,6 +50,7 @@ def sample(
             tokens=tokens,
             temperature=temperature,
             seed=seed,
+            chat=chat,
         )
     finally:
         listen(None)

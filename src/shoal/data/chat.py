@@ -145,6 +145,11 @@ def _templated(row: dict[str, Any], place: str, *, render: Render) -> Example:
     return Example(text, tuple(answers))
 
 
+def plain_question(prompt: str) -> str:
+    """A user's turn as the plain form asks it, up to where the answer begins."""
+    return f"user: {prompt}\n{ANSWERS}: "
+
+
 def _messages(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     (key,) = CHAT
     if key not in row:

@@ -23,6 +23,8 @@ from shoal.checkpoint.read import load_from
 from shoal.config.load import load
 from shoal.config.paths import search_here, split_source
 from shoal.config.sections import Config
+from shoal.data.chat import find_template, plain_question, template_of
+from shoal.data.text import END_OF_TEXT
 from shoal.fabric.device import accelerator
 from shoal.models.catalog import build
 from shoal.models.generate import generate
@@ -39,6 +41,7 @@ def write_on(
     tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
+    chat: bool = False,
 ) -> str:
     """Give a text and what the model of a checkpoint writes after it.
 
@@ -46,11 +49,14 @@ def write_on(
     tokens       so many more; fewer where transformers' `generate` meets the model's own end
     temperature  divides the logits; 0 takes the likeliest token
     seed         of the draws: the same text again on the same device
+    chat         the prompt is a user's turn, asked as the run's data were (data/chat.py); given is
+                 the answer alone, up to the end of text
     Errors       ConfigError for a run that is not on text or keeps no tokenizer, a prompt without
                  tokens; CheckpointError for a checkpoint of another model than run.toml says
     """
     config = text_run(folder)
     tokenizer = _tokenizer(folder)
+    prompt = _asked(folder, prompt) if chat and prompt else prompt
     # As the run's own text was encoded: nothing is put before or after.
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
@@ -68,8 +74,20 @@ def write_on(
         generator = torch.Generator(device=device).manual_seed(seed)
         for _ in counting("sample", tokens, range(tokens)):
             written = generate(model, written, 1, temperature, generator, window=longest)
-    text: str = tokenizer.decode(written[0].tolist())
-    return text
+    found = written[0].tolist()
+    if chat:
+        end, found = tokenizer.token_to_id(END_OF_TEXT), found[len(ids) :]
+        found = found[: found.index(end)] if end in found else found
+    text: str = tokenizer.decode(found)
+    return text.strip() if chat else text
+
+
+def _asked(folder: Path, prompt: str) -> str:
+    """The text that asks for an answer to a user's turn."""
+    template = find_template(str(folder / HUB / TOKENIZER))
+    if not template:
+        return plain_question(prompt)
+    return template_of(template)([{"role": "user", "content": prompt}], True)
 
 
 def text_run(folder: Path) -> Config:
@@ -86,10 +104,10 @@ def text_run(folder: Path) -> Config:
             f"{folder}: trained on {config.data.source}, tokens whose tokenizer is not known here; "
             f"nearest: shoal checkpoint export {folder} FOLDER"
         )
-    if kind not in ("stdlib", "text"):
+    if kind not in ("stdlib", "text", "jsonl", "mix"):
         raise ConfigError(
             f"{folder}: trained on {config.data.source}, which is not text; `shoal sample` is for "
-            f"data.source=text:GLOB and stdlib"
+            f"data.source=text:GLOB, jsonl:GLOB and stdlib"
         )
     return config
 
