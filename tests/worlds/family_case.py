@@ -61,7 +61,10 @@ def trial_of(family: str, shares: dict[str, Any]) -> Trial:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return made.build()
+        built = made.build()
+        if hasattr(built.config, "use_cache"):  # as transformers' own models come
+            built.config.use_cache = True
+        return built
 
     def train(side: Side) -> Iterator[tuple[str, StepResult]]:
         data = Samples(made.inputs(SAMPLES))

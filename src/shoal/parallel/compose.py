@@ -13,6 +13,7 @@ ask for is not imported: a start pays for the techniques that it uses.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -61,6 +62,10 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
         if check := getattr(technique, "check", None):
             check(plan, world.device)
     program = undivided(module, plan, world)
+    if "transformers" in sys.modules:
+        from shoal.parallel.pretrained import without_cache
+
+        program = replace(program, on_close=(*program.on_close, without_cache(module)))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
     program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.

@@ -6,7 +6,7 @@ Nothing here imports transformers: without it no model was made from a checkpoin
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,33 @@ def checkpoint_of(module: nn.Module) -> Path | None:
             if next(folder.glob("*.safetensors"), None) is not None:
                 return folder
     return None
+
+
+def without_cache(module: nn.Module) -> Callable[[], None]:
+    """Turn off the keys and values that models of transformers keep for generating; gives the undo.
+
+    They do so unless told otherwise, in training too: a layer then writes into an object that it is
+    given, and what it computes depends on how often it was called.
+    """
+    found = {id(config): config for part in module.modules() for config in _configs(part)}
+    for config in found.values():
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in found.values():
+            config.use_cache = True
+
+    return undo
+
+
+def _configs(part: nn.Module) -> Iterator[Any]:
+    config = getattr(part, "config", None)
+    for one in (
+        config,
+        *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())),
+    ):
+        if getattr(one, "use_cache", None) is True:
+            yield one
 
 
 @contextmanager

@@ -40,15 +40,19 @@ class Finding:
 
     block     its name · outputs  their difference, of their norm; 0 if they are right
     wrong     gradients that differ, that of the last parameter first · cause  the likely one
+    fails     what it raises where it does not run at all
     """
 
     block: str
     outputs: float
     wrong: tuple[str, ...]
     cause: str
+    fails: str = ""
 
     def text(self) -> str:
         """One line."""
+        if self.fails:
+            return f"split, it does not run ({self.fails})"
         what = f"its outputs differ by {self.outputs:.1e} of their norm"
         if not self.outputs:
             more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
@@ -148,7 +152,11 @@ def _checked(module: nn.Module, group: BlockClass, axes: Sequence[Axis]) -> Find
         try:
             return _check(module, group, axes, torch.float64)
         except Exception:  # operations or constants that float64 does not have
-            return _check(module, group, axes, torch.float32)
+            try:
+                return _check(module, group, axes, torch.float32)
+            except Exception as error:  # as on every rank: their parts are of one size
+                line = (str(error).splitlines() or [""])[0]
+                return Finding(group.names[0], 0.0, (), "", f"{type(error).__name__}: {line}")
 
 
 def _check(

@@ -1,0 +1,27 @@
+"""Models as people bring them train as in one process, whatever they keep or cannot be cut into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"tp": 2}), (2, {"pp": 2}), (2, "fsdp"), (4, {"tp": 2, "pp": 2})],
+    ids=str,
+)
+def test_a_cache_that_was_left_on(worlds, ranks: int, layout: Any) -> None:
+    """Under tp its layers were run again with what they had kept, and died in a traceback."""
+    (alone,) = worlds(1).call("brought_case:of_transformers", layout="single")
+    for found in worlds(ranks).call("brought_case:of_transformers", layout=layout):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        assert found["cache"], "it is the user's, for generating"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_whose_parts_do_not_run_stays_whole(worlds, ranks: int) -> None:
+    (alone,) = worlds(1).call("brought_case:adapted", layout="single")
+    for found in worlds(ranks).call("brought_case:adapted", layout={"tp": ranks}):
+        assert found == pytest.approx(alone, rel=1e-12)
