@@ -47,7 +47,7 @@ def digits() -> tuple[Any, Any]:
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     monkeypatch.setattr(
-        rank_layouts, "read_measured", lambda cache, ranks, **more: this_cluster(machine, ranks)
+        rank_layouts, "measured_here", lambda ranks, device: this_cluster(machine, ranks)
     )
 
 
@@ -120,7 +120,7 @@ def test_an_unknown_machine_leaves_it_to_the_guide(
     digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, source = digits
-    monkeypatch.setattr(rank_layouts, "read_measured", lambda cache, ranks, **more: None)
+    monkeypatch.setattr(rank_layouts, "measured_here", lambda ranks, device: None)
     assert chosen(config, source, tmp_path) == (plan_of(config), {"strategy": "auto"})
 
 
@@ -157,7 +157,7 @@ def test_the_guide_speaks_of_the_model_that_it_counted(
 ) -> None:
     """The start without torch could not count a model of the user's own."""
     config, source = digits
-    monkeypatch.setattr(rank_layouts, "read_measured", lambda cache, ranks, **more: None)
+    monkeypatch.setattr(rank_layouts, "measured_here", lambda ranks, device: None)
     said = replace(plan_of(config), why="auto: a model of unknown size")
     (tmp_path / "plan.json").write_text(said.to_json({"chosen": False}))
     assert (

@@ -500,9 +500,7 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return search(case, space)
 
     monkeypatch.setattr(rank_layouts, "search", look)
-    monkeypatch.setattr(
-        rank_layouts, "read_measured", lambda *given, **more: this_cluster(machine, 2)
-    )
+    monkeypatch.setattr(rank_layouts, "measured_here", lambda *given: this_cluster(machine, 2))
     for key in KEYS:
         loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
         resolve_batch(loaded, 2)

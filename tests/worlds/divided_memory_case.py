@@ -23,6 +23,7 @@ from shoal.planner.transient_memory import rank_sum, wide_elements
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
+from shoal.trainer.step import HEAD
 
 SEQUENCE, VOCABULARY, ROWS = 64, 512, 2
 ARGUMENTS = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4}
@@ -109,7 +110,7 @@ def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
     run.step(batch)
     del world.traffic.count
     per_rank = 4 + len(run.touched.says(run.step_count))
-    tally_bytes = 8 * (6 + per_rank * world.size + len(run.program.names))
+    tally_bytes = 8 * (HEAD + per_rank * world.size + len(run.program.names))
     calls.remove(("all_reduce", tally_bytes, world.size))  # the step's own numbers
     return calls
 

@@ -42,6 +42,8 @@ def share(world: World, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_of(world: World, model: Any, optimizer: Any = sgd, loss: Any = squares, **settings: Any):
+    if "plan" not in settings and world.size > 1:
+        settings.setdefault("layout", "ddp")  # of what auto takes rank 0 tells a line
     return shoal.parallelize(model, optimizer, loss, world=world, **settings)
 
 
