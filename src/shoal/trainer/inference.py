@@ -55,10 +55,12 @@ def _from_last_stage(outputs: Any, pipe: World) -> Any:
             told["form"] = pytree.treespec_dumps(form)
         except NotImplementedError:
             told["form"] = ""
+        if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in leaves):
+            told["form"] = ""  # an object that pytree knows nothing of is a leaf to it
         told["leaves"] = [
             {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
             if isinstance(leaf, torch.Tensor)
-            else {"value": leaf if leaf is None or isinstance(leaf, str | int | float) else None}
+            else {"value": leaf if isinstance(leaf, str | int | float) else None}
             for leaf in leaves
         ]
     everyone = pipe.gather_json(told)
@@ -87,6 +89,10 @@ def _from_last_stage(outputs: Any, pipe: World) -> Any:
         if outputs is not None
         else pytree.tree_unflatten(here, pytree.treespec_loads(known["form"]))
     )
+
+
+PLAIN = (torch.Tensor, str, int, float)
+"""What can be told to another rank."""
 
 
 def _no_loss(_outputs: Any, _targets: Any) -> Any:
