@@ -87,6 +87,7 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
              ClusterError where one stays away
     """
     check_keep(run.plan.keep)
+    run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
     count, inner = policy.count, twin(run.world)
     weights, plain = movable(run)
     shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}

@@ -29,6 +29,7 @@ class Recorder:
 
     flops_per_sample, machine_flops_per_s   set once known; MFU is null until then
     wanted   what hooks asked for, "stop" or "save", until it is done
+    saves_apart   why hooks cannot ask for a save, told once; "": they can
     passed   told once when steps pass the machine's rate; what it says is a notice
     Errors   ConfigError when the folder cannot be made
     """
@@ -51,6 +52,7 @@ class Recorder:
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
         self.waiting_since_s = time.perf_counter()
         self.wanted = set[str]()
+        self.saves_apart, self._told_apart = "", False
         self._went_back_to: int | None = None
 
     def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
@@ -66,7 +68,11 @@ class Recorder:
                     f'hook {getattr(hook, "__name__", type(hook).__name__)}: gave "{short(word)}"; '
                     f'it may give "stop", "save" or None'
                 )
-            if isinstance(word, str):
+            if word == "save" and self.saves_apart:
+                if not self._told_apart:
+                    self._told_apart = True  # before the hook hears the line itself
+                    self.notice(self.saves_apart)
+            elif isinstance(word, str):
                 self.wanted.add(word)
 
         self.events.listeners.append(listen)
