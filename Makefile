@@ -4,14 +4,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PROOF_STAMP := .venv-proof/.installed
 KIT_PYTHON ?= 3.12
 
-.PHONY: demo test lint types floors lanes worlds endings commands parallel unit test-sim proof wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors lanes worlds endings commands parallel unit test-sim proof proof-env wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+# The heavy extras live beside it: nothing but `make proof` needs them.
+$(PROOF_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-proof
+	.venv-proof/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,proof]'
+	touch $(PROOF_STAMP)
+
+proof-env: $(PROOF_STAMP)
 
 demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, then compare layouts
 	$(BIN)/shoal train
@@ -56,7 +65,7 @@ unit: $(STAMP)
 test-sim: $(STAMP)  ## simulated CUDA devices: planted device bugs, and a loop of one's own beside the CPU
 	$(BIN)/python -m pytest tests/simgpu
 
-proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
+proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
 	for what in worlds nodes sharded differ closed; do \
 	  $(BIN)/python tests/proof/endings.py $$what --out docs/proof/endings.json || exit 1; done
@@ -73,7 +82,7 @@ proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; results la
 	$(BIN)/python tests/simgpu/mutants.py --out docs/proof/mutants.json
 	$(BIN)/python tests/simgpu/seeds.py --out docs/proof/seeds.json
 	$(BIN)/python benchmarks/deadlines.py
-	$(BIN)/python -m pytest -m proof
+	.venv-proof/bin/python -m pytest -m proof
 	$(MAKE) test-versions
 
 wheel: $(STAMP)  ## what a user installs, in build/dist/
@@ -100,4 +109,4 @@ test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpu
 	$(PYTHON) tests/cuda/run.py --on several $(if $(OUT),--out $(OUT)/gpus.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 clean:
-	rm -rf $(VENV) runs compare build .cuda-kit src/*.egg-info
+	rm -rf $(VENV) .venv-proof runs compare build .cuda-kit src/*.egg-info
