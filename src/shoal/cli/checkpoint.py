@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.phases import listen, phase
+
+if TYPE_CHECKING:  # it brings torch
+    from shoal.checkpoint.export_folder import Translated
 
 app = typer.Typer(
     help="List, verify and export the checkpoints of a run; import other tools'.",
@@ -137,9 +142,8 @@ def _write(newest: Path, out: Path, average: bool) -> str:
     if out.suffix == ".safetensors" and not out.is_dir():
         return f"{out}: {bytes_text(export.export(newest, out, average=average))} from {newest}"
     from shoal.checkpoint.hub_folder import TOKENIZER
-    from shoal.cli.translated import translated_of
 
-    translated = translated_of(newest)
+    translated = _translated(newest)
     written = export_folder.export_folder(newest, out, average=average, translated=translated)
     line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
     if written.has_config and TOKENIZER in written.files and translated is None:
@@ -153,6 +157,48 @@ def _write(newest: Path, out: Path, average: bool) -> str:
         f"{line}\nno config.json: the run keeps none in hub/, as its model is none of transformers "
         f"(or was saved by an earlier Shoal); the weights have the names of its own module"
     )
+
+
+def _translated(checkpoint: Path) -> Translated | None:
+    """Say a checkpoint's model in transformers' words; None for all but a llama by name.
+
+    Errors: ConfigError for a run.toml that cannot be read.
+    """
+    from shoal.checkpoint.hub_folder import HUB
+    from shoal.config.load import load
+    from shoal.planner.model_facts import family_of, resolve
+
+    folder = checkpoint.parent.parent
+    if not (folder / "run.toml").is_file():
+        return None
+    config = load(folder / "run.toml").config
+    if config.model.build or family_of(config.model.name) != "llama":
+        return None
+    from shoal.checkpoint.export_folder import Translated
+    from shoal.checkpoint.listing import read_manifest
+    from shoal.models.as_transformers import llama_config, llama_name
+
+    vocabulary = read_manifest(checkpoint).tensors["model.embedding.weight"].shape[0]
+    resolved = resolve(
+        config.model.name,
+        config.model.arguments,
+        vocabulary=vocabulary,
+        sequence=config.data.sequence,
+    )
+    return Translated(llama_name, llama_config(resolved.arguments, _end_of_text(folder / HUB)))
+
+
+def _end_of_text(hub: Path) -> int | None:
+    """Find the id of the token that ends a text, in a run's hub/; None without one."""
+    from shoal.checkpoint.hub_folder import TOKENIZER
+
+    try:
+        name = json.loads((hub / "tokenizer_config.json").read_text())["eos_token"]
+        added = json.loads((hub / TOKENIZER).read_text())["added_tokens"]
+        name = name["content"] if isinstance(name, dict) else name
+        return next((one["id"] for one in added if one["content"] == name), None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def checkpoints_of(path: Path) -> list[Path]:
@@ -186,6 +232,6 @@ def _check_out(out: Path) -> None:
             f"{out.with_suffix('.safetensors')}, for safetensors.torch.load_file"
         )
     if out.suffix != ".safetensors" or out.is_dir():
-        from shoal.checkpoint.export_folder import check_target
+        from shoal.checkpoint.export_target import check_target
 
         check_target(out)

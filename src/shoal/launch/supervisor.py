@@ -23,6 +23,7 @@ from pathlib import Path
 from shoal.base.errors import UNSAVED_CODE, BugError
 from shoal.base.events import Emit
 from shoal.base.files import saved_steps
+from shoal.base.lines import Record, is_number, parse_step
 from shoal.launch.failures import (
     STOPPED_CODE,
     Death,
@@ -40,13 +41,14 @@ from shoal.launch.processes import (
     shared_environment,
     worker_environment,
 )
-from shoal.launch.progress import Progress
 from shoal.launch.stopping import StopSignals
 
 LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1
 SAME_FAILURES = 3
 BROKEN_STOP_S = 5.0
+TAIL_BYTES = 16384
+"""What is read of metrics.jsonl: its last rows."""
 ENDED = (0, STOPPED_CODE, UNSAVED_CODE)
 """Exit codes of workers that came to an end of their own."""
 NO_RESTART_CODES = (2, 3)
@@ -361,3 +363,51 @@ class _Supervisor:
         if state not in NEXT[self.state]:
             raise BugError(f"supervisor: no way from {self.state.value} to {state.value}")
         self.state = state
+
+
+class Progress:
+    """Whether an attempt added anything to `metrics.jsonl`, which a resume may first cut back.
+
+    made   in this attempt · ever  in any
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.made = False
+        self.ever = False
+        self.size_bytes = 0
+
+    def begin(self) -> None:
+        """A new attempt starts."""
+        self.made, self.size_bytes = False, self._size()
+
+    def look(self) -> None:
+        """Compare with the last look."""
+        size_bytes = self._size()
+        self.made = self.made or size_bytes > self.size_bytes
+        self.ever = self.ever or self.made
+        self.size_bytes = size_bytes
+
+    def step_s(self) -> float:
+        """Seconds of the longest of the last steps; 0 before the first."""
+        times = [row.get("step_s") for row in self._last_rows()]
+        return max((time_s for time_s in times if is_number(time_s)), default=0.0)
+
+    def last_step(self) -> int:
+        """The newest step; 0 before the first."""
+        return max((int(row["step"]) for row in self._last_rows()), default=0)
+
+    def _last_rows(self) -> list[Record]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                rows = [parse_step(line) for line in file.read().splitlines()]
+        except OSError:
+            return []
+        return [row for row in rows if row is not None]
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
