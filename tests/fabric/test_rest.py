@@ -37,6 +37,18 @@ def test_a_thread_in_the_middle_of_something_is_waited_for() -> None:
     assert rested_s >= ended_s[0]
 
 
-def test_without_such_threads_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "LOOK_S", 60.0)
-    await_rest()
+def test_without_such_threads_nothing_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process of its own, so to speak: others' tests leave threads of gloo in this one."""
+    task = tmp_path / "1"
+    task.mkdir()
+    (task / "comm").write_text("python\n")
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    await_rest(tmp_path)
+    assert waits == []
+    (task / "comm").write_text("pt_gloo_runloop\n")
+    (task / "status").write_text("State:\tS (sleeping)\nvoluntary_ctxt_switches:\t3\n")
+    await_rest(tmp_path)
+    assert waits == [world.LOOK_S], "one look later it has not moved"
