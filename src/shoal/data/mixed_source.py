@@ -15,19 +15,18 @@ from torch.utils.data import ConcatDataset
 
 from shoal.base.errors import ConfigError
 from shoal.config.mixture import split_mixture
-from shoal.config.paths import split_source
+from shoal.config.paths import TEXTS, split_source
 from shoal.config.sections import DataSection
 from shoal.data.cache import content_key, open_cached
 from shoal.data.chat import examples
 from shoal.data.dataset import is_indexed
-from shoal.data.jsonl import CHAT, PAIR, JsonLines
 from shoal.data.mixture import Mixture
+from shoal.data.rows import CHAT, PAIR, Rows
 from shoal.data.seeding import draws_nothing
 from shoal.data.text import TRAIN_CHARACTERS, Document, train_bpe_on
 
 Open = Callable[[DataSection], Any]
 Documents = Callable[[str], list[Document]]
-TEXTS = ("stdlib", "text", "jsonl")
 
 
 class Joined(ConcatDataset[Any]):
@@ -114,7 +113,7 @@ def _shared_tokenizer(documents: list[Document], spec: str) -> str:
 
 def _sample(document: Document, share: float) -> Iterator[str]:
     """About so large a share of a document's text; of examples what the model will read."""
-    field = document.field if isinstance(document, JsonLines) else ""
+    field = document.field if isinstance(document, Rows) else ""
     form = next((form for form in (PAIR, CHAT) if form[0] == field), None)
     if form is None:
         yield from document.sample(share)
