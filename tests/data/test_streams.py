@@ -83,11 +83,9 @@ def test_each_stream_is_read_by_one_rank_from_front_to_back(degree: int) -> None
 
 
 def test_few_shards_are_mixed_as_well() -> None:
-    """Of one shard, sorted by class, each eighth of an epoch has a like share of every eighth."""
-    ids = StreamOrder([100_000], 8)(0, 100_000, 0).reshape(8, -1) * 8 // 100_000
-    counts = np.stack([np.bincount(part, minlength=8) for part in ids])
-    assert counts.min() > 0.5 * counts.mean()
-    assert counts.max() < 1.5 * counts.mean()
+    """Of one shard that is sorted by 64 classes a micro-batch of 8 has several."""
+    classes = StreamOrder([100_000], 8)(0, 100_000, 0).reshape(-1, 8) * 64 // 100_000
+    assert np.mean([len(set(some)) for some in classes.tolist()]) > 5
 
 
 def test_a_degree_that_does_not_divide_the_streams_is_one_line(tmp_path: Path) -> None:
@@ -136,7 +134,7 @@ def test_once_each_over_a_resume_on_another_world(tmp_path: Path, workers: int) 
 
 
 def test_a_sample_is_its_files_and_no_other_bytes_are_read(tmp_path: Path) -> None:
-    pattern = write(tmp_path / "s", 3, 30, 60_000)
+    pattern = write(tmp_path / "s", 3, 30, 12_000)
     whole = sum(path.stat().st_size for path in tmp_path.glob("s/*.tar"))
 
     def read() -> int:
@@ -145,9 +143,9 @@ def test_a_sample_is_its_files_and_no_other_bytes_are_read(tmp_path: Path) -> No
     before = read()
     data = TarSamples(pattern)
     samples = [data[n] for n in range(len(data))]
-    assert whole * 0.9 < read() - before <= 1.1 * whole
+    assert whole * 0.8 < read() - before <= 1.1 * whole
     assert [s["__key__"] for s in samples] == [f"a.b/{n:06}" for n in range(90)]
-    assert all(s["bin"] == bytes([n % 251]) * 60_000 for n, s in enumerate(samples))
+    assert all(s["bin"] == bytes([n % 251]) * 12_000 for n, s in enumerate(samples))
     assert samples[7].keys() == {"__key__", "bin", "cls"}
 
 

@@ -87,6 +87,15 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
 
 
+def is_remote(source: str) -> bool:
+    """Tell whether a source, or a part of a mixture, has an address such as s3://bucket/name.
+
+    >>> is_remote("jsonl:s3://bucket/*.jsonl"), is_remote("jsonl:web/*.jsonl")
+    (True, False)
+    """
+    return "://" in source
+
+
 def nearest_path(path: Path) -> str:
     """Where a missing path goes wrong: its nearest existing folder, or what is spelt alike."""
     missing = path
@@ -242,6 +251,8 @@ def check_data_path(source: str, where: str = "data.source") -> None:
             f"{where} = {source}: is read by {NEEDS[kind]}, which is not installed; "
             f"pip install 'shoal[data]'"
         )
+    if is_remote(argument) and kind != "mix":
+        return  # listed when the run opens it
     if kind in GLOBS and next(_matches(argument), None) is None:
         _refuse_pattern(argument, where, kind)
     if kind in ("images", "hf") and not (path := _folder_of(argument)).is_dir():

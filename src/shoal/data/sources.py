@@ -22,6 +22,7 @@ from shoal.config.paths import (
     ROWS,
     TEXTS,
     check_data,
+    is_remote,
     load_function,
     refuse_packing,
     split_source,
@@ -79,6 +80,10 @@ def open_source(section: DataSection, seed: int) -> Source:
             function of the user's that raises, a second source that does not fit the first
     """
     check_data(section)
+    if is_remote(section.source) or is_remote(section.validation):
+        from shoal.data.remote import local_section  # others do without
+
+        section = local_section(section)
     share, second = validation_share(section)
     kind, argument = split_source(section.source)
     pictures = _open_pictures(section, kind, argument, share)
