@@ -85,6 +85,18 @@ def test_a_model_for_other_images_is_one_line() -> None:
     )
 
 
+def test_folders_of_other_classes_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # no image is opened
+    for name, classes in (("a", ("cat", "dog")), ("b", ("cow", "dog")), ("c", ("cat", "dog"))):
+        folder(tmp_path / name, dict.fromkeys(classes, 4))
+    mixed = f"mix:0.5*images:{tmp_path}/a+0.5*images:{tmp_path}/"
+    assert len(open_source(DataSection(source=f"{mixed}c", image_size=4), 0).train)
+    with pytest.raises(ConfigError, match=r"has the classes cow, dog, .* has cat, dog; nearest: "):
+        open_source(DataSection(source=f"{mixed}b", image_size=4), 0)
+
+
 @pytest.mark.proof
 def test_pixels_are_scaled_and_the_middle_is_cut(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")

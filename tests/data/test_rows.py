@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.config.paths import check_data_path
 from shoal.config.sections import DataSection
+from shoal.data.iterable import IterableLoader
 from shoal.data.sources import open_source
 
 FORMS: dict[str, list[dict[str, Any]]] = {
@@ -112,6 +114,34 @@ def test_hf_images_are_samples(as_lines: Path) -> None:
     assert sorted(values) == list(range(50))
     assert [kind for _, kind in seen] == [value % 2 for value in values]
     assert torch.equal(seen[0][0], source.train[0][0])
+
+
+@pytest.mark.proof
+def test_a_streaming_dataset_gives_each_sample_once_over_a_resume(as_lines: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for part in range(3):
+        rows = {"id": list(range(part * 40, part * 40 + 40))}
+        datasets.Dataset.from_dict(rows).to_parquet(as_lines / f"part{part}.parquet")
+
+    def world(degree: int) -> list[IterableLoader]:
+        files = str(as_lines / "part*.parquet")
+        made = [
+            datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+            for _ in range(degree)
+        ]
+        given = {"batch": 8, "micro_batch": 2, "seed": 0, "degree": degree}
+        return [IterableLoader(one, rank=rank, **given) for rank, one in enumerate(made)]
+
+    def ids(loaders: list[IterableLoader], steps: int) -> list[int]:
+        taken = [batch for one in loaders for batch in itertools.islice(one, steps)]
+        return [int(n) for batch in taken for value in batch.values for n in value["id"]]
+
+    first, second = world(2), world(4)
+    seen = ids(first, 5)
+    for loader in second:
+        loader.restore(first[0].state())
+    seen += ids(second, 100)
+    assert sorted(seen) == list(range(120))
 
 
 def test_a_missing_library_is_one_line_with_its_extra(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, short
 from shoal.config.mixture import split_mixture
 from shoal.config.paths import TEXTS, split_source
 from shoal.config.sections import DataSection
@@ -96,6 +96,11 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
         )
     if source.kind != first.kind:
         raise ConfigError(f"{where} gives {source.kind}, {first_name} gives {first.kind}")
+    if source.classes != first.classes:  # class 0 would be another thing in each
+        raise ConfigError(
+            f"{where} has the classes {short(', '.join(source.classes)) or '(none)'}, {first_name} "
+            f"has {short(', '.join(first.classes)) or '(none)'}; nearest: the same folders in both"
+        )
 
 
 def _shared_tokenizer(documents: list[Document], spec: str) -> str:
