@@ -50,17 +50,17 @@ def test_what_is_there_passes(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("stdlb", "data.source = stdlb: not one of stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, "
-         "synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: stdlib"),
-        ("digit:3", "data.source = digit:3: not one of stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, "
-         "synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: digits"),
-        ("txt:books/*.txt", "data.source = txt:books/*.txt: not one of stdlib, text:GLOB, jsonl:GLOB, "
-         "tokens:FOLDER, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: text:books/*.txt"),
+        ("stdlb", "data.source = stdlb: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: stdlib"),
+        ("digit:3", "data.source = digit:3: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: digits"),
+        ("txt:books/*.txt", "data.source = txt:books/*.txt: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: text:books/*.txt"),
         ("text:", "data.source = text:: names no files; write text:GLOB"),
         ("tokens", "data.source = tokens: names no files; write tokens:FOLDER"),
         ("jsonl:", "data.source = jsonl:: names no files; write jsonl:GLOB"),
-        ("jsnl:a.jsonl", "data.source = jsnl:a.jsonl: not one of stdlib, text:GLOB, jsonl:GLOB, "
-         "tokens:FOLDER, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: jsonl:a.jsonl"),
+        ("jsnl:a.jsonl", "data.source = jsnl:a.jsonl: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: jsonl:a.jsonl"),
         ("jsonl:books", "data.source = jsonl:books: no file matches; it is a folder; nearest: "
          "jsonl:books/**/*.jsonl"),
         ("jsonl:books/*.jsonl", "data.source = jsonl:books/*.jsonl: no file matches; nearest "

@@ -207,8 +207,8 @@ def test_a_pair_lacks_a_key(tmp_path: Path) -> None:
 
 def test_packing_needs_examples(tmp_path: Path) -> None:
     wanted = (
-        "data.packing = on: packs the examples of jsonl: lines with messages, or with prompt and "
-        "completion; data.source = {} has none; nearest: data.packing=off"
+        "data.packing = on: packs the examples of jsonl:, parquet: or hf: rows with messages, or "
+        "with prompt and completion; data.source = {} has none; nearest: data.packing=off"
     )
     with pytest.raises(ConfigError) as caught:
         check_data(DataSection(packing="on"))
@@ -228,7 +228,7 @@ def test_a_second_source_without_answers(tmp_path: Path) -> None:
         opened(path, validation=other)
     assert str(caught.value) == (
         f"data.validation = {other}: has no answers, on which data.source = {path} is trained; "
-        f"nearest: jsonl: lines like those, or a share such as data.validation=0.05"
+        f"nearest: rows like those, or a share such as data.validation=0.05"
     )
 
 

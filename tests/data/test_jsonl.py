@@ -47,7 +47,7 @@ def test_every_line_is_a_document_on_one_side(tmp_path: Path, name: str) -> None
     assert sorted(train + held) == sorted(TEXTS)
     assert 20 <= len(held) <= 60
     assert [t for t in TEXTS if t in set(train)] == train, "in the file's order"
-    assert source.description.endswith("20% of the lines held out")
+    assert source.description.endswith("20% of the rows held out")
 
 
 def test_lines_that_are_added_or_equal_move_no_other(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_wrong_line_is_told_by_its_number(
 
 def test_files_without_a_line_and_broken_gzip(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match=r"^data.source: .*a.jsonl: hold no line$"):
+    with pytest.raises(ConfigError, match=r"^data.source: .*a.jsonl: hold no row$"):
         opened(f"jsonl:{tmp_path}/a.jsonl")
     whole = gzip.compress("".join(f'{{"text": "{n}"}}\n' for n in range(99)).encode())
     (tmp_path / "b.jsonl.gz").write_bytes(whole[:-20])

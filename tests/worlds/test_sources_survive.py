@@ -1,11 +1,14 @@
-"""JSON lines, packed examples, mixtures: every sample once over a kill, a resume and a resize."""
+"""Rows, packed examples, mixtures, images, shards: every sample once over a kill, a resume and a resize."""
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cli_run import CommandLine, trajectory
@@ -14,13 +17,32 @@ from shoal.data.loader import Loader
 from shoal.data.sources import open_source
 
 SMALL = [
-    "data.validation=0.2", "data.sequence=32", "data.tokenizer=bpe:300", "model.dim=16", "model.layers=1", "model.heads=2",
-    "train.batch=8", "train.micro_batch=2", "train.prove=off", "checkpoint.every=4",
+    "data.validation=0.2", "train.batch=8", "train.micro_batch=2", "train.prove=off", "checkpoint.every=4",
 ]  # fmt: skip
+TEXT = [
+    "data.sequence=32",
+    "data.tokenizer=bpe:300",
+    "model.dim=16",
+    "model.layers=1",
+    "model.heads=2",
+]
+IMAGES = ["model.name=resnet", "model.classes=3", "model.image_channels=3", "data.image_size=8"]
 SOURCES = {
-    "text": ["data.source=jsonl:text.jsonl"],
-    "packed": ["data.source=jsonl:chat.jsonl", "data.packing=on"],
-    "mixture": ["data.source=mix:0.7*jsonl:text.jsonl+0.3*jsonl:more.jsonl"],
+    "text": [*TEXT, "data.source=jsonl:text.jsonl"],
+    "packed": [*TEXT, "data.source=jsonl:chat.jsonl", "data.packing=on"],
+    "mixture": [*TEXT, "data.source=mix:0.7*jsonl:text.jsonl+0.3*jsonl:more.jsonl"],
+    "parquet": [*TEXT, "data.source=parquet:text.parquet"],
+    "hf": [*TEXT, "data.source=hf:saved"],
+    "images": [*IMAGES, "data.source=images:pictures"],
+    "hf images": [*IMAGES, "data.source=hf:drawn"],
+    "shards": [*IMAGES, "data.source=wds:shards/*.tar"],
+}
+NEEDS = {
+    "parquet": "pyarrow",
+    "hf": "datasets",
+    "images": "PIL",
+    "hf images": "datasets",
+    "shards": "PIL",
 }
 
 
@@ -34,10 +56,48 @@ def write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
 
 
+def write_formats(folder: Path, source: str) -> None:
+    """The same in formats of other libraries; 200 images."""
+    rows = [json.loads(line) for line in (folder / "text.jsonl").open()]
+    pictures = [np.full((8, 8, 3), n, dtype=np.uint8) for n in range(200)]
+    if source == "parquet":
+        pa = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pa.Table.from_pylist(rows), folder / "text.parquet"
+        )
+    elif source == "hf":
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(folder / "saved")
+    elif source == "hf images":
+        datasets, image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
+        kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])}
+        drawn = {
+            "image": [image.fromarray(p) for p in pictures],
+            "label": [n % 3 for n in range(200)],
+        }
+        datasets.Dataset.from_dict(drawn, features=datasets.Features(kinds)).save_to_disk(
+            folder / "drawn"
+        )
+    else:
+        image = pytest.importorskip("PIL.Image")
+        (folder / "shards").mkdir()
+        for n, picture in enumerate(pictures):
+            at = folder / "pictures" / "abc"[n % 3] / f"{n:03}.png"
+            at.parent.mkdir(parents=True, exist_ok=True)
+            image.fromarray(picture).save(at)
+            with tarfile.open(folder / "shards" / f"{n // 60}.tar", "a") as tar:
+                tar.add(at, f"{n:03}.png")
+                info = tarfile.TarInfo(f"{n:03}.cls")
+                info.size = 1
+                tar.addfile(info, io.BytesIO(b"%d" % (n % 3)))
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_sample_once(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
+    if source in NEEDS:
+        pytest.importorskip(NEEDS[source])
+        write_formats(tmp_path, source)
     words = [*SMALL, *SOURCES[source]]
     command = CommandLine(tmp_path, *words, "train.steps=12", "launch.processes=2")
     command.wait_for(lambda: command.steps() >= 5, 180)

@@ -1,7 +1,7 @@
 """Is the data there? Checks what `data.source` names before any process starts, without torch.
 
-    stdlib · digits · synthetic · text:GLOB · jsonl:GLOB · tokens:FOLDER · pkg.mod:function
-    mix:0.7*SOURCE+0.3*SOURCE
+    stdlib · digits · synthetic · text:GLOB · jsonl:GLOB · parquet:GLOB · hf:FOLDER · tokens:FOLDER
+    images:FOLDER · wds:GLOB · mix:0.7*SOURCE+0.3*SOURCE · pkg.mod:function
 
 The same words are read again by shoal.data when the run opens its data; both use this file, so a
 mistake is told once, in one way. A user's module is searched for, never imported, by the check.
@@ -25,9 +25,29 @@ from shoal.base.errors import ConfigError, nearest, one_of
 from shoal.config.mixture import split_mixture
 from shoal.config.sections import DataSection
 
-KINDS = ("stdlib", "text", "jsonl", "tokens", "digits", "synthetic", "mix", "function")
-ON_DISK = {"text": "text:GLOB", "jsonl": "jsonl:GLOB", "tokens": "tokens:FOLDER"}
+ON_DISK = {
+    "text": "text:GLOB",
+    "jsonl": "jsonl:GLOB",
+    "parquet": "parquet:GLOB",
+    "hf": "hf:FOLDER",
+    "tokens": "tokens:FOLDER",
+    "images": "images:FOLDER",
+    "wds": "wds:GLOB",
+}
 """Kinds that read files, and how they are written."""
+
+KINDS = ("stdlib", *ON_DISK, "digits", "synthetic", "mix", "function")
+ROWS = ("jsonl", "parquet", "hf")
+"""Kinds whose rows have text, or prompts and answers, under names."""
+
+TEXTS = ("stdlib", "text", *ROWS)
+"""Kinds that a tokenizer encodes."""
+
+GLOBS = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "wds": "tar"}
+"""Kinds that are written as a pattern of paths, and how their files mostly end."""
+
+NEEDS = {"parquet": "pyarrow", "hf": "datasets", "images": "PIL", "wds": "PIL"}
+"""Kinds that a library of the extra `data` reads, and its module."""
 
 MIXED = "mix:0.7*SOURCE+0.3*SOURCE"
 FORMS = ("stdlib", *ON_DISK.values(), "digits", "synthetic", MIXED, "pkg.mod:function")
@@ -65,6 +85,15 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     if close is None or (named and not rest):
         raise ConfigError(one_of(where, source, FORMS))
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
+
+
+def is_remote(source: str) -> bool:
+    """Tell whether a source, or a part of a mixture, has an address such as s3://bucket/name.
+
+    >>> is_remote("jsonl:s3://bucket/*.jsonl"), is_remote("jsonl:web/*.jsonl")
+    (True, False)
+    """
+    return "://" in source
 
 
 def nearest_path(path: Path) -> str:
@@ -117,8 +146,7 @@ def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> 
 def _refuse_pattern(pattern: str, where: str, kind: str) -> None:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        ending = "txt" if kind == "text" else kind
-        hint = f"it is a folder; nearest: {kind}:{pattern.rstrip('/')}/**/*.{ending}"
+        hint = f"it is a folder; nearest: {kind}:{pattern.rstrip('/')}/**/*.{GLOBS[kind]}"
     else:
         folder = fixed_folder(pattern)
         hint = nearest_path(folder / path.name if folder.is_dir() else folder)
@@ -218,8 +246,20 @@ def check_data_path(source: str, where: str = "data.source") -> None:
     Looks for files, folders, modules and scikit-learn; opens and imports none of them.
     """
     kind, argument = split_source(source, where)
-    if kind in ("text", "jsonl") and next(_matches(argument), None) is None:
+    if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
+        raise ConfigError(
+            f"{where} = {source}: is read by {NEEDS[kind]}, which is not installed; "
+            f"pip install 'shoal[data]'"
+        )
+    if is_remote(argument) and kind != "mix":
+        return  # listed when the run opens it
+    if kind in GLOBS and next(_matches(argument), None) is None:
         _refuse_pattern(argument, where, kind)
+    if kind in ("images", "hf") and not (path := _folder_of(argument)).is_dir():
+        hint = f"is a file; nearest: {kind}:{path.parent}"
+        if not path.exists():
+            hint = f"no such folder; {nearest_path(path)}"
+        raise ConfigError(f"{where} = {source}: {hint}")
     if kind == "mix":
         for _, part in split_mixture(argument, where):
             check_data_path(part, where)
@@ -232,6 +272,11 @@ def check_data_path(source: str, where: str = "data.source") -> None:
         )
     if kind == "function":
         check_function(argument, where)
+
+
+def _folder_of(argument: str) -> Path:
+    """The folder before a #SPLIT."""
+    return Path(argument.partition("#")[0]).expanduser()
 
 
 def check_tokens_folder(folder: str, where: str = "data.source") -> None:
@@ -313,8 +358,8 @@ def check_tokenizer(spec: str) -> None:
 def refuse_packing(source: str) -> NoReturn:
     """Errors: ConfigError for data that is no examples, of which several could share a row."""
     raise ConfigError(
-        f"data.packing = on: packs the examples of jsonl: lines with messages, or with prompt and "
-        f"completion; data.source = {source} has none; nearest: data.packing=off"
+        f"data.packing = on: packs the examples of jsonl:, parquet: or hf: rows with messages, or "
+        f"with prompt and completion; data.source = {source} has none; nearest: data.packing=off"
     )
 
 
@@ -330,9 +375,9 @@ def check_data(section: DataSection) -> None:
     if second:
         check_data_path(second, "data.validation")
     kind = split_source(section.source)[0]
-    if kind in ("stdlib", "text", "jsonl", "mix"):
+    if kind in (*TEXTS, "mix"):
         check_tokenizer(section.tokenizer)
-    if section.packing == "on" and kind not in ("jsonl", "mix"):
+    if section.packing == "on" and kind not in (*ROWS, "mix"):
         refuse_packing(section.source)
     if section.sequence < 1:
         raise ConfigError(f"data.sequence = {section.sequence}: must be at least 1 token")

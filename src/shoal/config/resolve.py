@@ -20,6 +20,7 @@ from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import Policies
 from shoal.config.load import Loaded
+from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys
 
 DEFAULT_BATCH = 16
@@ -149,8 +150,9 @@ def kind_by_name(source: str) -> str:
     ('text', 'images', '')
     """
     name = source.partition(":")[0]
-    ours = {**dict.fromkeys(("stdlib", "text", "jsonl", "tokens", "synthetic"), "text")}
-    ours["digits"] = "images"
+    ours = {**dict.fromkeys((*TEXTS, "tokens", "synthetic"), "text")}
+    ours["digits"] = ours["images"] = ours["wds"] = "images"
+    del ours["hf"]  # text or images, as its columns are
     return ours.get(name, "")
 
 

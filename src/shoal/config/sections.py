@@ -54,22 +54,25 @@ class ModelSection(CallPolicy):
 class DataSection:
     """[data]: what a run is trained and validated on.
 
-    source       stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic,
-                 mix:0.7*SOURCE+0.3*SOURCE, or pkg.mod:function
-    field        of jsonl: the key that holds the text
+    source       stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:FOLDER, tokens:FOLDER,
+                 images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, or
+                 pkg.mod:function
+    field        of jsonl, parquet and hf: the key that holds the text
     validation   share held out, 0 … below 1, or a second source, both as text
     tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
-    packing      of jsonl examples: several to a row, each a document of its own
-    sequence     tokens per sample · workers  loader processes per rank; 0 loads between steps
+    packing      of examples: several to a row, each a document of its own
+    sequence     tokens per sample · image_size  pixels on each side
+    workers      loader processes per rank; 0 loads between steps
     collate      pkg.mod:function that joins a list of samples into a batch; "" torch's default
     Nothing is checked here: `load` checks numbers, `check_data` the rest.
     """
 
     source: str = "stdlib"
-    """stdlib, text:GLOB, jsonl:GLOB, tokens:FOLDER, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE,
-    or pkg.mod:function"""
+    """stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:FOLDER, tokens:FOLDER, images:FOLDER,
+    wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, or pkg.mod:function"""
     field: str = ""
-    """of jsonl: the key that holds a line's text; empty: messages, prompt + completion, or text"""
+    """of jsonl, parquet, hf: the key that holds a row's text; empty: messages, prompt + completion,
+    or text"""
     validation: str = "0.02"
     """share of files or samples held out, or a second source for validation"""
     tokenizer: str = "bpe:2048"
@@ -77,7 +80,10 @@ class DataSection:
     sequence: int = number(128, least=1)
     """tokens per sample"""
     packing: str = word(("off", "on"))
-    """of jsonl examples: on packs several to a row, which do not attend to each other"""
+    """of examples (jsonl, parquet, hf): on packs several to a row, which do not attend to each
+    other"""
+    image_size: int = number(64, least=1)
+    """of images and wds: pixels on each side, to which images are scaled and cut"""
     workers: int = number(0, least=0)
     """loader processes per rank; 0 loads between steps"""
     collate: str = ""

@@ -60,7 +60,7 @@ def open_cached(
         return final, about
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final) as alone:
+        with hold_lock(final) as alone:
             about = _read(final)
             if about is None:
                 about = _build(final, build, alone)
@@ -121,8 +121,8 @@ def _read(final: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _lock(final: Path) -> Iterator[bool]:
-    """Hold the entry's lock; gives False if there is none to be had, which is slower, not wrong."""
+def hold_lock(final: Path) -> Iterator[bool]:
+    """Hold a path's lock; gives False if there is none to be had, which is slower, not wrong."""
     try:
         import fcntl
     except ImportError:  # not a Unix

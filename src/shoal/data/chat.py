@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, one_of
-from shoal.data.jsonl import CHAT, PAIR, read_objects, text_of
+from shoal.data.rows import CHAT, PAIR, rows_of, text_of
 from shoal.data.text import END_OF_TEXT, Document
 
 ANSWERS = "assistant"
@@ -97,7 +97,7 @@ def examples(
     else:
         writer = partial(_templated, render=render)
     for document in documents:
-        for place, row in read_objects(document.path):
+        for place, row in rows_of(document, form):
             yield writer(row, place)
 
 

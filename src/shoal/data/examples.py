@@ -31,7 +31,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.phases import counting
 from shoal.data.cache import content_key, open_cached
 from shoal.data.chat import Example, Render, examples, plain_end, template_of
-from shoal.data.jsonl import CHAT
+from shoal.data.rows import CHAT
 from shoal.data.text import (
     END_NAMES,
     TRAIN_CHARACTERS,

@@ -6,7 +6,7 @@ GPU, and `numpy.random.default_rng()` without a seed. Datasets with `draws_nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -114,7 +114,13 @@ class Fetcher:
     """
 
     def __init__(
-        self, dataset: Any, samples: int, seed: int, shuffle: bool, collate: Collate | None
+        self,
+        dataset: Any,
+        samples: int,
+        seed: int,
+        shuffle: bool,
+        collate: Collate | None,
+        order: Callable[..., Any] | None = None,
     ) -> None:
         self.dataset = dataset
         self.samples = samples
@@ -122,7 +128,7 @@ class Fetcher:
         self.shuffle = shuffle
         self.collate = collate
         self._is_quiet = draws_nothing(dataset)
-        self._order = getattr(dataset, "stream_order", None)
+        self._order = order
         self._whole_index = getattr(dataset, "whole_index", None)
         self._draws = Draws()
         self._block_start = 0

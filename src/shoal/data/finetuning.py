@@ -1,6 +1,6 @@
-"""`jsonl:` lines with answers as a source: the examples, what is held out, and the user's line.
+"""Rows with answers as a source: the examples, what is held out, and the user's line.
 
-jsonl.py (lines) ──> chat.py (text, answers) ──> examples.py (tokens, rows)
+rows.py (rows) ──> chat.py (text, answers) ──> examples.py (tokens, rows)
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.config.paths import split_source
+from shoal.config.paths import ROWS, split_source
 from shoal.config.sections import DataSection
 from shoal.data.chat import find_template
 from shoal.data.examples import Encoded, ExampleRows, open_examples
-from shoal.data.jsonl import CHAT, PAIR, find_form, json_documents
+from shoal.data.rows import CHAT, PAIR, find_form, row_documents
 from shoal.data.text import Document
 
 
 def open_finetuning(section: DataSection, share: float, second: str) -> dict[str, Any] | None:
     """What a `Source` is made of, but for `collate` and `kind`; None where lines are text.
 
-    second   another source for validation, which must be jsonl: with answers too; "" none
+    second   another source for validation, which must be rows with answers too; "" none
     Errors   ConfigError for a line of another form by file and number, for examples without an
              answer within data.sequence, for a second source of another kind
     """
@@ -49,20 +49,20 @@ def open_finetuning(section: DataSection, share: float, second: str) -> dict[str
 
 
 def _lines(section: DataSection, source: str, where: str) -> tuple[list[Document], tuple[str, ...]]:
-    documents, _ = json_documents(split_source(source, where)[1], "", 0.0, where)
-    return documents, find_form([document.path for document in documents], section.field)
+    documents, _ = row_documents(*split_source(source, where), "", 0.0, where)
+    return documents, find_form(documents, section.field)
 
 
 def _second(section: DataSection, second: str, first: Encoded, template: str) -> ExampleRows:
     where = f"data.validation = {second}"
     documents: list[Document] = []
     form: tuple[str, ...] = ()
-    if split_source(second, "data.validation")[0] == "jsonl":
+    if split_source(second, "data.validation")[0] in ROWS:
         documents, form = _lines(section, second, "data.validation")
     if form not in (PAIR, CHAT):
         raise ConfigError(
             f"{where}: has no answers, on which data.source = {section.source} is trained; "
-            f"nearest: jsonl: lines like those, or a share such as data.validation=0.05"
+            f"nearest: rows like those, or a share such as data.validation=0.05"
         )
     trained_here = section.tokenizer.startswith("bpe:")
     tokenizer = first.tokenizer_path if trained_here else section.tokenizer

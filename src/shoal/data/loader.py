@@ -84,7 +84,10 @@ class Loader:
         self.rank = rank
         self.degree = degree
         self.workers = workers
-        self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate)
+        # shards have an order of their own, in which each is read by few ranks
+        deal = getattr(dataset, "deal", None) if shuffle else None
+        order = deal(micro_batch, degree) if deal else getattr(dataset, "stream_order", None)
+        self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
         self._moves = 0
         self.position = position
         self.under_way = False

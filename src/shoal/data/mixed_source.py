@@ -13,21 +13,20 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, short
 from shoal.config.mixture import split_mixture
-from shoal.config.paths import split_source
+from shoal.config.paths import TEXTS, split_source
 from shoal.config.sections import DataSection
 from shoal.data.cache import content_key, open_cached
 from shoal.data.chat import examples
 from shoal.data.dataset import is_indexed
-from shoal.data.jsonl import CHAT, PAIR, JsonLines
 from shoal.data.mixture import Mixture
+from shoal.data.rows import CHAT, PAIR, Rows
 from shoal.data.seeding import draws_nothing
 from shoal.data.text import TRAIN_CHARACTERS, Document, train_bpe_on
 
 Open = Callable[[DataSection], Any]
 Documents = Callable[[str], list[Document]]
-TEXTS = ("stdlib", "text", "jsonl")
 
 
 class Joined(ConcatDataset[Any]):
@@ -97,6 +96,11 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
         )
     if source.kind != first.kind:
         raise ConfigError(f"{where} gives {source.kind}, {first_name} gives {first.kind}")
+    if source.classes != first.classes:  # class 0 would be another thing in each
+        raise ConfigError(
+            f"{where} has the classes {short(', '.join(source.classes)) or '(none)'}, {first_name} "
+            f"has {short(', '.join(first.classes)) or '(none)'}; nearest: the same folders in both"
+        )
 
 
 def _shared_tokenizer(documents: list[Document], spec: str) -> str:
@@ -114,7 +118,7 @@ def _shared_tokenizer(documents: list[Document], spec: str) -> str:
 
 def _sample(document: Document, share: float) -> Iterator[str]:
     """About so large a share of a document's text; of examples what the model will read."""
-    field = document.field if isinstance(document, JsonLines) else ""
+    field = document.field if isinstance(document, Rows) else ""
     form = next((form for form in (PAIR, CHAT) if form[0] == field), None)
     if form is None:
         yield from document.sample(share)

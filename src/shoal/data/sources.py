@@ -1,7 +1,8 @@
 """`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
 
 stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
-jsonl:GLOB            ──jsonl.py──> text, or examples ──examples.py──> rows
+jsonl:GLOB, parquet:GLOB, hf:FOLDER   ──rows.py──> text, or examples ──examples.py──> rows
+images:FOLDER, wds:GLOB               ──images.py, shards.py──> images and classes
 digits                8×8 images of scikit-learn       synthetic       random tokens
 mix:0.7*A+0.3*B       several of these by weight ──mixture.py
 pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
@@ -18,7 +19,10 @@ from shoal.base.errors import ConfigError
 from shoal.base.phases import phase
 from shoal.base.units import bytes_text, count_text
 from shoal.config.paths import (
+    ROWS,
+    TEXTS,
     check_data,
+    is_remote,
     load_function,
     refuse_packing,
     split_source,
@@ -29,9 +33,6 @@ from shoal.data.dataset import Collate, is_indexed
 from shoal.data.samples import EvenPart, open_digits
 from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
 from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder
-
-TEXTS = ("stdlib", "text", "jsonl")
-"""Kinds of source that a tokenizer encodes."""
 
 DIGITS_SHARE = 0.2
 SYNTHETIC_VOCABULARY = 2048
@@ -52,6 +53,7 @@ class Source:
     description        one line for the user
     validation_samples of `validation`, how many one validation reads; None: all of them
     kind               tokens: (inputs [sequence], targets [sequence]) int64 · samples: any other
+    classes, image     names of the classes, and (channels, size), where samples are images
     """
 
     train: Any
@@ -63,6 +65,8 @@ class Source:
     description: str
     kind: str
     validation_samples: int | None = None
+    classes: tuple[str, ...] = ()
+    image: tuple[int, int] = (0, 0)
 
 
 @phase("data")
@@ -76,9 +80,16 @@ def open_source(section: DataSection, seed: int) -> Source:
             function of the user's that raises, a second source that does not fit the first
     """
     check_data(section)
+    if is_remote(section.source) or is_remote(section.validation):
+        from shoal.data.remote import local_section  # others do without
+
+        section = local_section(section)
     share, second = validation_share(section)
     kind, argument = split_source(section.source)
-    if kind in TEXTS:
+    pictures = _open_pictures(section, kind, argument, share)
+    if pictures is not None:
+        source = pictures
+    elif kind in TEXTS:
         source, second = _open_text(section, share, second)
     elif kind == "mix":
         from shoal.data.mixed_source import open_mixture  # others do without
@@ -110,18 +121,18 @@ def _documents(
 ) -> tuple[list[Document], list[Document]]:
     """The texts of a source for training, and those of them that are held out."""
     kind, argument = split_source(source, where)
-    if kind == "jsonl":
-        from shoal.data.jsonl import find_form, glob_files, json_documents  # others do without
+    if kind in ROWS:
+        from shoal.data.rows import find_form, row_documents  # others do without
 
-        paths = [str(path) for path in glob_files(argument, where, kind)]
-        return json_documents(argument, find_form(paths, section.field)[0], share, where)
+        files, _ = row_documents(kind, argument, "", 0.0, where)
+        return row_documents(kind, argument, find_form(files, section.field)[0], share, where)
     documents = stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
     return hold_out(documents, share)
 
 
 def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
     """A text source, and the second source if that is still to be opened (it is not text)."""
-    if section.source.startswith("jsonl:"):
+    if by_row := split_source(section.source)[0] in ROWS:
         from shoal.data.finetuning import open_finetuning  # others do without
 
         if (found := open_finetuning(section, share, second)) is not None:
@@ -131,14 +142,13 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
     train, held = _documents(section, section.source, share, "data.source")
     if second and split_source(second)[0] in TEXTS:
         held, second = _documents(section, second, 0.0, "data.validation")[0], ""
-    by_line = section.source.startswith("jsonl:")
-    tail = share if by_line or not held else 0.0
+    tail = share if by_row or not held else 0.0
     corpus = open_corpus(train, held, section.tokenizer, tail)
     name = section.source.partition(":")[2] or "Python standard library"
     sizes = {d.path: d.size_bytes for d in (*train, *held)}
     kept = f"{_files(len(held))} held out" if held else f"last {tail:.0%} held out"
-    if by_line and share:
-        kept = f"{share:.0%} of the lines held out"
+    if by_row and share:
+        kept = f"{share:.0%} of the rows held out"
     train_part = TokenDataset(corpus.train, section.sequence, "train")
     held_part = _held_out(corpus.validation, section.sequence)
     source = Source(
@@ -228,6 +238,31 @@ def _open_digits(section: DataSection, share: float) -> Source:
     )
 
 
+def _open_pictures(
+    section: DataSection,
+    kind: str,
+    argument: str,
+    share: float,
+    known: tuple[str, ...] | None = None,
+) -> Source | None:
+    """Images and their classes; None where a source has none. `known`: the training data's."""
+    where = "data.source" if known is None else "data.validation"
+    found: dict[str, Any] | None = None
+    if kind == "images":
+        from shoal.data.images import open_images  # others do without
+
+        found = open_images(argument, section.image_size, share, where, known)
+    elif kind == "wds":
+        from shoal.data.shards import open_shards
+
+        found = open_shards(argument, section.image_size, share, where)
+    elif kind == "hf":
+        from shoal.data.hf_rows import open_hf_images
+
+        found = open_hf_images(argument, section.image_size, share, where)
+    return None if found is None else Source(**found, collate=None, kind="samples")
+
+
 def _open_function(name: str, share: float) -> Source:
     function: Callable[[], Any] = load_function(name, "data.source")
     try:
@@ -271,12 +306,17 @@ def _with_second(source: Source, section: DataSection, second: str, seed: int) -
     """
     where = f"data.validation = {second}"
     kind = split_source(second)[0]
-    if kind in TEXTS:
+    pictures = None
+    if source.classes:
+        pictures = _open_pictures(section, *split_source(second), 0.0, source.classes)
+    if kind in TEXTS and pictures is None:
         raise ConfigError(
             f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
             f"is none; nearest: a share such as data.validation=0.05, or tokens:FOLDER"
         )
-    other = open_source(replace(section, source=second, validation="0", collate=""), seed + 1)
+    other = pictures or open_source(
+        replace(section, source=second, validation="0", collate=""), seed + 1
+    )
     if other.kind != source.kind:
         raise ConfigError(
             f"{where}: gives {other.kind}, data.source = {section.source} gives {source.kind}"

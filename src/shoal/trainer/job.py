@@ -25,6 +25,7 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of
 from shoal.optim.build import build_optimizer
+from shoal.planner.model_facts import resolve
 from shoal.planner.settle import Words
 from shoal.trainer.contract import Loss
 from shoal.trainer.optimizer_guard import Length
@@ -79,6 +80,8 @@ def build_model(section: ModelSection, data: DataSection, source: Source) -> nn.
     on_tokens = source.kind == "tokens"
     kind = "text" if on_tokens else None
     check_reads(section.name, data.source, lambda: kind or sample_kind(source.train))
+    if source.classes:
+        _check_images(section, source)
     built = build(
         section.name,
         section.arguments,
@@ -86,6 +89,25 @@ def build_model(section: ModelSection, data: DataSection, source: Source) -> nn.
         sequence=data.sequence if on_tokens else None,
     )
     return _checked(built, section, data)
+
+
+def _check_images(section: ModelSection, source: Source) -> None:
+    """Errors: ConfigError for a model of ours that was made for other images."""
+    from shoal.data.images import check_model  # of images in files only
+
+    if section.name.startswith("hf:"):
+        return  # its own configuration says what it reads
+    channels, size = source.image
+    check_model(
+        section.name,
+        {
+            "classes": len(source.classes),
+            "image_channels": channels,
+            "image_size": size,
+            "inputs": channels * size * size,
+        },
+        resolve(section.name, section.arguments).arguments,
+    )
 
 
 def _checked(model: nn.Module, section: ModelSection, data: DataSection) -> nn.Module:

@@ -21,7 +21,7 @@ from shoal.checkpoint.export import outgoing
 from shoal.checkpoint.hub_folder import CONFIG, HUB, TOKENIZER
 from shoal.checkpoint.read import load_from
 from shoal.config.load import load
-from shoal.config.paths import search_here, split_source
+from shoal.config.paths import TEXTS, search_here, split_source
 from shoal.config.sections import Config
 from shoal.data.chat import find_template, plain_question, template_of
 from shoal.data.text import END_OF_TEXT
@@ -104,10 +104,10 @@ def text_run(folder: Path) -> Config:
             f"{folder}: trained on {config.data.source}, tokens whose tokenizer is not known here; "
             f"nearest: shoal checkpoint export {folder} FOLDER"
         )
-    if kind not in ("stdlib", "text", "jsonl", "mix"):
+    if kind not in (*TEXTS, "mix"):
         raise ConfigError(
             f"{folder}: trained on {config.data.source}, which is not text; `shoal sample` is for "
-            f"data.source=text:GLOB, jsonl:GLOB and stdlib"
+            f"data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"
         )
     return config
 

@@ -1,0 +1,155 @@
+"""Rows of text: one object each, its text under one key, from JSON lines, parquet, HF datasets.
+
+    {"text": "…"}                                  text, or whatever data.field says
+    {"prompt": "…", "completion": "…"}             fine-tuning, loss on the completion
+    {"messages": [{"role": "user", "content": "…"}, …]}     chat, loss on what assistants say
+
+Which of the three a source is, its first row tells; every other row must be the same. A row that
+is not is told with its file and number. Held out are rows, by a hash of each text: rows added to
+a file move no other, and of two equal rows none is trained on that the other validates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError, nearest, short
+from shoal.config.paths import fixed_folder, glob_files
+from shoal.data.text import Document, place_of
+
+TEXT, PAIR, CHAT = ("text",), ("prompt", "completion"), ("messages",)
+FORMS = (CHAT, PAIR, TEXT)
+"""Keys by which a line's form is known, in the order in which they are looked for."""
+
+
+Reader = Callable[[str, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]
+"""Reads (path, the keys that are wanted, none: all) as (place, object) pairs."""
+
+
+def _reader(kind: str) -> Reader:
+    """Who reads files of a kind; their libraries are loaded for them alone."""
+    if kind == "parquet":
+        from shoal.data.row_files import read_parquet
+
+        return read_parquet
+    if kind == "hf":
+        from shoal.data.hf_rows import read_hf
+
+        return read_hf
+    from shoal.data.row_files import read_objects
+
+    return lambda path, _: read_objects(path)
+
+
+def text_of(row: dict[str, Any], key: str, place: str) -> str:
+    """The text that one object has under `key`.
+
+    Errors   ConfigError with `place` and the nearest key where there is none, or it is no text
+    """
+    if key not in row:
+        close = nearest(key, row)
+        has = f"nearest key: {close}" if close else f"it has {short(', '.join(row)) or 'nothing'}"
+        raise ConfigError(f"{place}: has no {key}; {has}")
+    value = row[key]
+    if not isinstance(value, str):
+        raise ConfigError(f"{place}: {key} is {type(value).__name__}, a text is wanted")
+    return value
+
+
+def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
+    """The keys that the rows of a source are read by: TEXT, PAIR, CHAT, or (data.field,).
+
+    Errors   ConfigError for files without a row, or a first row of none of these forms
+    """
+    if field:
+        return (field,)
+    for document in documents:
+        for place, row in rows_of(document):
+            for form in FORMS:
+                if all(key in row for key in form):
+                    return form
+            has = short(", ".join(row)) or "nothing"
+            strings = [key for key, value in row.items() if isinstance(value, str)]
+            close = nearest("text", strings) or (strings[0] if strings else "")
+            raise ConfigError(
+                f"{place}: has {has}; text, messages, or prompt and completion are wanted"
+                + (f"; nearest: data.field={close}" if close else "")
+            )
+    raise ConfigError(f"data.source: {', '.join(d.path for d in documents[:3])}: hold no row")
+
+
+@dataclass(frozen=True)
+class Rows(Document):
+    """One side of a file of rows: its texts under `field`, held out or not by `share`.
+
+    kind   jsonl, parquet or hf
+    """
+
+    kind: str = "jsonl"
+    field: str = "text"
+    share: float = 0.0
+    held: bool = False
+
+    def rows(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (place, object) of every row of the file; of `keys` alone where a format can.
+
+        Errors: ConfigError with file and number.
+        """
+        return _reader(self.kind)(self.path, keys)
+
+    def texts(self) -> Iterator[str]:
+        """The texts of this side, in order. Errors: ConfigError, of any row of the file."""
+        for place, row in self.rows((self.field,)):
+            text = text_of(row, self.field, place)
+            if not self.share or (place_of(text) < self.share) is self.held:
+                yield text
+
+    def sample(self, share: float) -> Iterator[str]:
+        """Whole rows, evenly spread, of which there are about so large a share."""
+        for number, text in enumerate(self.texts()):
+            if int((number + 1) * share) > int(number * share):
+                yield text
+
+    def recipe(self) -> list[Any]:
+        """What its texts depend on, as JSON values."""
+        return [*super().recipe(), self.field, self.share, self.held]
+
+    def unsplit(self) -> Rows:
+        """The document with every row of the file."""
+        return replace(self, share=0.0, held=False)
+
+
+def rows_of(document: Document, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) of every row of a document. Errors: as its reader."""
+    if isinstance(document, Rows):
+        return document.rows(keys)
+    raise TypeError(f"{document.path} has no rows")
+
+
+def row_documents(
+    kind: str, argument: str, field: str, share: float, where: str = "data.source"
+) -> tuple[list[Document], list[Document]]:
+    """Both sides of the rows that KIND:ARGUMENT names: for training, and held out (share 0: none).
+
+    field    key of the text; "" where examples are read, or before `find_form` has found it
+    Errors   ConfigError if no file matches, with the nearest path
+    """
+    if kind == "hf":
+        from shoal.data.hf_rows import document_fields
+
+        files = [document_fields(argument, where)]
+    else:
+        folder = fixed_folder(argument)
+        files = [_fields(path, folder) for path in glob_files(argument, where, kind)]
+    sides: list[list[Document]] = [
+        [Rows(**file, kind=kind, field=field, share=share, held=held) for file in files]
+        for held in ((False, True) if share else (False,))
+    ]
+    return sides[0], sides[1] if share else []
+
+
+def _fields(path: Path, folder: Path) -> dict[str, Any]:
+    return vars(Document.of(path, folder))
