@@ -2,8 +2,8 @@
 
 Shows: a loop with its passes written out; two losses with counts of their own (every image has an
 answer of the teacher, one in ten a label), each divided by its count over all ranks.
-Start: python examples/distillation.py
-   or: python -m torch.distributed.run --nproc-per-node 2 examples/distillation.py
+Start: python examples/distillation.py [FOLDER], and again to go on where it was
+   or: python -m torch.distributed.run --nproc-per-node 2 examples/distillation.py [FOLDER]
 """
 
 import sys
@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import shoal
 
 DOUBLE = "--float64" in sys.argv  # to compare layouts to the last digits
-EPOCHS, NO_LABEL = 6, -100
+EPOCHS, NO_LABEL = 2 if "--short" in sys.argv else 6, -100
+folder = next((arg for arg in sys.argv[1:] if not arg.startswith("--")), "runs/distillation")
 
 
 def net(width: int) -> nn.Module:
@@ -32,7 +33,6 @@ images, classes = map(torch.from_numpy, load_digits(return_X_y=True))
 images = images / 16 if DOUBLE else (images / 16).float()
 few = torch.where(torch.arange(len(classes)) % 10 == 0, classes, NO_LABEL)
 data = torch.utils.data.TensorDataset(images[300:], few[300:])
-
 torch.manual_seed(0)
 teacher, student = net(256), net(32)
 adam = torch.optim.Adam(teacher.parameters(), lr=3e-3)
@@ -41,9 +41,9 @@ for _ in range(150):  # every process teaches the same teacher
     F.cross_entropy(teacher(images[300:]), classes[300:]).backward()
     adam.step()
 teacher.requires_grad_(False)
-
-optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
-run = shoal.parallelize(student, optimizer, nn.CrossEntropyLoss(reduction="none"), batch=64)
+adam = torch.optim.AdamW(student.parameters(), lr=1e-2)
+run = shoal.parallelize(student, adam, batch=64, folder=folder)
+run.restore()
 for _epoch in run.epochs(EPOCHS):
     for batch in run.loader(data):
         answers = run.total(sum(len(targets) for _, targets in batch.values))
@@ -54,6 +54,7 @@ for _epoch in run.epochs(EPOCHS):
             hard = F.cross_entropy(logits, micro.targets, ignore_index=NO_LABEL, reduction="sum")
             run.backward(soft / answers + hard / labels)
         result = run.update()
+    run.save()
 right = (student(images[:300]).argmax(1) == classes[:300]).double().mean()
 run.print(f"loss {result.loss!r}, right {right:.1%} of images that nobody has shown it")
 run.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -12,6 +13,7 @@ from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.cli import main
 from shoal.cli.plan_explain import explain_model, find_layout, over_data
+from shoal.cli.plan_subject import find_subject
 from shoal.config.load import load
 
 SMALL = ["model.dim=32", "model.layers=3", "data.source=synthetic", "data.sequence=12"]
@@ -98,3 +100,72 @@ def test_the_layout_is_the_runs() -> None:
 def test_a_pattern_that_matches_nothing() -> None:
     with pytest.raises(PlanError, match="matches no parameter"):
         rows("layout.tp=2", "layout.split=*.upp.weight=whole")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name=llama", "model.dim=32", "model.layers=3"],
+        ["model.name=gpt", "model.dim=32", "model.layers=2"],
+        ["model.name=moe", "model.dim=32", "model.layers=2"],
+        ["model.name=resnet", "data.source=digits"],
+        ["model.build=in_turns:build", "model.loss=in_turns:loss", "data.source=digits"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_flops_by_module_are_the_plans(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sum, to the last one, of our own models and of one that is traced."""
+    (tmp_path / "in_turns.py").write_text(IN_TURNS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["data.source=synthetic", "data.sequence=12", "launch.processes=2"]
+    loaded = load(None, [*given, "layout.strategy=ddp", *words])
+    explained = explain_model(loaded.config, Layout(dp_replicate=2))
+    planned = find_subject(loaded, "").case.model.forward_flops
+    assert sum(row.flops for row in explained.flops) == pytest.approx(planned, rel=1e-12)
+    assert list(explained.flops) == sorted(explained.flops, key=lambda row: -row.flops)
+    if "in_turns" in words[0]:
+        # 64 → 48 → 48 → 10: the inner layer three times, its weight once more by a function.
+        counted = {row.kind: (row.modules, row.flops) for row in explained.flops}
+        assert counted == {
+            "Linear": (3, 2.0 * (64 * 48 + 3 * 48 * 48 + 48 * 10)),
+            "Turns": (1, 2.0 * 48 * 48),
+        }
+        looking = load(None, [*given, *words, "model.looks=true"])
+        assert explain_model(looking.config, Layout(dp_replicate=2)).flops == explained.flops
+
+
+IN_TURNS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Turns(nn.Module):
+    def __init__(self, looks):
+        super().__init__()
+        self.looks = looks
+        self.inner, self.parts = nn.Linear(48, 48), nn.ModuleList([nn.Linear(64, 48), nn.Linear(48, 10)])
+    def forward(self, images):
+        if self.looks and images.sum() > 1e9:  # needs values: no twin without data can say
+            return images
+        hidden = self.parts[0](images.flatten(1))
+        for _ in range(3):
+            hidden = self.inner(hidden)
+        return self.parts[1](F.linear(hidden, self.inner.weight))
+
+def build(looks=False):
+    return Turns(looks)
+
+def loss(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+"""
+
+
+def test_the_table_ends_with_the_sum() -> None:
+    words = ["plan", "--explain", *SMALL, "layout.strategy=fsdp", "launch.processes=2"]
+    lines = CliRunner().invoke(main.app, words).output.splitlines()
+    start = lines.index("a forward pass of one sample, products and attention, by module:")
+    kinds = [line.split()[0] for line in lines[start + 1 : start + 5]]
+    assert kinds == ["loss", "Projection", "Attention", "in"]
+    assert lines[start + 4].endswith("100.0%")

@@ -28,6 +28,8 @@ KINDS = {
     "accelerate": {"accelerate"},
     "deepspeed": {"deepspeed"},
 }
+PLAIN = HERE / "before_gradient_penalty.py"
+WRITTEN_OUT = HERE.parents[1] / "examples" / "gradient_penalty.py"
 DEADLINE_S = 120
 
 
@@ -71,6 +73,29 @@ def test_the_page_shows_these_scripts(kind: str) -> None:
     wanted = "\n".join(lines[1:]).strip("\n") + "\n"
     assert shown is not None
     assert shown[1] == wanted, f"docs/moving-in.md should show:\n{wanted}"
+
+
+def test_the_page_quotes_a_loop_written_out() -> None:
+    """From the last import on; what is above differs by the header and the switches."""
+    old, new = (path.read_text() for path in (PLAIN, WRITTEN_OUT))
+    parts = [text[text.index("\ntorch.manual_seed") :].splitlines() for text in (old, new)]
+    lines = list(difflib.unified_diff(*parts, n=1, lineterm=""))[3:]
+    wanted = "\n".join("…" if line.startswith("@@") else line.rstrip() for line in lines) + "\n"
+    shown = re.search(r"<!-- written out -->\n+```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert shown is not None
+    assert shown[1] == wanted, f"docs/moving-in.md should show:\n{wanted}"
+
+
+@pytest.mark.proof
+def test_the_plain_loop_runs_and_learns_as_much(tmp_path: Path) -> None:
+    """In another order of samples, which is its own."""
+    right = []
+    for path in (PLAIN, WRITTEN_OUT):
+        told = subprocess.run(
+            [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        right.append(float(re.search(r"right ([\d.]+)%", told)[1]))
+    assert abs(right[0] - right[1]) < 8
 
 
 @dataclass

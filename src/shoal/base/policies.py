@@ -230,12 +230,30 @@ class LoopPolicy:
 
     seed         of initial weights, sample order and dropout
     skip_limit   steps in a row with non-finite numbers, each skipped, after which the run stops
+    trace        steps that are recorded, "FIRST:LAST", both included; "" none
     """
 
     seed: int = number(0, least=0)
     """initial weights, sample order, dropout"""
     skip_limit: int = number(5, least=1, usual=5)
     """non-finite steps in a row before the run stops"""
+    trace: str = ""
+    """FIRST:LAST, both included: steps of which each rank writes a torch.profiler trace and their
+    memory into the run folder's traces/; empty: none"""
+
+    @staticmethod
+    def traced(name: str, text: str) -> tuple[int, int]:
+        """Find (first, last) of a `trace`. Errors: ConfigError with the nearest text.
+
+        >>> LoopPolicy.traced("train.trace", "100:103")
+        (100, 103)
+        """
+        ends = [int(one) for one in str(text).split(":") if one.isdecimal()]
+        if len(ends) == 2 == len(str(text).split(":")) and 1 <= ends[0] <= ends[1]:
+            return ends[0], ends[1]
+        first, last = max(1, min(ends, default=100)), max(1, max(ends, default=103))
+        wanted = "FIRST:LAST, two steps from 1 on, is wanted"
+        raise ConfigError(f"{name} = {text}: {wanted}; nearest: {name}={first}:{last}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,6 +472,8 @@ def check_value(name: str, key: Field[Any], value: Any) -> None:
 nearest: full
     """
     said = key.metadata
+    if key.name == "trace" and value:
+        LoopPolicy.traced(name, value)
     if "legal" in said:
         if value not in said["legal"]:
             raise ConfigError(one_of(name, value, said["legal"], said["others"]))

@@ -70,6 +70,19 @@ class ExchangeRow:
 
 
 @dataclass(frozen=True)
+class FlopsRow:
+    """Floating-point operations that modules of one class do themselves in a forward pass.
+
+    kind    the class, or "loss" for what no module does · modules  how many do some
+    flops   of one sample, over all of them; products, convolutions and attention count
+    """
+
+    kind: str
+    modules: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class Explained:
     """How a layout splits a whole model, parameter by parameter: what `shoal plan --explain` shows.
 
@@ -78,6 +91,7 @@ class Explained:
     exchanges  what a forward and backward pass of `samples` samples makes the tensor-parallel
                ranks exchange · samples  that the model was looked at with, also without exchanges
     notices    what the user should hear: what stays whole although it could have been split
+    flops      most first; their sum is what the plan counts
     """
 
     model: str
@@ -86,6 +100,7 @@ class Explained:
     exchanges: tuple[ExchangeRow, ...] = ()
     notices: tuple[str, ...] = ()
     samples: int = 0
+    flops: tuple[FlopsRow, ...] = ()
 
     @property
     def split(self) -> int:
@@ -102,4 +117,5 @@ class Explained:
             "samples": self.samples,
             "exchanges": [asdict(row) for row in self.exchanges],
             "notices": list(self.notices),
+            "flops": [asdict(row) for row in self.flops],
         }

@@ -9,7 +9,7 @@ import typer
 from shoal import __version__
 from shoal.base.errors import ShoalError
 from shoal.base.systems import untried
-from shoal.cli import checkpoint, compare, plan, prove, sample, simulate, train
+from shoal.cli import checkpoint, compare, find, plan, prove, sample, simulate, train
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -46,6 +46,7 @@ app.command("prove")(prove.prove)
 app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(find.app, name="find")
 
 
 def _version(asked: bool) -> None:

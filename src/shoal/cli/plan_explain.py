@@ -17,7 +17,7 @@ from typing import Any
 from shoal.base.errors import ConfigError
 from shoal.base.layout import Layout
 from shoal.base.schedules import copies
-from shoal.base.splits import ExchangeRow, Explained, SplitRow, shard_text
+from shoal.base.splits import ExchangeRow, Explained, FlopsRow, SplitRow, shard_text
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config
 
@@ -100,7 +100,7 @@ def explain_model(config: Config, layout: Layout) -> Explained:
     from shoal.parallel.place import derive
     from shoal.trace.record import Record
 
-    module, look = _look_at(config)
+    module, look, flops = _look_at(config)
     plan = replace(plan_of(config), layout=layout)
     found = derive(Record(module, look, plan), plan)
     tensor = _over_tp(module, found.split, layout) if found.split is not None else Derived()
@@ -134,7 +134,7 @@ def explain_model(config: Config, layout: Layout) -> Explained:
         )
     name = config.model.build or config.model.name
     return Explained(
-        name, layout.text(), tuple(rows), tensor.exchanges, tensor.notices, samples=SAMPLES
+        name, layout.text(), tuple(rows), tensor.exchanges, tensor.notices, SAMPLES, flops()
     )
 
 
@@ -186,15 +186,16 @@ def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
     )
 
 
-def _look_at(config: Config) -> tuple[Any, Look]:
-    """The model, and how to run one like it on the first samples of its data."""
+def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ...]]]:
+    """The model, how to run one like it on the first samples of its data, what that computes."""
     import torch
 
     from shoal.data.dataset import is_indexed, join
     from shoal.data.seeding import kept_draws
     from shoal.data.sources import open_source
-    from shoal.trainer.contract import call_model, split_batch
-    from shoal.trainer.job import build_model
+    from shoal.trace.flops import module_flops
+    from shoal.trainer.contract import call_model, split_batch, sum_and_count
+    from shoal.trainer.job import build_model, import_loss
     from shoal.trainer.parallelize import build_module
 
     source = open_source(config.data, config.train.seed)
@@ -216,7 +217,16 @@ def _look_at(config: Config) -> tuple[Any, Look]:
         with torch.random.fork_rng(devices=[]):
             return call_model(model, inputs, config.model.call)
 
-    return module, look
+    def forward(model: Any, value: Any) -> Any:
+        given, targets = split_batch(value)
+        outputs = call_model(model, given, config.model.call)
+        return sum_and_count(import_loss(config.model)(outputs, targets), targets)
+
+    def flops() -> tuple[FlopsRow, ...]:
+        counted = module_flops(module, batch, forward)
+        return tuple(replace(row, flops=row.flops / len(few)) for row in counted)
+
+    return module, look, flops
 
 
 def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:

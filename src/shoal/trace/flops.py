@@ -7,13 +7,14 @@ Matrix products, convolutions and attention count; element-wise work does not, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.base.splits import FlopsRow
 from shoal.trace._torch import pytree
 from shoal.trace.alone import alone
 from shoal.trace.copies import meta_twin
@@ -40,6 +41,54 @@ def backward_flops(
         return counter.get_total_flops()
     except Exception:  # whatever a user's module cannot do here, MFU is worth less than training
         return None
+
+
+def module_flops(
+    module: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]
+) -> tuple[FlopsRow, ...]:
+    """Count the FLOP of a forward pass by the class of the module that does them, most first.
+
+    batch     a few samples, on the CPU · forward  (module, batch) → the loss, which counts too
+    Gives     FLOP of the whole batch, each counted once: at the innermost module around it
+    A model that needs values is run on the CPU; all others on a twin without data.
+    """
+    try:
+        counted = _counted(meta_twin(module), pytree.tree_map(_to_meta, batch), forward)
+    except Exception:  # whatever it was, it is seen again where the model has its data
+        with torch.random.fork_rng(devices=[]):
+            counted = _counted(module, batch, forward)
+    root = type(module).__name__
+    kinds = {root: root, "Global": "loss"}
+    kinds |= {f"{root}.{name}": type(one).__name__ for name, one in module.named_modules() if name}
+    own = dict(counted)
+    for name, flops in counted.items():
+        if name != "Global":
+            own[_around(name, counted)] -= flops
+    rows: dict[str, list[int]] = {}
+    for name, flops in own.items():
+        if flops:
+            rows.setdefault(kinds.get(name, name), []).append(flops)
+    found = (FlopsRow(kind, len(each), float(sum(each))) for kind, each in rows.items())
+    return tuple(sorted(found, key=lambda row: -row.flops))
+
+
+def _counted(
+    module: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]
+) -> dict[str, int]:
+    """FLOP by path, those of modules inside included; "Global" is all of them."""
+    # With gradients, losses over a vocabulary compute theirs in the forward pass.
+    with alone(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        forward(module, batch)
+    return {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+
+
+def _around(name: str, names: Mapping[str, int]) -> str:
+    """The nearest path around one that was counted, which a container without a pass is not."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name
+    return "Global"
 
 
 def _to_meta(leaf: Any) -> Any:

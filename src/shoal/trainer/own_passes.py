@@ -23,7 +23,7 @@ from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
 from shoal.trainer.double_backward import watching
 from shoal.trainer.measured import Measured
-from shoal.trainer.micro_batch import JOINING, MicroBatch
+from shoal.trainer.micro_batch import JOINING, MicroBatch, prepared
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
 from shoal.trainer.suspicions import refuse_mean
 
@@ -32,7 +32,8 @@ from shoal.trainer.suspicions import refuse_mean
 class OwnMicroBatch:
     """A micro-batch to run the model on, on its device and in its format.
 
-    inputs, targets   as the dataset gave them; of one dict both are that dict
+    inputs, targets   as the dataset gave them; of what is no pair (a dict, a tensor, three of them)
+                      both are the whole of it: no loss that asks for targets is run here
     index             its number in the step, over all ranks; negative: it only joins the others,
                       and whatever its losses are, they weigh nothing
     """
@@ -91,9 +92,12 @@ class OwnPasses:
             self._at, self._count = one, None
             self._calls.append(0)
             with one.entered(), self.program.autocast(), watching(self.program):
-                yield OwnMicroBatch(*one.parts, one.index)
-            self._at = None
-            one.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
+                batch = prepared(self.program, one.batch)
+                pair = isinstance(batch, tuple | list) and len(batch) == 2
+                inputs, targets = batch if pair else (batch, batch)
+                yield OwnMicroBatch(inputs, targets, one.index)
+            # Inputs of passes that are over need no memory.
+            self._at = batch = inputs = targets = None
             reducer.passed(one.index != JOINING)
 
     def log(self, measuring: Callable[[], Measured], values: Mapping[str, Any]) -> None:

@@ -123,6 +123,10 @@ def parallelize(
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
+    if plan.trace and folder is None:
+        raise ConfigError(
+            f'trace = {plan.trace}: is written into the run folder; nearest: folder="runs/mine"'
+        )
     if metrics:
         from shoal.trainer.measured import check_metrics
 
@@ -230,7 +234,13 @@ def start_run(
     del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
-    run = Run(program, bound, loss, Recorder(folder, world), length, given)
+    recorder = Recorder(folder, world)
+    if plan.trace and folder is not None:
+        from shoal.trainer.step_trace import StepTrace
+
+        recorder.trace = StepTrace(plan.trace, folder, world, recorder.notice)
+        program = replace(program, on_close=(*program.on_close, recorder.trace.close))
+    run = Run(program, bound, loss, recorder, length, given)
     if folder is not None:
         from shoal.trainer.folder_lease import own
         from shoal.trainer.run_state import model_parts

@@ -13,12 +13,15 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import ConfigError, short
 from shoal.base.events import EventLog, append_line
 from shoal.fabric import World
 from shoal.fabric.device import utilisation
+
+if TYPE_CHECKING:  # few runs record their steps
+    from shoal.trainer.step_trace import StepTrace
 
 UNREADABLE = math.inf
 """In the place of the step of a damaged line: later than any."""
@@ -30,6 +33,7 @@ class Recorder:
     flops_per_sample, machine_flops_per_s   set once known; MFU is null until then
     wanted   what hooks asked for, "stop" or "save", until it is done
     saves_apart   why hooks cannot ask for a save, told once; "": they can
+    trace    records some steps, operation by operation
     passed   told once when steps pass the machine's rate; what it says is a notice
     Errors   ConfigError when the folder cannot be made
     """
@@ -54,6 +58,7 @@ class Recorder:
         self.wanted = set[str]()
         self.saves_apart, self._told_apart = "", False
         self._went_back_to: int | None = None
+        self.trace: StepTrace | None = None
 
     def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
         """Call a hook with every record from now on; what it gives is in `wanted`, if it is a word.
@@ -95,8 +100,10 @@ class Recorder:
         if self.world.is_first:
             logging.getLogger("shoal").warning("shoal: %s", text)
 
-    def data_wait_s(self) -> float:
-        """Seconds since the last step ended: what the loader and the user's own code took."""
+    def begin(self, step: int) -> float:
+        """A step begins. Gives seconds since the last one ended: the loader's and the user's."""
+        if self.trace is not None:
+            self.trace.before(step)
         return time.perf_counter() - self.waiting_since_s
 
     def restart_clock(self) -> None:
@@ -134,6 +141,8 @@ class Recorder:
                 self.events.dropped += 1  # a full disk must not stop training
         for listen in self.events.listeners:
             listen({"event": "step", "rank": self.world.rank, **row})
+        if self.trace is not None:
+            self.trace.after(row["step"])
         return row
 
     def _mfu(self, samples: int, step_s: float) -> float | None:

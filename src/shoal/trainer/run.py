@@ -333,7 +333,7 @@ class Run:
 
             refuse_old_checkpoints(folder, self.world)
             self._restored.add(folder)
-        self._data_wait_s = self.recorder.data_wait_s()
+        self._data_wait_s = self.recorder.begin(self.step_count + 1)
         self._batch, self._own = batch, None
         self.touched.before(self.step_count + 1)
         self._brought.look(self.step_count + 1, batch)

@@ -19,8 +19,8 @@ from typing import TextIO, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from shoal.base.splits import ExchangeRow, Explained, SplitRow
-from shoal.base.units import bytes_text
+from shoal.base.splits import ExchangeRow, Explained, FlopsRow, SplitRow
+from shoal.base.units import bytes_text, flops_text
 
 WIDTH = 100
 WIDEST_NAME, WIDEST_SHARD = 40, 30
@@ -52,6 +52,8 @@ def split_lines(explained: Explained, width: int = WIDTH) -> list[Line]:
         passes = f"a forward and backward pass of {explained.samples} samples exchanges over tp:"
         lines += [("", ""), (passes, "bold")]
         lines += [(_exchange(one), "") for one in fold(explained.exchanges)]
+    if explained.flops:
+        lines += [("", ""), *_flops(explained.flops)]
     if explained.notices:
         lines += [("", "")]
         lines += [(text, "yellow") for one in explained.notices for text in _item(one, width)]
@@ -165,6 +167,18 @@ def _exchange(row: ExchangeRow) -> str:
     """One line: `blocks.0–3` stands for each of four modules."""
     each = f"{row.count} × {row.kind} of {bytes_text(row.payload_bytes)}"
     return f"  {row.name or 'the model':<{WIDEST_NAME - 2}}  {row.when:<8}  {each}"
+
+
+def _flops(rows: Sequence[FlopsRow]) -> list[Line]:
+    """What each kind of module computes, and their sum."""
+    total = sum(row.flops for row in rows)
+    lines = [("a forward pass of one sample, products and attention, by module:", "bold")]
+    for row in (*rows, FlopsRow("in all", sum(row.modules for row in rows), total)):
+        size = flops_text(row.flops).removesuffix("/s")
+        name = textwrap.shorten(row.kind, WIDEST_NAME - 2, placeholder="…")
+        share = f"{row.flops / total:6.1%}"
+        lines.append((f"  {name:<{WIDEST_NAME - 2}}  {row.modules:>5}  {size:>12}  {share}", ""))
+    return lines
 
 
 def _item(text: str, width: int) -> list[str]:
