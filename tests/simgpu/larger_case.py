@@ -187,6 +187,11 @@ def left(run: Any) -> None:
         run.lease.release()
 
 
+def in_memory(size_bytes: int) -> int:
+    """What a tensor takes of a device: its allocator gives blocks of 512 bytes."""
+    return -(-size_bytes // 512) * 512
+
+
 def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> dict[str, Any]:
     """Build, go on, train, save, export: on one layout."""
     folder, layout, plain = Path(asked["folder"]), asked["legs"][number], asked.get("plain")
@@ -198,14 +203,17 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
         run = started(world, asked, layout, asked["model"])
     blocks = run.program.twin.blocks if run.program.twin is not None else run.model.blocks
     parts = [part for part, _ in model_parts(run).values()]
-    in_block = sum(p.numel() for p in blocks[0].parameters())
     each_bytes = {"fp32": 4, "fp64": 8}[asked["precision"]]
+    in_blocks = {id(p) for p in blocks.parameters()}
+    whole = run.program.twin if run.program.twin is not None else run.model
+    rest = [p for p in whole.parameters() if id(p) not in in_blocks]
+    units = (blocks[0].parameters(), rest)
     told: dict[str, Any] = {
         "layout": run.plan.layout.text(),
         "weights": each_bytes * run.plan.parameters,
-        "share": sum(-(-part.nbytes // 512) * 512 for part in parts),
+        "share": sum(in_memory(part.nbytes) for part in parts),
         "on host": sum(part.nbytes for part in parts if part.device.type == "cpu"),
-        "unit": each_bytes * max(in_block, run.plan.parameters - len(blocks) * in_block),
+        "unit": max(sum(in_memory(each_bytes * p.numel()) for p in unit) for unit in units),
     }
     if plain:
         save_file(run.state_dict(), folder / INITIAL)

@@ -22,8 +22,9 @@ from shoal.fabric import World, start_world
 from shoal.models.catalog import build
 from shoal.parallel import shared_build
 from shoal.parallel.compare_weights import tensor_digest
+from shoal.parallel.data_parallel import fsdp
 from shoal.parallel.full_state import gather_weights
-from shoal.parallel.mmap_init import mmap_init
+from shoal.parallel.mmap_init import PREFIX, mmap_init
 from shoal.parallel.pretrained import made_beside, pretrained_shapes
 from shoal.parallel.shared_build import build_once
 from shoal.trainer import parallelize as starting
@@ -278,7 +279,32 @@ def moves(found: list[int]) -> Iterator[None]:
         yield
 
 
-def started(world: World, layout: Any, least_bytes: int, folder: str = "") -> dict[str, Any]:
+def in_files(world: World, layout: Any) -> list[int]:
+    """Bytes of weights' files that a start has mapped still: as built, and after each unit's cut."""
+    found: list[int] = []
+
+    def note() -> None:
+        rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
+        ends = [row[0].split("-") for row in rows if PREFIX in " ".join(row[5:])]
+        found.append(sum(int(stop, 16) - int(start, 16) for start, stop in ends))
+
+    bring = fsdp._bring_rows
+
+    def brought(*given: Any) -> None:
+        found or note()
+        bring(*given)
+
+    with (
+        mock.patch.object(fsdp, "_bring_rows", brought),
+        mock.patch.object(fsdp, "trim_heap", note),
+    ):
+        started(world, layout, 0, layers=12)
+    return found
+
+
+def started(
+    world: World, layout: Any, least_bytes: int, folder: str = "", layers: int = 4
+) -> dict[str, Any]:
     """A run whose model was built so: digests of its weights as gathered, and its losses.
 
     folder   to go on from, to save to, and to export the weights to
@@ -290,7 +316,7 @@ def started(world: World, layout: Any, least_bytes: int, folder: str = "") -> di
     try:
         with moves(moved):
             run = parallelize(
-                lambda: build(name, {"dim": 32, "layers": 4}, vocabulary=32, sequence=16),
+                lambda: build(name, {"dim": 32, "layers": layers}, vocabulary=32, sequence=16),
                 lambda p: torch.optim.AdamW(p, lr=1e-2),
                 layout=layout,
                 batch=8,

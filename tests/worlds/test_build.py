@@ -157,6 +157,16 @@ def test_runs_go_on_and_export_whatever_their_layouts(worlds: Any, tmp_path: Any
         before = legs[0]["end"]
 
 
+@pytest.mark.parametrize("layout", [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}], ids=str)
+def test_files_of_weights_go_while_units_are_cut(worlds: Any, layout: Any) -> None:
+    """Else a machine holds the whole model beside all that its ranks make of it."""
+    for first, *after in worlds(4).call("build_case:in_files", layout=layout):
+        assert first > 0
+        assert after == sorted(after, reverse=True)
+        assert after[len(after) // 2] < 0.7 * first
+        assert after[-1] == 0
+
+
 @pytest.fixture
 def fresh(tmp_path: Any) -> Iterator[Members]:
     """Four processes whose heaps nobody else has filled and freed, nor will find so."""

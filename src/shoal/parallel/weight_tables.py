@@ -3,8 +3,9 @@
     table_of       on the rank that ran the builder: file and offset of every tensor
     put_in         on the others: the same pages, mapped into a model made without numbers
 
-Small tensors go into one more file; what lies in a checkpoint's file, as it was read, is mapped
-from there (checkpoint_files.py).
+Small tensors go into files of their own, some dozens of a model: a file leaves the page cache when
+all ranks have let go of what is in it, while other layers are cut still. What lies in a
+checkpoint's file, as it was read, is mapped from there (checkpoint_files.py).
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from shoal.parallel.mmap_init import belongs_to_file, mapped, over
 from shoal.parallel.program import dtype_of
 
 ALIGNED = 64
-"""Bytes at a multiple of which each tensor begins in the file of small ones, as torch's own do."""
+"""Bytes at a multiple of which each tensor begins in a file of small ones, as torch's own do."""
 
-RETURNS = 64
-"""Times that small tensors' memory is returned while they move into their file; 5 ms each."""
+SMALL_FILES = 64
+"""Of small tensors; between two the memory that they leave is returned, which takes 5 ms."""
+
+IN_MEMORY = -1
+"""In the place of a descriptor."""
 
 Build = Callable[[], nn.Module]
 Table = dict[str, Any]
@@ -72,7 +76,7 @@ def table_of(module: nn.Module, files: dict[str, int]) -> Table:
         storages.setdefault(key, tensor.untyped_storage())
         widths[key] = max(widths.get(key, 1), tensor.element_size())
     places: list[dict[str, Any]] = []
-    small, read, used = 0, files_as_read(), set[tuple[int, int]]()
+    read, used = files_as_read(), set[tuple[int, int]]()
     for key, storage in storages.items():
         found = next((one for one in read if one.start <= key < one.stop), None)
         if storage.filename in files:
@@ -83,8 +87,7 @@ def table_of(module: nn.Module, files: dict[str, int]) -> Table:
             used.add((found.start, found.stop))
             places.append({**told, "bytes": storage.nbytes()})
         else:
-            places.append({"file": -1, "at": small, "bytes": storage.nbytes()})
-            small += -(-storage.nbytes() // ALIGNED) * ALIGNED
+            places.append({"file": IN_MEMORY, "at": 0, "bytes": storage.nbytes()})
     for start, stop in used:
         read_as_used(start, stop)
     numbers = {key: number for number, key in enumerate(storages)}
@@ -94,7 +97,7 @@ def table_of(module: nn.Module, files: dict[str, int]) -> Table:
         tensors[name] = [number, tensor.storage_offset(), *_form(tensor)]
         of_storage[number].append(tensor)
     storages.clear()  # what moves into a file leaves its memory
-    _pack(of_storage, places, small, files)
+    _pack(of_storage, places, files)
     nodes = {d: os.fstat(d).st_ino for d in {p["file"] for p in places if "file" in p}}
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
     return {
@@ -107,25 +110,38 @@ def table_of(module: nn.Module, files: dict[str, int]) -> Table:
 
 
 def _pack(
-    of_storage: list[list[Tensor]],
-    places: list[dict[str, Any]],
-    size_bytes: int,
-    files: dict[str, int],
+    of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: dict[str, int]
 ) -> None:
-    """Move the storages that lie in no file into one, and note its descriptor as their place.
+    """Move the storages that lie in no file into some, and note where as their places.
 
     Their memory is returned on the way: a model of small tensors would be there twice at the end.
 
     of_storage   per storage, the module's tensors that lie in it
     places       of the storages, in the same order
-    size_bytes   of the file
     """
+    pairs = zip(of_storage, places, strict=True)
+    left = [(tensors, place) for tensors, place in pairs if place.get("file") == IN_MEMORY]
+    each_bytes = sum(_rounded(place["bytes"]) for _, place in left) / SMALL_FILES
+    together: list[tuple[list[Tensor], dict[str, Any]]] = []
+    size_bytes = 0
+    for number, (tensors, place) in enumerate(left, start=1):
+        place["at"] = size_bytes
+        size_bytes += _rounded(place["bytes"])
+        together.append((tensors, place))
+        if size_bytes >= each_bytes or number == len(left):
+            _move(together, size_bytes, files)
+            trim_heap()
+            together, size_bytes = [], 0
+
+
+def _move(
+    together: list[tuple[list[Tensor], dict[str, Any]]], size_bytes: int, files: dict[str, int]
+) -> None:
+    """Move the tensors of some storages to their places in a new file."""
     held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)
-    whole, moved_bytes = held.untyped_storage(), 0
+    whole = held.untyped_storage()
     descriptor = files[str(whole.filename)]
-    for tensors, place in zip(of_storage, places, strict=True):
-        if place.get("file", 0) >= 0:
-            continue
+    for tensors, place in together:
         place["file"] = descriptor
         if not place["bytes"]:
             continue
@@ -138,10 +154,10 @@ def _pack(
         for tensor in tensors:
             tensor.data = over(whole[place["at"] : stop], tensor, tensor.storage_offset())
             belongs_to_file(tensor)
-        moved_bytes += place["bytes"]
-        if moved_bytes >= size_bytes / RETURNS:
-            trim_heap()
-            moved_bytes = 0
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNED) * ALIGNED
 
 
 def _key(tensor: Tensor) -> int:

@@ -221,6 +221,7 @@ def start_run(
     look = look_at(sample, plan, world)
     program = prepare(module, plan, world)
     program, derived = place(program, record(program, look), look.samples if look else 0)
+    del look  # its samples are on the device
     trim_heap()  # passes over the whole model, and layers in float64, leave more than is kept
     program = materialise(program, derived)
     _settle(module, plan.layout)

@@ -1,4 +1,4 @@
-"""Builds the simulated device once per version of torch, Python and its own source, into a cache.
+"""Builds the simulated device once per torch, Python and its own source, into a cache.
 
 python tests/simgpu/simulated/build.py     the library's path on the last line
 SHOAL_SIMGPU_CACHE=folder                  where builds lie; default: build/simgpu of the repository
@@ -38,7 +38,8 @@ def library() -> Path:
         raise CannotBuild(
             f"the simulated device is written for torch {MADE_FOR}, here is {torch_version}"
         )
-    digest = hashlib.sha256(f"{torch_version} {sys.version} {FLAGS}".encode())
+    # The library names torch's folder: one that was built beside an environment that is gone loads nowhere.
+    digest = hashlib.sha256(f"{torch_version} {_torch()} {sys.version} {FLAGS}".encode())
     sources = sorted(SOURCE.iterdir())
     for path in sources:
         digest.update(path.read_bytes())
@@ -56,11 +57,16 @@ def library() -> Path:
     return target
 
 
-def _compile(sources: list[Path], target: Path) -> None:
+def _torch() -> Path:
+    """The folder of torch, which links may lead to."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.submodule_search_locations
-    torch = Path(spec.submodule_search_locations[0]).resolve()  # links may go before the cache
+    return Path(spec.submodule_search_locations[0]).resolve()
+
+
+def _compile(sources: list[Path], target: Path) -> None:
+    torch = _torch()
     include = torch / "include"
     paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
     flags = [*FLAGS, *(f"-I{path}" for path in paths)]

@@ -198,8 +198,8 @@ def _wrap(
     # Of other stages, and what has no rows, or nobody else to have them.
     ignored = {p for p in module.parameters() if p.is_meta} | set(_whole(program))
     for unit in wrapped:
-        before = [(p, p.data) for p in unit.parameters()]
-        _bring_rows([p for p, _ in before if p not in ignored], over, program.world.device)
+        before = [(p, p.data, is_mapped(p)) for p in unit.parameters() if p not in ignored]
+        _bring_rows([p for p, *_ in before], over, program.world.device)
         # Before torch's own hook, which hangs the gathering for backward on what it finds here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
         # Not around what gathers: what is gathered is resized, which no mapped tensor can be.
@@ -214,11 +214,14 @@ def _wrap(
             )
         if unit is not module and isinstance(kept, DeviceMesh):
             keep_among(unit, kept)
-        for parameter, data in before:
-            # What the optimizer was built over goes back to the host, from where torch moved it:
-            # until it has been given the rows, it would hold the whole model on the device.
-            if parameter.data_ptr() != data.data_ptr():
+        for parameter, data, in_file in before:
+            # The optimizer was built over it, and holds it until it is given the rows: the whole
+            # model on the device, where torch moved it, or its file in the host's page cache.
+            if in_file:
+                parameter.data = data.new_empty(1).expand(data.shape)
+            elif parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
+            del data  # the next unit's would find it there
         del before
         trim_heap()
     # Any: torch asks for classes of its own, and calls them like these.
