@@ -77,6 +77,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/families.py
 	$(BIN)/python tests/proof/exported.py
 	$(BIN)/python tests/proof/long_context.py
+	$(BIN)/python tests/proof/size.py
 	$(BIN)/python tests/worlds/pipe_makespan.py
 	$(BIN)/python tests/simgpu/device_lines.py --out docs/proof/device-lines.json
 	$(BIN)/python tests/simgpu/mutants.py --out docs/proof/mutants.json

@@ -113,6 +113,16 @@ def test_what_cannot_run_in_float64_is_exit_1(tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_by_blocks_says_what_was_not_seen(tmp_path: Path) -> None:
+    deep = ["model.name=llama", "model.dim=16", "model.heads=2", "model.layers=5", "layout.tp=2"]
+    code, out, err = prove(tmp_path, *deep, "data.source=synthetic", "--by-blocks", "--quick")
+    assert code == 0, out + err
+    assert "\nequal, by blocks: tp " in out
+    assert "\n  by blocks: the first 2 of 5 in blocks (1 kind) and both ends; not seen: " in out
+    assert "blocks.1.mlp.up.weight" in out or "nearer ones" in out
+    assert "blocks.2." not in out
+
+
 def test_what_the_user_must_mend_is_exit_2(tmp_path: Path) -> None:
     code, out, err = prove(tmp_path, "model.build=user:build", "model.loss=user:mean_loss")
     assert code == 2, out + err

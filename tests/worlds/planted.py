@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+import cases
 import trajectory
 from inside_causes import INSIDE
 from shoal.fabric import World
 from shoal.parallel import batch_norm
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.data_parallel.zero import FlatWeights
+from shoal.proof import Battery, shelf
 from shoal.trainer import micro_batch
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer import run as running
@@ -35,16 +38,35 @@ def prove(
     steps: int = 5,
     layout: str = "ddp",
     users: bool = False,
+    in_files: bool = False,
+    by_blocks: bool = False,
 ) -> dict[str, Any]:
     """The report on a layout with a planted bug; SGD alone, as every step of it is judged.
 
     users   as users get it: without our tests' own looks at what may be wrong inside
+    in_files, by_blocks  as for large models
     """
     torch.set_num_threads(1)
     battery = trajectory.battery(case, precision, steps, "sgd")
     if not users:
         battery = replace(battery, inside=INSIDE)
-    with BUGS[bug](world):
+    deep = partial(cases.GPT, layers=4) if by_blocks else cases.GPT
+    with BUGS[bug](world), patch.object(cases, "GPT", deep):
+        return prove_large(battery, world, layout, in_files, by_blocks)
+
+
+def prove_large(
+    battery: Battery,
+    world: World,
+    layout: str | dict[str, Any],
+    in_files: bool,
+    by_blocks: bool,
+) -> dict[str, Any]:
+    """The report, made as that of a large model is."""
+    if in_files:
+        battery = replace(battery, twins={})
+    battery = replace(battery, by_blocks=by_blocks)
+    with patch.object(shelf, "IN_MEMORY_BYTES", 0 if in_files else shelf.IN_MEMORY_BYTES):
         return battery.prove(world, layout)
 
 

@@ -18,6 +18,7 @@ import torch
 
 import any_case
 from inside_causes import INSIDE
+from planted import prove_large
 from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
 from shoal.parallel.data_parallel import shared
@@ -32,6 +33,7 @@ GPT = {"dim": 16, "layers": 2, "heads": 4}
 LLAMA = {"dim": 16, "layers": 2, "heads": 4}
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt": ("gpt", GPT, 61),
+    "deep": ("gpt", {**GPT, "layers": 4}, 61),
     "untied": ("gpt", {**GPT, "layers": 4, "dropout": 0.1, "tied": False}, 61),
     "one head": ("llama", {**LLAMA, "kv_heads": 1}, 61),
     "two heads": ("llama", {**LLAMA, "kv_heads": 2}, 61),
@@ -48,16 +50,24 @@ def battery(model: str) -> Battery:
 
 
 def prove(
-    world: World, bug: str, model: str, layout: dict[str, Any], users: bool = False
+    world: World,
+    bug: str,
+    model: str,
+    layout: dict[str, Any],
+    users: bool = False,
+    in_files: bool = False,
+    by_blocks: bool = False,
 ) -> dict[str, Any]:
     """The report on a layout with a planted bug, at the first step.
 
     users   as users get it: without our tests' own looks at what may be wrong inside
+    in_files, by_blocks  as for large models
     """
     torch.set_num_threads(1)
     unchecked = patch.object(tensor_parallel, "checked", lambda module, split, axis, strict: split)
     with unchecked, BUGS[bug]():
-        return replace(battery(model), inside=() if users else INSIDE).prove(world, layout)
+        asked = replace(battery(model), inside=() if users else INSIDE)
+        return prove_large(asked, world, layout, in_files, by_blocks)
 
 
 @contextmanager

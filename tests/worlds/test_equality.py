@@ -19,9 +19,9 @@ from shoal.data.order import samples_at
 from shoal.fabric import World
 from shoal.fabric.process_info import Place
 from shoal.proof.battery import OPTIMIZERS, SGD
+from shoal.proof.distances import away, norm_over
 from shoal.proof.side import perturb
 from shoal.proof.trajectory_record import Record
-from shoal.proof.verdict import share, whole_norm
 from shoal.view.proof import proof_text
 
 WEIGHT_BOUND = 1e-12
@@ -148,15 +148,15 @@ def test_one_process_equals_a_loop_by_hand(case: str) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), battery.clip)
         assert math.isclose(expected.rows[step].loss, total / count, rel_tol=1e-12)
         assert math.isclose(expected.rows[step].grad_norm, float(norm), rel_tol=1e-12)
-        whole = whole_norm(expected.gradients[step])
+        whole = norm_over(expected.gradients[step].values())
         for name, p in model.named_parameters():
             if p.requires_grad and p.grad is not None:
-                assert share(p.grad, expected.gradients[step][name], whole) <= 1e-12, name
+                assert away(p.grad, expected.gradients[step][name]) <= 1e-12 * whole, name
         optimizer.step()
         position = micro_batches[-1].stop
-    whole = whole_norm(expected.weights)
+    whole = norm_over(expected.weights.values())
     for name, p in model.named_parameters():
-        assert share(p.detach(), expected.weights[name], whole) <= WEIGHT_BOUND, name
+        assert away(p.detach(), expected.weights[name]) <= WEIGHT_BOUND * whole, name
 
 
 def test_adamw_given_equal_gradients_updates_equally() -> None:

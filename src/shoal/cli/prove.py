@@ -25,16 +25,25 @@ ARGUMENTS = typer.Argument(
 )
 JSON = typer.Option(False, "--json", help="The whole report as JSON.")
 QUICK = typer.Option(False, "--quick", help="Two small steps, as before a training run.")
+BY_BLOCKS = typer.Option(
+    False, "--by-blocks", help="One block of each kind and the ends, as for what memory lacks room."
+)
 
 EXIT_CODES = {"equal": 0, "not proven": 1, "different": 3}
 
 
-def prove(arguments: list[str] = ARGUMENTS, quick: bool = QUICK, as_json: bool = JSON) -> None:
+def prove(
+    arguments: list[str] = ARGUMENTS,
+    quick: bool = QUICK,
+    by_blocks: bool = BY_BLOCKS,
+    as_json: bool = JSON,
+) -> None:
     """Show that a layout computes what one process computes, or name what differs and why.
 
     Takes what `shoal train` takes: the same run.toml and overrides. Runs a few steps in float64 on
     the layout's processes and in one, from perturbed weights, and compares every loss, gradient and
-    weight. Nothing is trained and nothing is kept.
+    weight. Nothing is trained and nothing is kept. What memory has no room for is proven by blocks:
+    one of each kind and the ends.
     Exit status: 0 equal, 3 different, 1 not proven (the reason is told), 2 something to correct.
     """
     from shoal.base.errors import ConfigError
@@ -45,7 +54,8 @@ def prove(arguments: list[str] = ARGUMENTS, quick: bool = QUICK, as_json: bool =
             "prove: starts its own processes on this machine, and another launcher started this "
             "one; nearest: the same command alone, with launch.processes=N"
         )
-    report = _run(arguments or [], quick, quiet=as_json)
+    modes = ["--quick"] * quick + ["--by-blocks"] * by_blocks
+    report = _run(arguments or [], modes, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -55,7 +65,7 @@ def prove(arguments: list[str] = ARGUMENTS, quick: bool = QUICK, as_json: bool =
     raise typer.Exit(EXIT_CODES[report["verdict"]])
 
 
-def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
+def _run(arguments: list[str], modes: list[str], quiet: bool) -> dict[str, Any]:
     """Start the processes and give the report that they left."""
     from shoal.base.errors import BugError
     from shoal.cli.start import prepare, write_folder
@@ -81,10 +91,9 @@ def _run(arguments: list[str], quick: bool, quiet: bool) -> dict[str, Any]:
         environ = dict(os.environ)
         known = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = ":".join(path for path in known if path)
-        mode = ["--quick"] if quick else []
         waiting = PhaseLine(sys.stderr if quiet else sys.stdout)
         outcome = supervise(
-            [sys.executable, "-m", "shoal.cli.prove_worker", str(folder), *mode],
+            [sys.executable, "-m", "shoal.cli.prove_worker", str(folder), *modes],
             processes=config.launch.processes,
             folder=folder,
             restarts=0,

@@ -1,5 +1,6 @@
-"""One process of `shoal prove`: `python -m shoal.cli.prove_worker RUN_FOLDER [--quick]`.
+"""One process of `shoal prove`: `python -m shoal.cli.prove_worker RUN_FOLDER [MODES]`.
 
+Modes: --quick, --by-blocks.
 Started by the supervisor, never by hand. Rank 0 leaves the report in the folder as proof.json.
 """
 
@@ -9,9 +10,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.base.phases import phase, tell_folder
 from shoal.launch import run_worker
+
+if TYPE_CHECKING:
+    from shoal.fabric import World
+    from shoal.proof import Battery
+    from shoal.proof.proof_case import ProofCase
 
 
 def main() -> int:
@@ -34,14 +41,43 @@ def main() -> int:
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     case = case_of(config, source, Plan.from_json((folder / "plan.json").read_text()))
     if "--quick" in sys.argv[2:]:
-        battery = quick_battery(case, world.size)
+        battery = quick_battery(case, world.size, folder)
     else:
-        battery = Battery(case.trial(), seed=config.train.seed)
+        battery = Battery(case.trial(), seed=config.train.seed, folder=folder)
+    battery.by_blocks = "--by-blocks" in sys.argv[2:]
+    reason = ""
+    if not battery.by_blocks:
+        reason = world.broadcast_json(world.local_first(lambda: too_large(case, battery, world)))
+        battery.by_blocks = bool(reason)
     report = battery.prove(world, case.layout, case.policies)
+    if reason:
+        report["said"].append(f"not as a whole: {reason}")
     if world.is_first:
         write_whole(folder / "proof.json", json.dumps(report))
     world.close()
     return 0
+
+
+def too_large(case: ProofCase, battery: Battery, world: World) -> str:
+    """Tell on rank 0 why the whole cannot be proven on this machine; "" where it can be.
+
+    A model that cannot be built without numbers is tried as a whole.
+    """
+    import torch
+
+    from shoal.proof.limits import Room
+    from shoal.trace.alone import alone
+    from shoal.trainer.parallelize import build_module
+
+    if not world.is_first:
+        return ""
+    try:
+        with alone(), torch.device("meta"):
+            module = build_module(case.build, case.plan.seed)
+    except Exception:  # whatever a builder makes of it; what is wrong with it comes up later
+        return ""
+    room = Room.of(world, case.layout, battery.steps, battery.folder)
+    return room.lacking([p.numel() * torch.float64.itemsize for p in module.parameters()])
 
 
 if __name__ == "__main__":

@@ -53,6 +53,19 @@ def gather_weights(program: Program, *, only_first: bool = False) -> dict[str, t
     return assembled(held(program), program.world, only_first=only_first)
 
 
+def each_weight(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
+    """`gather_weights` on rank 0 alone, one tensor at a time; all ranks go through it, in step."""
+    parts = held(program)
+    return _each(_spreads(parts, program.world), parts, program.world, only_first=True)
+
+
+def each_gradient(program: Program) -> tuple[Iterator[tuple[str, torch.Tensor]], set[str]]:
+    """`gather_gradients` on rank 0 alone, one at a time, as (tensors, names that have one)."""
+    parts, used = _gradients(program)
+    known = _spreads(parts, program.world)
+    return _each(known, parts, program.world, only_first=True), used
+
+
 def gather_gradients(
     program: Program, *, only_first: bool = False
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -63,6 +76,12 @@ def gather_gradients(
     all names have one; after `update` the clipped mean gradient, and names that no rank used have
     none. Without one the gradient is zeros.
     """
+    parts, used = _gradients(program)
+    return assembled(parts, program.world, only_first=only_first), used
+
+
+def _gradients(program: Program) -> tuple[dict[str, Part], set[str]]:
+    """This rank's parts, and the names that any rank used."""
     parts: dict[str, Part] = {}
     used: list[str] = []
     for name, local in program.local.items():
@@ -71,8 +90,7 @@ def gather_gradients(
             used.append(name)
         kept = torch.zeros_like(local.parameter) if gradient is None else gradient
         parts[name] = (kept.detach(), local.shard)
-    by_any = {name for told in program.world.gather_json(used) for name in told}
-    return assembled(parts, program.world, only_first=only_first), by_any
+    return parts, {name for told in program.world.gather_json(used) for name in told}
 
 
 def assembled(
@@ -85,7 +103,16 @@ def assembled(
     Gives        copies by name, in the order of the lowest rank that has a name. Where parts
                  overlap they are taken to be equal
     """
-    for_me = world.is_first or not only_first
+    known = _spreads(parts, world)
+    found = {
+        name: tensor.to("cpu", copy=known[name].everywhere)
+        for name, tensor in _each(known, parts, world, only_first)
+    }
+    return {name: found[name] for name in known if name in found}
+
+
+def _spreads(parts: Mapping[str, Part], world: World) -> dict[str, _Spread]:
+    """Which boxes of what each rank holds; all ranks call it."""
     mine = {
         name: [
             list(shard.global_shape),
@@ -99,23 +126,33 @@ def assembled(
         for name, (shape, dtype, boxes) in told.items():
             spread = known.setdefault(name, _Spread(tuple(shape), dtype, [()] * world.size))
             spread.boxes[rank] = tuple(tuple((first, end) for first, end in box) for box in boxes)
-    found: dict[str, torch.Tensor] = {}
+    return known
+
+
+def _each(
+    known: Mapping[str, _Spread], parts: Mapping[str, Part], world: World, only_first: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give `assembled`'s tensors one by one: memory holds a message's worth of them.
+
+    Every rank must go through it to the end. What every rank holds whole is given as it is held,
+    on its device, and is no copy.
+    """
+    for_me = world.is_first or not only_first
     travelling: list[str] = []
     for name, spread in known.items():
-        if spread.everywhere:
-            if for_me:
-                found[name] = parts[name][0].detach().reshape(spread.shape).to("cpu", copy=True)
-            continue
-        if for_me:
-            found[name] = torch.zeros(spread.shape, dtype=spread.kind)
-        travelling.append(name)
+        if not spread.everywhere:
+            travelling.append(name)
+        elif for_me:
+            yield name, parts[name][0].detach().reshape(spread.shape)
     for together in _in_messages(travelling, known):
         spreads = {name: known[name] for name in together}
         message = _message(spreads, parts, world)
         rows = world.gather(message) if only_first else world.all_gather(message)
         if rows is not None:
+            found = {name: torch.zeros(s.shape, dtype=s.kind) for name, s in spreads.items()}
             _spread_out(spreads, rows.cpu(), found)
-    return found
+            del rows
+            yield from found.items()
 
 
 MESSAGE_BYTES = 32 * 2**20

@@ -15,12 +15,14 @@ in gradients from its weights but not from its gradients, and runs the sharded o
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,21 +34,24 @@ from shoal.fabric import World
 from shoal.fabric.process_info import Place
 from shoal.parallel.rewritten import RewrittenError
 from shoal.proof.bounds import AS_IS, bounds_for, within
+from shoal.proof.by_blocks import least_blocks
 from shoal.proof.causes import explain
 from shoal.proof.evidence import Evidence, Look, OnRun
 from shoal.proof.limits import (
     CannotProve,
     Clock,
     NoFloat64,
-    check_memory,
+    Room,
+    check_room,
     collective,
     of_format,
     on_all,
     reason,
 )
+from shoal.proof.recording import Against, record
 from shoal.proof.report import SMOOTH, Report, far, in_float32, judged, no_farther, trajectory
 from shoal.proof.side import Side, Trial
-from shoal.proof.trajectory_record import Record, record
+from shoal.proof.trajectory_record import Record
 from shoal.proof.verdict import compare
 from shoal.trace.alone import alone
 from shoal.trace.casts import CastsLifted, casts_text
@@ -78,6 +83,8 @@ class Battery:
     steps       of each run and trajectory · clip  largest gradient norm · budget_s  for the twin
     inside      asked for the cause before the product's own looks: our tests name the mistakes that
                 they plant inside Shoal, which no user could mend
+    by_blocks   with one block of each kind and the model's ends only (by_blocks.py)
+    folder      of files for what memory does not hold; None: the system's for temporary ones
     """
 
     trial: Trial
@@ -88,6 +95,8 @@ class Battery:
     seed: int = 3
     budget_s: float | None = None
     inside: Sequence[Look] = ()
+    by_blocks: bool = False
+    folder: Path | None = None
     twins: dict[str, Record] = field(default_factory=dict)
 
     def prove(
@@ -107,9 +116,14 @@ class Battery:
         text, why, said = layout if isinstance(layout, str) else "auto", "", list[str]()
         try:
             for name in self.optimizers:
-                ask = _Ask(world, layout, name, policies or {})
+                blocks = least_blocks(layout) if self.by_blocks else 0
+                ask = _Ask(world, layout, name, policies or {}, blocks=blocks)
                 told, text = self._judge(ask, said)
                 trajectories.append(told)
+                # A next layout may want it again; files of large models would fill the disk.
+                large = [key for key, twin in self.twins.items() if twin.shelf.file is not None]
+                for key in large:
+                    del self.twins[key]
         except CannotProve as failure:
             why, trajectories = str(failure), []
             if isinstance(failure, NoFloat64) and self.precision == "fp64":
@@ -121,6 +135,7 @@ class Battery:
             "layout": text,
             "processes": world.size,
             "precision": self.precision,
+            "by_blocks": self.by_blocks,
             "steps": self.steps,
             "clip": self.clip,
             "device": world.device.type,
@@ -139,11 +154,11 @@ class Battery:
     @phase("one process")
     def _twin(self, ask: _Ask) -> Record:
         if ask.key not in self.twins:
-            beside = ask.world.local_size  # processes of the layout need memory too
             alone_ask = replace(ask, world=_one(ask.world.device), layout="single", policies={})
             side = self._side(alone_ask)
             clock = Clock(self.budget_s, self.steps)
-            side.on_run = lambda label, run: check_memory(run, self.steps, beside)
+            room = Room.of(ask.world, ask.layout, self.steps, self.folder)
+            side.on_run = lambda label, run: check_room(run, room)
 
             def timed(of: Side) -> Any:
                 steps = iter(self.trial(of))
@@ -157,7 +172,9 @@ class Battery:
                     yield told
                     clock.step()
 
-            self.twins[ask.key] = _recorded(side, timed, ask.lifted)
+            self.twins[ask.key] = _recorded(
+                side, ask.lifted, lambda: record(side, timed, self.folder)
+            )
         return self.twins[ask.key]
 
     def _judge(self, ask: _Ask, said: list[str]) -> tuple[Report, str]:
@@ -223,7 +240,9 @@ class Battery:
         side = self._side(ask)
         text: list[str] = []
         side.on_run = lambda label, run: text.append(run.plan.layout.text())
-        got = _recorded(side, self.trial, ask.lifted)
+        expected = self.twins[ask.key] if ask.world.is_first else None
+        against = Against(expected, bounds_for(self.precision, ask.name))
+        got = _recorded(side, ask.lifted, lambda: record(side, self.trial, self.folder, against))
         return got, text[0], side.said
 
     def _side(self, ask: _Ask) -> Side:
@@ -237,6 +256,7 @@ class Battery:
             seed=self.seed,
             policies=ask.policies,
             jitter=ask.jitter,
+            blocks=ask.blocks,
         )
 
     def _try_twin(self, ask: _Ask) -> dict[str, Any]:
@@ -324,7 +344,8 @@ class Battery:
         at   label and number of the step · watch  given every run as it is made
         """
         label, step = at
-        side = replace(self._side(_Ask(_one(ask.world.device), "single", ask.name)), steps=step)
+        one = replace(ask, world=_one(ask.world.device), layout="single", policies={}, lifted=False)
+        side = replace(self._side(replace(one, jitter=False)), steps=step)
         side.on_run = watch
         try:
             for told, result in self.trial(side):
@@ -340,6 +361,7 @@ class _Ask:
 
     name     of the trajectory · policies  more arguments of `shoal.parallelize`
     lifted   whether the model's own casts are · jitter  whether weights change in their last bits
+    blocks   of a kind that a cut model keeps at least; 0: the whole
     """
 
     world: World
@@ -348,11 +370,13 @@ class _Ask:
     policies: Mapping[str, Any] = field(default_factory=dict)
     lifted: bool = False
     jitter: bool = False
+    blocks: int = 0
 
     @property
     def key(self) -> str:
         """The name of the twin's record."""
-        return f"{self.name}{', lifted' * self.lifted}{', jittered' * self.jitter}"
+        cut = f", {self.blocks} blocks" if self.blocks else ""
+        return f"{self.name}{', lifted' * self.lifted}{', jittered' * self.jitter}{cut}"
 
 
 def _one(device: torch.device) -> World:
@@ -360,13 +384,14 @@ def _one(device: torch.device) -> World:
     return World(Place(), device, None)
 
 
-def _recorded(side: Side, trial: Trial, lifted: bool) -> Record:
+def _recorded(side: Side, lifted: bool, work: Callable[[], Record]) -> Record:
     """A side's record, with the casts that were lifted; the models are let go."""
     lift = CastsLifted() if lifted else None
     try:
         with lift or nullcontext():
-            found = record(side, trial)
+            found = work()
     finally:
         side.release()
+        gc.collect()  # a run and its hooks know each other; the other side needs the room
     found.casts = tuple(sorted(lift.lifted)) if lift else ()
     return found

@@ -41,6 +41,10 @@ class Bounds:
         """The bound on gradients at a step, counted from 1."""
         return self.first if step == 1 else self.later
 
+    def is_judged(self, step: int) -> bool:
+        """Whether gradients at a step are held to a bound at all."""
+        return self.of_step(step) < math.inf
+
 
 def bounds_for(precision: str, optimizer: str) -> Bounds:
     """What equal means for a trajectory.

@@ -12,16 +12,14 @@ from functools import cached_property, partial
 
 from shoal.proof.clue import Clue
 from shoal.proof.micro_batch_gradients import Atoms, Shares, watch_micro_batches
+from shoal.proof.shelf import Shelf
 from shoal.proof.sums import Sums, fits, solve, sums_of
 from shoal.proof.trajectory_record import Record
-from shoal.proof.verdict import Comparison
+from shoal.proof.verdict import GRADIENTS, Comparison
 from shoal.trainer.run import Run
 
 OnRun = Callable[[str, Run], None]
 """Called with the label and every run as it is made, before its first step."""
-
-GRADIENTS = ("gradient", "used", "gradient norm")
-"""What of a comparison tells of a wrong gradient."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Evidence:
         """The gradient of every micro-batch of that step; None where it cannot be run again."""
         if self.number is None:
             return None
-        found = Atoms(self.got.layout.data_degree)
+        found = Atoms(self.got.layout.data_degree, shelf=Shelf(self.expected.shelf.folder))
         row = self.expected.rows[self.number]
         try:
             self.run_again(partial(watch_micro_batches, found, row.label, row.step))

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from shoal.base.layout import Layout
 from shoal.proof.clue import OURS, REPORT, Clue, ranks_text
+from shoal.proof.distances import norm_over
 from shoal.proof.evidence import Evidence
 from shoal.proof.norms import wrong_norm
 from shoal.proof.sums import TOLERANCE, Sums, factor_of, groups, near, norm_of, same
 from shoal.proof.trajectory_record import Record, Row
-from shoal.proof.verdict import whole_norm
 
 AXES = {
     "tp": ("tensor-parallel ranks", "the split of layers over tensor-parallel ranks"),
@@ -183,8 +183,8 @@ def _amount(evidence: Evidence, sums: Sums, rows: tuple[Row, Row]) -> _Amount:
             batches = f"micro-batch{'es' * (len(odd) > 1)}"
             return _Amount(f"holds {batches} {shown} instead of 1 (of {len(values)} in the step)")
         return _Amount(f"holds the step's micro-batches with the weights {_weights(values)}")
-    size = whole_norm({n: sums.wrong[n] - sums.right[n] for n in sums.names})
-    whole = whole_norm(sums.right)
+    size = norm_over(sums.wrong[n] - sums.right[n] for n in sums.names)
+    whole = norm_over(sums.right.values())
     fits = ", which no weights of micro-batches explain" if evidence.shares is not None else ""
     together = ", together" if len(sums.names) > 1 else ""
     far = size / whole if whole else math.inf
@@ -254,10 +254,10 @@ def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
     told = [*(evidence.weights or ()), *(() if times is None else (times,))]
     if not sums.loss_right or sums.apart or not all(math.isnan(v) or near(v, 1.0) for v in told):
         return None
-    difference = {n: sums.wrong[n] - sums.right[n] for n in sums.names}
-    size, whole = whole_norm(difference), whole_norm({n: sums.right[n] for n in sums.names})
+    pairs = ((sums.wrong[n] - sums.right[n], sums.right[n]) for n in sums.names)
+    shares = [(norm_of(difference), norm_of(right)) for difference, right in pairs]
+    size, whole = (math.hypot(*norms) for norms in zip(*shares, strict=True))
     # What goes wrong in one place is far off in some parameters; rounding is far off in none.
-    shares = [(norm_of(difference[n]), norm_of(sums.right[n])) for n in sums.names]
     worst = max(far / right if right else math.inf for far, right in shares)
     if not whole or not math.isfinite(size):
         return None

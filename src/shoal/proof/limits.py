@@ -1,21 +1,26 @@
 """Can one process train this model beside the others? What it needs, and the words where it cannot.
 
-The proof needs a twin: weights, gradients and optimizer state in float64, in one process, and both
-sides' gradients of every step to compare. Where memory or time forbid it, or an operation has no
-float64 kernel, nothing is proven and nothing is refused: the reason is told.
+The proof needs a twin: weights, gradients and optimizer state in float64, in one process, and room
+on a disk for its gradients of every step. Where memory, disk or time forbid it, or an operation has
+no float64 kernel, nothing is proven and nothing is refused: the reason is told.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from shoal.base.units import bytes_text, seconds_text
 from shoal.fabric import World
+from shoal.proof.shelf import IN_MEMORY_BYTES
 from shoal.trace.alone import CollectiveAlone
 from shoal.trainer.run import Run
 
@@ -23,6 +28,9 @@ T = TypeVar("T")
 STATES = 5
 """Copies of the parameters that one training process holds: weights, gradients, two states, one
 temporary."""
+
+GATHERED = 4
+"""Of the largest tensor: gathered, one process's beside it, and their difference."""
 
 
 class CannotProve(Exception):
@@ -33,22 +41,68 @@ class NoFloat64(CannotProve):
     """The model does not run in float64: it may in another format."""
 
 
-def check_memory(run: Run, steps: int, beside: int) -> None:
-    """Called with the twin's run as it is made. Errors: CannotProve when memory will not do.
+def check_room(run: Run, room: Room) -> None:
+    """Called with the twin's run as it is made. Errors: CannotProve when there is too little."""
+    sizes = [p.numel() * p.element_size() for p in run.program.parameters.values()]
+    if lacking := room.lacking(sizes):
+        raise CannotProve(lacking)
 
-    Needed   the twin's states, its record and the layout's (steps + 2 copies each), and two copies
-             in every process beside it on this machine, which gathers whole gradients
+
+@dataclass(frozen=True)
+class Room:
+    """What a proof needs of the machine that rank 0 runs on.
+
+    beside   processes of the layout there · sharing  how many of them divide one copy of the model
+    steps    whose gradients are kept · folder  of the files that keep them
     """
-    elements = run.plan.parameters
-    size_bytes = next(iter(run.program.parameters.values())).element_size()
-    records = 2 * (steps + 2)
-    needed_bytes = elements * size_bytes * (STATES + records + 2 * beside)
-    available_bytes = psutil.virtual_memory().available
-    if needed_bytes > available_bytes:
-        raise CannotProve(
-            f"memory: one process with the gradients of {steps} steps needs "
-            f"{bytes_text(needed_bytes)}, {bytes_text(available_bytes)} are free"
-        )
+
+    beside: int
+    sharing: int
+    steps: int
+    folder: Path | None
+
+    @staticmethod
+    def of(world: World, layout: str | Mapping[str, Any], steps: int, folder: Path | None) -> Room:
+        """What a proof of a layout needs."""
+        return Room(world.local_size, ranks_sharing(layout, world.size), steps, folder)
+
+    def lacking(self, sizes: Sequence[int]) -> str:
+        """What is too little for parameters of so many bytes each, as a reason; "" if it suffices.
+
+        Memory    the twin's states or, once it is let go, those of the layout's processes here; the
+                  largest tensor gathered on top
+        Disk      the twin's gradients of every step, its weights before and after
+        """
+        copy_bytes = sum(sizes)
+        copies = STATES * max(1.0, self.beside / self.sharing)
+        needed_bytes = int(copies * copy_bytes) + GATHERED * max(sizes, default=0)
+        available_bytes = psutil.virtual_memory().available
+        if needed_bytes > available_bytes:
+            return (
+                f"memory: one process, and after it {self.beside} of the layout, need "
+                f"{bytes_text(needed_bytes)}, {bytes_text(available_bytes)} are free"
+            )
+        record_bytes = (self.steps + 2) * copy_bytes
+        where = self.folder or Path(tempfile.gettempdir())
+        if record_bytes > max(IN_MEMORY_BYTES, shutil.disk_usage(where).free):
+            return (
+                f"disk: what one process computes in {self.steps} steps takes "
+                f"{bytes_text(record_bytes)} in {where}, "
+                f"{bytes_text(shutil.disk_usage(where).free)} are free"
+            )
+        return ""
+
+
+def ranks_sharing(layout: str | Mapping[str, Any], processes: int) -> int:
+    """How many ranks divide one copy of weights, gradients and states; 1 where that is not known.
+
+    >>> ranks_sharing("fsdp", 4), ranks_sharing("ddp", 4), ranks_sharing({"tp": 2, "pp": 2}, 4)
+    (4, 1, 4)
+    """
+    if isinstance(layout, str):
+        return processes if layout == "fsdp" else 1
+    shards = layout.get("dp_shard", 1) if layout.get("zero") == 3 else 1
+    return max(1, int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(shards))
 
 
 class Clock:

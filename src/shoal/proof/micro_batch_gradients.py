@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal.proof.trajectory_record import Tensors
+from shoal.proof.shelf import Shelf, Tensors
 from shoal.trainer.run import Run
 
 SOLVABLE = 1e-12
@@ -29,25 +29,24 @@ class Atoms:
     """Gradients of the loss sums of one step's micro-batches.
 
     gradients   one dict per micro-batch, in their order · ranks  how many the layout has: rank r
-                runs micro-batches r, r + ranks, …
+                runs micro-batches r, r + ranks, … · shelf  where they are
     """
 
     ranks: int
     gradients: list[Tensors] = field(default_factory=list)
+    shelf: Shelf = field(default_factory=Shelf)
 
     def summed(self, numbers: Sequence[int]) -> Tensors:
         """The sum over some micro-batches; parameters that none of them used are missing."""
-        found: Tensors = {}
-        for number in numbers:
-            for name, gradient in self.gradients[number].items():
-                found[name] = found[name] + gradient if name in found else gradient
-        return found
+        some = [self.gradients[number] for number in numbers]
+        names = dict.fromkeys(name for one in some for name in one)
+        return self.shelf.keep((n, sum_of([one[n] for one in some if n in one])) for n in names)
 
     def by_rank(self) -> Atoms:
         """One atom per rank, where single micro-batches cannot be told apart."""
         count = len(self.gradients)
         each = [self.summed(range(rank, count, self.ranks)) for rank in range(self.ranks)]
-        return Atoms(self.ranks, each)
+        return Atoms(self.ranks, each, self.shelf)
 
     def rank_of(self, number: int) -> int:
         """The data rank that runs micro-batch `number`."""
@@ -75,7 +74,7 @@ def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) 
     if of != label:
         return
     program = run.program
-    before: Tensors = {}
+    before: dict[str, torch.Tensor] = {}
 
     @contextmanager
     def around(now: int, index: int) -> Iterator[None]:
@@ -84,17 +83,25 @@ def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) 
             return
         if not atoms.gradients:
             before.clear()
-        mine: Tensors = {}
+        mine = atoms.shelf.keep(())
         for name, parameter in program.parameters.items():
             if parameter.grad is None:
                 continue
             total = parameter.grad.detach().cpu().double().clone()
             full = f"{label}/{name}" if label else name
-            mine[full] = total - before[full] if full in before else total
+            mine.put(full, total - before[full] if full in before else total)
             before[full] = total
         atoms.gradients.append(mine)
 
     run.program = replace(program, around=(*program.around, around))
+
+
+def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of some tensors, one at least."""
+    first, *others = tensors
+    for tensor in others:
+        first = first + tensor
+    return first
 
 
 def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:

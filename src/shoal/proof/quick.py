@@ -112,7 +112,7 @@ def prove_before(
         if world.is_first:
             attempts.write(begun + 1, "not proven")
         return too_long(expected_s, folder)
-    battery = quick_battery(case, world.size, BUDGET_S)
+    battery = quick_battery(case, world.size, folder, BUDGET_S)
     report = battery.prove(world, case.layout, case.policies)
     refused = refusal(report) if report["verdict"] == "different" else ""
     if world.is_first:
@@ -228,10 +228,12 @@ def too_long(expected_s: float, folder: Path) -> str:
     )
 
 
-def quick_battery(case: ProofCase, processes: int, budget_s: float | None = None) -> Battery:
+def quick_battery(
+    case: ProofCase, processes: int, folder: Path, budget_s: float | None = None
+) -> Battery:
     """Two steps of SGD on small micro-batches, the second step a short one.
 
-    processes  of the layout
+    processes  of the layout · folder  for what memory does not hold
     budget_s   for the one process; None where the proof is all that was asked for
     """
     return Battery(
@@ -240,6 +242,7 @@ def quick_battery(case: ProofCase, processes: int, budget_s: float | None = None
         steps=STEPS,
         seed=case.plan.seed,
         budget_s=budget_s,
+        folder=folder,
     )
 
 

@@ -12,8 +12,9 @@ from shoal.proof.verdict import Comparison
 
 Report = dict[str, Any]
 """JSON: verdict (equal, different, not proven), reason, cause, layout, processes, precision,
-steps, seconds, versions, said (what was done to the model for the proof's sake), and per trajectory
-its bounds, rows and parameters; `as_is` are its largest differences before casts were lifted."""
+steps, seconds, versions, by_blocks (one block of each kind and the ends), said (what was done to
+the model for the proof's sake), and per trajectory its bounds, rows and parameters; `as_is` are its
+largest differences before casts were lifted."""
 
 
 SMOOTH = ("loss", "gradient", "gradient norm", "weights", "buffer")

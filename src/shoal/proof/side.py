@@ -22,6 +22,7 @@ from torch import nn
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.fabric import World
+from shoal.proof.by_blocks import cut_blocks, cuts_text
 from shoal.trainer.contract import BuildOptimizer, Loss
 from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.parallelize import start_run
@@ -52,6 +53,7 @@ class Side:
     runs            filled by `parallelize`: label → run
     jitter          every weight is changed in its last bits: what the model makes of that is
                     rounding, and no mistake of a layout
+    blocks          blocks of a kind that a cut model keeps at least; 0: models stay whole
     said            what was done to the models for the proof's sake
     """
 
@@ -65,6 +67,7 @@ class Side:
     on_run: Callable[[str, Run], None] = lambda label, run: None
     policies: Mapping[str, Any] = field(default_factory=dict)
     jitter: bool = False
+    blocks: int = 0
     runs: dict[str, Run] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -91,6 +94,8 @@ class Side:
             module = build()
             if self.precision == "fp64":
                 self.said += plain_experts(module, self.undo)
+            if self.blocks:
+                self.said.append(cuts_text(cut_blocks(module, self.blocks)))
             perturb(module, label)
             return jittered(module) if self.jitter else module
 

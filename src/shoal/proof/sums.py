@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shoal.proof.bounds import SUM_EPSILON
+from shoal.proof.distances import norm_over
 from shoal.proof.micro_batch_gradients import Atoms, Shares, shares
 from shoal.proof.ownership import Apart
-from shoal.proof.trajectory_record import Record, Tensors
-from shoal.proof.verdict import whole_norm
+from shoal.proof.shelf import Scaled, Tensors
+from shoal.proof.trajectory_record import Record
 
 TOLERANCE = 1e-4
 """Shares nearer than this are equal: solving for them loses digits, mistakes are far larger."""
@@ -53,15 +54,10 @@ def coefficient(norm: float | None, clip: float) -> float:
 
 def sums_of(expected: Record, got: Record, number: int) -> Sums:
     """Both sides' sums at row `number`; what only one side used is zero on the other."""
-    right, wrong = (
-        {n: g.double() * _taken_off(r, number) for n, g in r.gradients[number].items()}
-        for r in (expected, got)
-    )
-    for name in right:
-        wrong.setdefault(name, torch.zeros_like(right[name]))
-    for name in wrong:
-        right.setdefault(name, torch.zeros_like(wrong[name]))
-    whole = whole_norm(right)
+    mine, given = expected.gradients[number], got.gradients[number]
+    right = Scaled(mine, _taken_off(expected, number), given)
+    wrong = Scaled(given, _taken_off(got, number), mine)
+    whole = norm_over(right.values())
     exact = all(g.dtype == torch.float64 for g in expected.gradients[number].values())
     noise = whole * (DIGITS if exact else SUM_EPSILON)
     differ = [n for n in right if not norm_of(right[n] - wrong[n]) <= noise]

@@ -8,12 +8,16 @@ only is infinitely far away.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
+from itertools import chain
 
 from shoal.proof.bounds import Bounds
-from shoal.proof.trajectory_record import Record, Row, Tensors
+from shoal.proof.distances import Distances, ratio
+from shoal.proof.trajectory_record import Record, Row
+
+GRADIENTS = ("gradient", "used", "gradient norm")
+"""What of a comparison tells of a wrong gradient."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +74,41 @@ class Comparison:
 
 def compare(expected: Record, got: Record, bounds: Bounds) -> Comparison:
     """Hold what a layout computed against what one process computed."""
-    found = Comparison()
+    found, far = Comparison(), got.far or distances(expected, got)
     worst: dict[str, tuple[float, int]] = {}
     if len(expected.rows) != len(got.rows):
         found.differences.append(Difference("steps", "", math.inf, 0.0, 0))
     for number, (ours, theirs) in enumerate(zip(expected.rows, got.rows, strict=False)):
-        gradients = expected.gradients[number], got.gradients[number]
-        scale = whole_norm(gradients[0])
-        _compare_row(found, number, ours, theirs, scale, bounds.of_step(ours.step))
-        _compare_gradients(found, number, ours.step, *gradients, scale, bounds, worst)
+        _compare_row(found, number, ours, theirs, far.scales[number], bounds.of_step(ours.step))
+        _compare_gradients(found, number, ours.step, far.rows[number], bounds, worst)
     _compare_ranks(found, got, bounds)
-    _compare_end(found, expected, got, bounds)
+    _compare_end(found, far, bounds)
     found.differences.sort(key=lambda d: d.row if d.row >= 0 else len(expected.rows))
     wrong = {d.name for d in found.differences if d.what in ("gradient", "used", "weights")}
-    whole = whole_norm(expected.weights)
     for name in [*expected.trainable, *expected.frozen]:
         size, step = worst.get(name, (0.0, 1))
-        moved = share(expected.weights[name], got.weights.get(name), whole)
-        shape = tuple(expected.weights[name].shape)
+        moved, shape = far.weights[name], far.shapes[name]
         found.parameters.append(Parameter(name, shape, size, step, moved, name not in wrong))
     return found
+
+
+def distances(expected: Record, got: Record) -> Distances:
+    """How far a record that was kept whole is from another one."""
+    found = Distances()
+    for ours, theirs in zip(expected.gradients, got.gradients, strict=False):
+        found.add_row(ours, theirs.items())
+    ended = chain(got.weights.items(), got.buffers.items())
+    found.end(expected.weights, expected.buffers, ended)
+    return found
+
+
+def gradient_differs(expected: Record, got: Record, number: int, bounds: Bounds) -> bool:
+    """Whether row `number` of a layout, just compared, has a wrong gradient or gradient norm."""
+    found, far = Comparison(), got.far or Distances()
+    ours, theirs = expected.rows[number], got.rows[number]
+    _compare_row(found, number, ours, theirs, far.scales[number], bounds.of_step(ours.step))
+    _compare_gradients(found, number, ours.step, far.rows[number], bounds, {})
+    return any(d.what in GRADIENTS for d in found.differences)
 
 
 def apart(ours: Row, theirs: Row, bound: float) -> bool:
@@ -100,33 +119,10 @@ def apart(ours: Row, theirs: Row, bound: float) -> bool:
     return any(_number(a, b, 0.0) > bound for a, b in pairs)
 
 
-def whole_norm(tensors: Tensors) -> float:
-    """Euclidean norm over all floating-point tensors."""
-    norms = [
-        torch.linalg.vector_norm(t.double()) for t in tensors.values() if t.is_floating_point()
-    ]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-
-
-def share(ours: torch.Tensor, theirs: torch.Tensor | None, whole: float) -> float:
-    """Norm of the difference over `whole`; infinite where it is not a number."""
-    if theirs is None or ours.shape != theirs.shape:
-        return math.inf
-    if not ours.is_floating_point():
-        return 0.0 if torch.equal(ours, theirs) else math.inf
-    return _ratio(float(torch.linalg.vector_norm(ours.double() - theirs.double())), whole)
-
-
-def _ratio(difference: float, whole: float) -> float:
-    if difference == 0:
-        return 0.0
-    return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
-
-
 def _number(ours: float | None, theirs: float | None, scale: float) -> float:
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
-    return _ratio(abs(ours - theirs), max(abs(ours), scale))
+    return ratio(abs(ours - theirs), max(abs(ours), scale))
 
 
 def _compare_row(
@@ -155,19 +151,16 @@ def _compare_gradients(
     found: Comparison,
     number: int,
     step: int,
-    ours: Tensors,
-    theirs: Tensors,
-    scale: float,
+    far: Mapping[str, tuple[float, bool]],
     bounds: Bounds,
     worst: dict[str, tuple[float, int]],
 ) -> None:
     bound = bounds.of_step(step)
-    for name in [*ours, *(n for n in theirs if n not in ours)]:
-        if name not in ours or name not in theirs:
+    for name, (size, both) in far.items():
+        if not both:
             worst[name] = (math.inf, step)
             found.differences.append(Difference("used", name, math.inf, bound, number))
             continue
-        size = share(ours[name], theirs[name], scale)
         if bound < math.inf and size >= worst.get(name, (-1.0, 0))[0]:
             worst[name] = (size, step)
         if not size <= bound:
@@ -184,13 +177,11 @@ def _compare_ranks(found: Comparison, got: Record, bounds: Bounds) -> None:
         found.differences.append(Difference("ranks", name, math.inf, 0.0, -1))
 
 
-def _compare_end(found: Comparison, expected: Record, got: Record, bounds: Bounds) -> None:
-    whole = whole_norm(expected.weights)
-    for name, tensor in expected.weights.items():
-        size = share(tensor, got.weights.get(name), whole)
-        if not size <= bounds.weights:
-            found.differences.append(Difference("weights", name, size, bounds.weights, -1))
-    for name, tensor in expected.buffers.items():
-        size = share(tensor, got.buffers.get(name), max(1.0, whole_norm({name: tensor})))
-        if not size <= bounds.buffers:
-            found.differences.append(Difference("buffer", name, size, bounds.buffers, -1))
+def _compare_end(found: Comparison, far: Distances, bounds: Bounds) -> None:
+    for what, sizes, bound in (
+        ("weights", far.weights, bounds.weights),
+        ("buffer", far.buffers, bounds.buffers),
+    ):
+        for name, size in sizes.items():
+            if not size <= bound:
+                found.differences.append(Difference(what, name, size, bound, -1))

@@ -43,14 +43,15 @@ def verdict_line(report: Report) -> str:
     names = " and ".join(t["optimizer"] for t in report["trajectories"])
     took = f"{report['steps']} steps of {names} in {report['precision']}, "
     took += seconds_text(report["seconds"])
+    by_blocks = ", by blocks" * report.get("by_blocks", False)
     if report["verdict"] == "equal":
         size = _size(max(t["largest"]["gradient"] or 0.0 for t in report["trajectories"]))
         return (
-            f"equal: {where} computes what one process computes; the largest gradient difference "
-            f"is {size} of the whole ({took})"
+            f"equal{by_blocks}: {where} computes what one process computes; the largest gradient "
+            f"difference is {size} of the whole ({took})"
         )
     first = next(t for t in report["trajectories"] if not t["equal"])
-    return f"different: {where}: {_first(first)} ({took})"
+    return f"different{by_blocks}: {where}: {_first(first)} ({took})"
 
 
 def _first(trajectory: Report) -> str:

@@ -1,0 +1,105 @@
+"""How far a layout's tensors are from those of one process, tensor by tensor, as they come.
+
+Differences are norms of differences over the norm of the whole: of the whole gradient for
+gradients, of all weights for weights. A number that is not finite on one side only is infinitely
+far away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.proof.shelf import Tensors
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Distances:
+    """Shares by name, infinite for what one side alone has.
+
+    rows      of every step's gradients, 0 where they are not judged, and whether both sides have it
+    scales    of every step: norm of the whole gradient of one process
+    weights, buffers   at the end · shapes  of weights
+    """
+
+    rows: list[dict[str, tuple[float, bool]]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add_row(self, expected: Tensors, got: Named, judged: bool = True) -> None:
+        """Hold the gradients of one more step against one process's.
+
+        judged   False: it is enough that both sides have them
+        """
+        off, names, scale = _off(expected, got, judged)
+        self.rows.append(
+            {n: (ratio(size, scale), n in names and n in expected) for n, size in off.items()}
+        )
+        self.scales.append(scale)
+
+    def end(self, weights: Tensors, buffers: Tensors, got: Named) -> None:
+        """Hold what a side ended with against where one process ended; what it has more is left."""
+        others: dict[str, torch.Tensor] = {}
+
+        def of_weights() -> Named:
+            for name, tensor in got:
+                if name in weights:
+                    self.shapes[name] = tuple(tensor.shape)
+                    yield name, tensor
+                elif name in buffers:
+                    others[name] = tensor.clone()
+
+        off, _, whole = _off(weights, of_weights(), True)
+        self.weights = {name: ratio(size, whole) for name, size in off.items()}
+        for name, tensor in buffers.items():
+            size = away(tensor, others.get(name))
+            self.buffers[name] = ratio(size, max(1.0, norm_over([tensor])))
+
+
+def _off(expected: Tensors, got: Named, judged: bool) -> tuple[dict[str, float], set[str], float]:
+    """(norm of the difference by name, in one process's order; names of `got`; norm of it all)."""
+    sizes: dict[str, float] = {}
+    norms: dict[str, float] = {}
+    for name, theirs in got:
+        sizes[name] = 0.0 if name in expected else math.inf
+        if judged and name in expected:
+            ours = expected[name]
+            sizes[name], norms[name] = away(ours, theirs), norm_over([ours])
+    names = set(sizes)
+    for name in expected:
+        if name not in names:
+            sizes[name] = math.inf
+            norms[name] = norm_over([expected[name]]) if judged else 0.0
+    order = [*expected, *(name for name in sizes if name not in expected)]
+    whole = torch.linalg.vector_norm(torch.tensor([*norms.values()], dtype=torch.float64))
+    return {name: sizes[name] for name in order}, names, float(whole)
+
+
+def away(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
+    """Norm of the difference; infinite where there is none to be had, or integers differ."""
+    if theirs is None or ours.shape != theirs.shape:
+        return math.inf
+    theirs = theirs.to(ours.device)
+    if not ours.is_floating_point():
+        return 0.0 if torch.equal(ours, theirs) else math.inf
+    return float(torch.linalg.vector_norm(ours.double() - theirs.double()))
+
+
+def ratio(difference: float, whole: float) -> float:
+    """A difference as a share of the whole; infinite where it is not a number."""
+    if difference == 0:
+        return 0.0
+    return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
+
+
+def norm_over(tensors: Iterable[torch.Tensor]) -> float:
+    """Euclidean norm over all floating-point tensors, of which one is held at a time."""
+    norms = [torch.linalg.vector_norm(t.double()) for t in tensors if t.is_floating_point()]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -1,0 +1,149 @@
+"""Where a record keeps its tensors: in memory while they are few, then in a file, read one by one.
+
+A proof of N parameters in float64 keeps 8·N bytes per step; a file of them is read parameter by
+parameter, so that memory holds one at a time. The file has no name: it is gone with its record.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from io import BufferedRandom
+from pathlib import Path
+from typing import cast
+
+import torch
+
+IN_MEMORY_BYTES = 64 * 2**20
+"""Up to here a record's tensors stay in memory: files of small models would cost more than them."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in the file."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass
+class Shelf:
+    """Keeps tensors, each as it was when it was put there.
+
+    folder      of the file; None: the system's for temporary ones
+    held_bytes  in memory · file  None while all are in memory
+    """
+
+    folder: Path | None = None
+    held_bytes: int = 0
+    file: BufferedRandom | None = field(default=None, repr=False)
+
+    def keep(self, named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
+        """Copy tensors, one by one as they come; gives them by name, read when asked for."""
+        kept = Kept(self)
+        for name, tensor in named:
+            kept.put(name, tensor)
+        return kept
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
+        """Copy a tensor; gives what `read` takes."""
+        size_bytes = tensor.numel() * tensor.element_size()
+        if self.file is None and self.held_bytes + size_bytes <= IN_MEMORY_BYTES:
+            self.held_bytes += size_bytes
+            return tensor.to("cpu", copy=True)
+        if self.file is None:
+            self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
+        place = _Place(self.file.seek(0, 2), tensor.shape, tensor.dtype)
+        self.file.write(_bytes(tensor.cpu().contiguous()))
+        return place
+
+    def read(self, place: torch.Tensor | _Place) -> torch.Tensor:
+        """Give a tensor that was put; one from the file is the caller's own."""
+        if isinstance(place, torch.Tensor):
+            return place
+        file = cast(BufferedRandom, self.file)
+        found = torch.empty(place.shape, dtype=place.dtype)
+        file.seek(place.offset)
+        file.readinto(_bytes(found))
+        return found
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The numbers of a contiguous tensor on the CPU, as they lie in memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass
+class Kept(Mapping[str, torch.Tensor]):
+    """Tensors of a shelf by name, read when asked for."""
+
+    shelf: Shelf
+    places: dict[str, torch.Tensor | _Place] = field(default_factory=dict)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one more."""
+        self.places[name] = self.shelf.put(tensor.detach())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.shelf.read(self.places[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@dataclass(frozen=True)
+class Chosen(Mapping[str, torch.Tensor]):
+    """Tensors by name, some from elsewhere: `of[name]` unless `instead` has it.
+
+    names   in their order
+    """
+
+    names: tuple[str, ...]
+    of: Tensors
+    instead: Tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.instead[name] if name in self.instead else self.of[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class Scaled(Mapping[str, torch.Tensor]):
+    """`of` in float64 times a factor; what `like` alone has is zeros of its shape."""
+
+    of: Tensors
+    factor: float
+    like: Tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.of:
+            return self.of[name].double() * self.factor
+        return torch.zeros_like(self.like[name], dtype=torch.float64)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.of or name in self.like
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.of
+        yield from (name for name in self.like if name not in self.of)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
