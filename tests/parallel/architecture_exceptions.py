@@ -46,7 +46,9 @@ MORE: dict[str, dict[str, Any]] = {
         }
     },
     "xmod": {"XmodConfig": {"default_language": "en_XX"}},
-    "neomme": {"NeoMMEConfig": {"layer_types": ["sliding_attention", "full_attention"] * 2}},
+    "neomme": {
+        "NeoMMEConfig": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    },
     "bailing_hybrid": {"BailingHybridConfig": {"layer_group_size": 2}},
     "lfm2_moe": {"Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2}},
     "dots1": {
@@ -120,6 +122,7 @@ MORE: dict[str, dict[str, Any]] = {
         }
     },
     "qwen4_exp": {"Qwen4ExpTextConfig": {"indexer_budget": 4, "indexer_compress_ratio": 2}},
+    "fun_asr_nano": {"FunAsrNanoAdaptorConfig": {"intermediate_size": 8}},
     "janus": {"JanusVQVAEConfig": {"num_embeddings": 64}},
     "swin": {
         "SwinConfig": {

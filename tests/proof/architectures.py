@@ -137,9 +137,20 @@ def one_row(world: Members, one: Architecture, layout: str) -> tuple[Row, bool]:
         text = str(failure)
         # A rank that failed alone has left the others in a collective: nothing more from this world.
         broken = True
-        row = {"verdict": "crash", "reason": last_line(text)[:500], "trace": text[-3000:]}
+        row = {"verdict": "crash", "reason": told_by(text)}
     row["seconds"] = round(time.monotonic() - began_s, 1)
     return row, broken
+
+
+def told_by(text: str) -> str:
+    """What the first rank that failed said, and whether others waited for it in vain.
+
+    >>> told_by("ranks [1] silent for 9.0 s ['Traceback …\\\\n  File …\\\\nValueError: no\\\\n']")
+    'ranks [1] silent for 9.0 s; ValueError: no'
+    """
+    silent, found, error = last_line(text).partition(" ['Traceback")
+    parts = [part for part in error.removesuffix("']").split("\\n") if part.strip()]
+    return f"{silent}; {parts[-1]}"[:500] if found else silent[:500]
 
 
 def keep(key: str, row: Row) -> None:
