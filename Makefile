@@ -75,6 +75,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/any_module.py
 	$(BIN)/python tests/proof/compositions.py
 	$(BIN)/python tests/proof/families.py
+	.venv-proof/bin/python tests/proof/architectures.py
 	$(BIN)/python tests/proof/exported.py
 	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/proof/size.py

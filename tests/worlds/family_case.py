@@ -27,6 +27,10 @@ BATCH, MICRO_BATCH, SAMPLES, STEPS = 8, 2, 11, 3
 """Steps of 8 and 3 samples and 8 again: the second is short, its last micro-batch too."""
 
 
+OUTPUTS = ("logits", "logits_per_image", "last_hidden_state", "sample")
+"""What a loss can lean on, the first that there is."""
+
+
 class Samples:
     """A family's inputs, one sample at a time, and a number to lean the loss on."""
 
@@ -44,7 +48,7 @@ class Samples:
 
 def leaning_loss(outputs: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum, count): every output weighs, unequally; counts differ between samples."""
-    found = outputs["logits"] if "logits" in outputs else outputs["last_hidden_state"]
+    found = next(outputs[name] for name in OUTPUTS if name in outputs)
     found = found.to(torch.promote_types(found.dtype, torch.float32))
     weight = (1 + index % 3).to(found).view(-1, *(1 for _ in found.shape[1:]))
     draw = torch.Generator().manual_seed(5)
@@ -53,15 +57,15 @@ def leaning_loss(outputs: Any, index: torch.Tensor) -> tuple[torch.Tensor, torch
     return total, (1 + index % 3).sum()
 
 
-def trial_of(family: str, shares: dict[str, Any]) -> Trial:
-    """What both sides train; `shares` gets what this rank holds of every parameter."""
-    from hf_families import FAMILIES
+def trial_of(made: Any, shares: dict[str, Any]) -> Trial:
+    """What both sides train; `shares` gets what this rank holds of every parameter.
 
-    made = FAMILIES[family]
+    made   builds the module and gives its inputs: a `Family`, an `Architecture`
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        built = made.build()
+        built: nn.Module = made.build()
         if hasattr(built.config, "use_cache"):  # as transformers' own models come
             built.config.use_cache = True
         return built
@@ -108,20 +112,33 @@ def split_shares(run: Run) -> dict[str, Any]:
 @functools.cache
 def battery(family: str) -> tuple[Battery, dict[str, Any]]:
     """One battery per family and process: the twin's record serves every layout."""
+    from hf_families import FAMILIES
+
+    return battery_of(FAMILIES[family])
+
+
+def battery_of(made: Any) -> tuple[Battery, dict[str, Any]]:
+    """(the battery of what `trial_of` takes, what this rank will hold of every parameter)."""
     shares: dict[str, Any] = {}
-    made = Battery(trial_of(family, shares), steps=STEPS)
-    return replace(made, optimizers={SGD: made.optimizers[SGD]}), shares
+    full = Battery(trial_of(made, shares), steps=STEPS)
+    return replace(full, optimizers={SGD: full.optimizers[SGD]}), shares
 
 
 def prove(world: World, family: str, layout: dict[str, int]) -> dict[str, Any]:
     """The battery's report, with notices and shares; "refused" with the line where it is."""
+    return proven(world, *battery(family), layout)
+
+
+def proven(
+    world: World, made: Battery, shares: dict[str, Any], layout: dict[str, int]
+) -> dict[str, Any]:
+    """`prove` of a battery."""
     torch.set_num_threads(1)
     told: list[str] = []
 
     def hear(recorder: Recorder, text: str) -> None:
         told.append(text)
 
-    made, shares = battery(family)
     shares.clear()
     with mock.patch.object(Recorder, "notice", hear):
         try:
