@@ -88,3 +88,43 @@ def adapted(world: World, layout: Any) -> list[float]:
         return (outputs - targets).square().flatten(1).sum(1)
 
     return trained(world, model, [(row, row.flip(0)) for row in drawn], loss, layout=layout)
+
+
+class Modulated(nn.Module):
+    """A block that scales its input by what its own table makes of it, as in diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x * (1 + self.table(x.mean(1, keepdim=True)))
+        return x + self.down(functional.gelu(self.up(scaled)))
+
+
+class Conditioned(nn.Module):
+    """Blocks of which the first lends a part of itself to the model around it (diffusers' DiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Modulated() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) * (1 + self.blocks[0].table(x.mean(1, keepdim=True)))
+
+
+def conditioned(world: World, layout: Any) -> list[float]:
+    """A part of a block is called from outside of it."""
+    torch.manual_seed(0)
+    model = Conditioned().double()
+    drawn = torch.rand(12, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().flatten(1).sum(1)
+
+    return trained(world, model, [(row, row.flip(0)) for row in drawn], loss, layout=layout)

@@ -25,3 +25,11 @@ def test_a_block_whose_parts_do_not_run_stays_whole(worlds, ranks: int) -> None:
     (alone,) = worlds(1).call("brought_case:adapted", layout="single")
     for found in worlds(ranks).call("brought_case:adapted", layout={"tp": ranks}):
         assert found == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", {"tp": 2}, {"pp": 2}], ids=str)
+def test_a_part_of_a_block_that_others_call(worlds, layout: Any) -> None:
+    """It died in a traceback: its weights were those of a split, or of a gathered, block."""
+    (alone,) = worlds(1).call("brought_case:conditioned", layout="single")
+    for found in worlds(2).call("brought_case:conditioned", layout=layout):
+        assert found == pytest.approx(alone, rel=1e-12)

@@ -39,10 +39,12 @@ class Called:
 
     times    by name; absent: once
     blocks   that are called often, of a model that has none by its lists and attributes
+    reached  blocks of which a part is called from outside of them
     """
 
     times: Mapping[str, int] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
 def called_of(record: Record) -> Called:
     """How often a record saw blocks called."""
     often = {name: times for name, times in record.often.items() if times > 1}
-    return Called(often, () if record.trunk.leaf else record.trunk.blocks)
+    blocks = () if record.trunk.leaf else record.trunk.blocks
+    reached = record.reached(name for name, _ in record.module.named_modules() if name)
+    return Called(often, blocks, frozenset(reached))
 
 
 def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows:
@@ -135,6 +139,8 @@ def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows
     units = gathered_blocks(module, plan)
     units = units or gathered_blocks(module, BlocksPolicy(blocks=called.blocks))
     for unit, block in units.items():
+        if unit in called.reached:
+            continue  # gathered with the root: its part is called when the unit is not
         times = called.times.get(unit, 1)
         for parameter in block.parameters():
             row = found[names[id(parameter)]]

@@ -93,6 +93,19 @@ class Record:
         """The outermost layers with parameters that neither hold a block nor lie in one."""
         return list(_beside(self.module, "", () if self.trunk.leaf else self.trunk.blocks))
 
+    def reached(self, blocks: Iterable[str]) -> dict[str, str]:
+        """Find blocks of which a part is called from outside of them: {block: the first such part}.
+
+        Whatever stands in for such a block, or gathers it, would not be there for its part.
+        """
+        wanted, found = set(blocks), dict[str, str]()
+        for told in self.seen.log:
+            above = told.name
+            while above := above.rpartition(".")[0]:
+                if above in wanted and above not in told.around:
+                    found.setdefault(above, told.name)
+        return found
+
     def experts(self) -> list[ExpertLayer]:
         """Layers of stacked experts."""
         from shoal.trace.find_experts import find_layers  # only ep asks for them

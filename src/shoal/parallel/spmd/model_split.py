@@ -107,7 +107,14 @@ class _Planner:
         lookups = [n for n, p in self.module.named_modules() if isinstance(p, nn.Embedding)]
         calls = self.record.calls([*blocks, *lookups])
         tables = self.record.tables(blocks, self.degree, self.wishes.get)
-        for names in self.groups([name for name in blocks if name in calls], calls):
+        reached = self.record.reached(blocks)
+        for name, part in reached.items():
+            # Another layer computes with what a split one would hold in parts.
+            why = f"{part} is called from outside of it"
+            self.refused.append(f"{name} stays whole: {why}")
+            self.untraced[name] = why
+        apart = [name for name in blocks if name in calls and name not in reached]
+        for names in self.groups(apart, calls):
             self.solve(names, calls, whole_if_not=True)
         parameters = self.parameters(tables)
         if not any(not isinstance(one.label, Whole) for one in parameters.values()):
