@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,6 +100,37 @@ def test_the_best_is_the_same_alone_on_two_processes_and_resumed(tmp_path: Path)
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [*range(1, len(lines) + 1)]
         assert len(lines) > int(alone[1]), "the best was not the last"
+
+
+@pytest.mark.proof
+def test_lora_is_the_same_alone_and_resumed_on_two_processes(tmp_path: Path) -> None:
+    """Pretrain, export, tune, export, sample; transformers shows bars on standard error."""
+    pytest.importorskip("peft")
+    plain = ("-W", "ignore")
+
+    def export(source: str, *words: str) -> None:
+        command = ["-m", "shoal", "checkpoint", "export", source, *words]
+        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=DEADLINE_S)
+
+    run("lora.py", tmp_path, "pretrain", "a", "--float64", before=plain)
+    export("a/pretrained", "a/base")
+    shutil.copytree(tmp_path / "a" / "base", tmp_path / "b" / "base")
+    alone, short, resumed = (
+        re.fullmatch(
+            r"step (\d+): loss ([\d.]+)\n",
+            run("lora.py", tmp_path, "tune", folder, "--float64", *more, before=before),
+        )
+        for folder, more, before in (
+            ("a", (), plain),
+            ("b", ("--short",), torchrun()),
+            ("b", (), plain),
+        )
+    )
+    assert float(short[2]) > 2 * float(alone[2])
+    assert resumed[1] == alone[1]
+    assert float(resumed[2]) == pytest.approx(float(alone[2]), rel=1e-12)
+    export("b/tuned", "b/adapter", "--adapter")
+    assert re.match(r"3 \* 4 =", run("lora.py", tmp_path, "sample", "b", before=plain))
 
 
 @pytest.mark.proof
