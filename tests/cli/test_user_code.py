@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.config.sections import DataSection, ModelSection
+from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.dataset import load_error
 from shoal.data.first_look import sample_kind
 from shoal.data.loader import Loader
@@ -65,13 +65,13 @@ def test_a_language_model_on_images_is_refused(
     images, ids = open_source(of_images, 0), open_source(of_ids, 0)
     small = {"dim": 8, "layers": 1, "heads": 2}
     with pytest.raises(ConfigError) as caught:
-        build_model(ModelSection(arguments=small), of_images, images)
+        build_model(Config(ModelSection(arguments=small), data=of_images), images)
     assert str(caught.value) == (
         "model.name = llama: reads tokens, data.source = my_samples:images gives images; "
         "nearest: model.name=resnet or model.name=vit"
     )
-    assert build_model(ModelSection(name="resnet"), of_images, images)
-    assert build_model(ModelSection(arguments=small), of_ids, ids), (
+    assert build_model(Config(ModelSection(name="resnet"), data=of_images), images)
+    assert build_model(Config(ModelSection(arguments=small), data=of_ids), ids), (
         "ids of the user's own are tokens"
     )
 

@@ -21,7 +21,7 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.checkpoint.import_weights import import_weights
 from shoal.cli.main import app
 from shoal.cli.start import prepare
-from shoal.config.sections import DataSection, ModelSection
+from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.sources import Source
 from shoal.data.tokens import SyntheticTokens
 from shoal.models.catalog import build
@@ -169,11 +169,13 @@ def test_a_job_builds_it(tmp_path: Path) -> None:
     source = Source(data, None, None, 61, None, None, "synthetic: 4 samples", "tokens")
     name = write(tmp_path / "m", LLAMA)
     assert (
-        type(build_model(ModelSection(name=name), DataSection(sequence=16), source)).__name__
+        type(
+            build_model(Config(ModelSection(name=name), data=DataSection(sequence=16)), source)
+        ).__name__
         == "LlamaForCausalLM"
     )
     with pytest.raises(ConfigError, match="longer than the 64 positions"):
-        build_model(ModelSection(name=name), DataSection(sequence=65), source)
+        build_model(Config(ModelSection(name=name), data=DataSection(sequence=65)), source)
 
 
 def refusal(name: str, arguments: dict[str, Any] | None = None, **known: int) -> str:

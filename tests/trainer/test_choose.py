@@ -139,7 +139,7 @@ def test_an_own_loop_gets_the_answer_of_the_command(digits, tmp_path: Path) -> N
     """`auto` is one answer: the same model, batch, loss and optimizer, by its sample."""
     config, source = digits
     plan, _ = chosen(config, source, tmp_path)
-    module = build_model(config.model, config.data, source)
+    module = build_model(config, source)
     optimizer = torch.optim.AdamW(module.parameters())
     sample = first_samples(source.train, source.collate)
     asked = replace(plan_of(config), compute="fp32")

@@ -8,6 +8,7 @@ true fails as well.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -36,7 +37,7 @@ from shoal.planner.search import Candidate, search
 from shoal.planner.search_space import SearchSpace
 from shoal.planner.settle import is_open, settle_layout, words_of
 from shoal.planner.transformer import model_facts
-from shoal.trainer import job, rank_layouts
+from shoal.trainer import adapters, job, rank_layouts
 from shoal.trainer import parallelize as room
 from shoal.trainer.predict import case_of
 
@@ -64,6 +65,8 @@ TP = "layout.tp=2"
 CP = "layout.cp=2"
 PP = "layout.pp=2"
 ON_CPU = f"{LLAMA} data.source=stdlib train.batch=16 train.micro_batch=2"
+BUILT = "model.build=test_every_key:tiny data.source=digits"
+ADAPTED = f"tune.adapter=dora {BUILT}"
 DILOCO = "islands.method=diloco islands.count=2"
 
 VALUES: dict[str, str] = {
@@ -73,6 +76,11 @@ VALUES: dict[str, str] = {
     "model.loss": "model.loss=shoal.models.loss:token_loss",
     "model.call": "model.call=kwargs",
     "model.arguments": "model.dim=32",
+    "tune.adapter": f"tune.adapter=lora {BUILT}",
+    "tune.rank": f"tune.rank=4 {ADAPTED}",
+    "tune.alpha": f"tune.alpha=4.0 {ADAPTED}",
+    "tune.dropout": f"tune.dropout=0.1 {ADAPTED}",
+    "tune.targets": f"tune.targets=head {ADAPTED}",
     "data.source": "data.source=synthetic",
     "data.field": "data.field=content",
     "data.packing": f"data.packing=on data.source=jsonl:{__file__}",
@@ -190,6 +198,10 @@ ARRIVES: dict[str, Callable[[Seen], Any]] = {
     "model.arguments": lambda seen: seen["model"].arguments,
     "data.sequence": lambda seen: seen["sequence"],
     **{
+        f"tune.{key.name}": lambda seen, key=key.name: getattr(seen["tune"], key)
+        for key in keys(Config().tune)
+    },
+    **{
         f"optimizer.{key}": lambda seen, key=key: getattr(seen["optimizer"], key)
         for key in ("name", "lr", "betas", "momentum", "weight_decay")
     },
@@ -217,6 +229,7 @@ NOT_BY_PARALLELIZE = {
 
 NOT_FORESEEN = {
     "model.call": "how inputs are handed over costs nothing",
+    "tune.": "the model is foreseen trained whole: more states than adapters have, the same products",
     "data.source": "what tokens say costs nothing; how many there are is data.sequence",
     "data.field": "as data.source",
     "data.packing": "a row costs what its tokens cost, of however many documents they are",
@@ -268,7 +281,7 @@ def words_of_key(key: str, base: str = ON_CPU) -> list[str]:
     """The base, then what the key needs, then the key itself: later ones win."""
     own, *needs = VALUES[key].split()
     replaced = {word.partition("=")[0] for word in (own, *needs)}
-    if key == "model.build":  # its arguments are its own
+    if "model.build" in replaced:  # its arguments are its own
         replaced |= {word.partition("=")[0] for word in base.split() if word.startswith("model.")}
     said = [word for word in base.split() if word.partition("=")[0] not in replaced]
     return [*said, *needs, own]
@@ -357,6 +370,16 @@ def test_a_resumed_run_has_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
         moved.rmdir()
 
 
+@pytest.fixture(autouse=True)
+def with_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What [tune] says is read, and nothing of peft, which few environments have."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: name == "peft" or find(name, *more)
+    )
+    monkeypatch.setattr(adapters, "adapt", lambda model, *said: model)
+
+
 class Ranks(SimpleNamespace):
     """So many processes, of which the layout alone is asked."""
 
@@ -375,8 +398,8 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         config = settled(key, tmp_path).loaded.config
         seen: Seen = {}
 
-        def build_model(section: Any, data: Any, source: Any) -> nn.Module:
-            seen.update(model=section, sequence=data.sequence)
+        def build_model(config: Any, source: Any) -> nn.Module:
+            seen.update(model=config.model, tune=config.tune, sequence=config.data.sequence)
             return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
 
         def build_optimizer(policy: Any, parameters: Any, module: Any) -> Any:

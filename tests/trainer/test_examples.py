@@ -68,6 +68,7 @@ def test_own_loop_goes_on_where_it_stopped_on_other_processes(tmp_path: Path) ->
     assert len(lines) == 2, "only rank 0 speaks"
 
 
+@pytest.mark.proof
 def test_digits_are_learnt(tmp_path: Path) -> None:
     last = run("digits_cnn.py", tmp_path).splitlines()[-1]
     right = float(re.search(r"held out ([\d.]+)% right", last)[1])
@@ -86,6 +87,7 @@ def test_distillation_is_the_same_on_two_processes(tmp_path: Path) -> None:
     assert float(alone[2]) > 88, "82 without the teacher"
 
 
+@pytest.mark.proof
 def test_the_best_is_the_same_alone_on_two_processes_and_resumed(tmp_path: Path) -> None:
     """Plateau, patience and the best value survive; what was written of steps stays."""
     pattern = r"step (\d+), best ([\d.]+), [\d.]+% of images right that it never saw\n"
@@ -163,6 +165,37 @@ def test_ppo_learns(tmp_path: Path) -> None:
         for more in (("a", "--short"), ("b",))
     ]
     assert fell[1] < 0.5 * fell[0]
+
+
+@pytest.mark.proof
+def test_lora_is_the_same_alone_and_resumed_on_two_processes(tmp_path: Path) -> None:
+    """Pretrain, export, tune, export, sample; transformers shows bars on standard error."""
+    pytest.importorskip("peft")
+    plain = ("-W", "ignore")
+
+    def export(source: str, *words: str) -> None:
+        command = ["-m", "shoal", "checkpoint", "export", source, *words]
+        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=DEADLINE_S)
+
+    run("lora.py", tmp_path, "pretrain", "a", "--float64", before=plain)
+    export("a/pretrained", "a/base")
+    shutil.copytree(tmp_path / "a" / "base", tmp_path / "b" / "base")
+    alone, short, resumed = (
+        re.fullmatch(
+            r"step (\d+): loss ([\d.]+)\n",
+            run("lora.py", tmp_path, "tune", folder, "--float64", *more, before=before),
+        )
+        for folder, more, before in (
+            ("a", (), plain),
+            ("b", ("--short",), torchrun()),
+            ("b", (), plain),
+        )
+    )
+    assert float(short[2]) > 2 * float(alone[2])
+    assert resumed[1] == alone[1]
+    assert float(resumed[2]) == pytest.approx(float(alone[2]), rel=1e-12)
+    export("b/tuned", "b/adapter", "--adapter")
+    assert re.match(r"3 \* 4 =", run("lora.py", tmp_path, "sample", "b", before=plain))
 
 
 def test_the_toml_example_is_accepted() -> None:

@@ -70,6 +70,7 @@ def export_folder(
     *,
     average: bool = False,
     translated: Translated | None = None,
+    merged: Outgoing | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
     """Write the model of a checkpoint as a folder of safetensors and what the run keeps beside it.
@@ -77,6 +78,7 @@ def export_folder(
     path         a checkpoint folder, `RUN/checkpoints/step-N` · out  the folder, replaced only once
                  the new one is complete
     average      averaged weights, as `outgoing` takes it
+    merged       what leaves it, where adapters were merged into it
     translated   for a model of Shoal's own that transformers has too
     shard_bytes  the largest file of weights, unless a single tensor is larger
     Errors       ConfigError for an `out` that holds anything but an earlier export; Damaged and
@@ -84,7 +86,7 @@ def export_folder(
     """
     out = Path(os.path.realpath(out))  # a link keeps its place
     check_target(out)
-    found = outgoing(path, average=average)
+    found = merged or outgoing(path, average=average)
     if translated is not None:
         found = _renamed(found, translated.name_of)
     half = folders.temporary(out)
@@ -94,7 +96,7 @@ def export_folder(
         _write_beside(half, path.parent.parent / HUB, found, translated)
         folders.fsync_folder(half)
         files = tuple(sorted(os.listdir(half)))
-        _put(half, out)
+        put(half, out)
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return Exported(size_bytes, files)
@@ -156,16 +158,21 @@ def _write_beside(folder: Path, hub: Path, found: Outgoing, translated: Translat
     """Write what is no weight: the configuration with the weights' format, and the tokenizer."""
     dtype = _widest(found.entries)
     configs = CONFIGS if TRANSFORMERS in found.manifest.record else ()  # else of another model
-    for name in (*configs, *TOKENIZER_FILES):
-        source = hub / name
-        if source.is_file() and not source.is_symlink():  # no link out of somebody's run folder
-            shutil.copyfile(source, folder / name)
-            _make_durable(folder / name)
+    copy_beside(hub, folder, (*configs, *TOKENIZER_FILES))
     config = translated.config if translated is not None else None
     if config is None and (folder / CONFIG).exists():
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if config is not None:
         _write_json(folder / CONFIG, _in_format(config, dtype))
+
+
+def copy_beside(hub: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy those of some files that a run's hub/ has, as durable as the weights beside them."""
+    for name in names:
+        source = hub / name
+        if source.is_file() and not source.is_symlink():  # no link out of somebody's run folder
+            shutil.copyfile(source, folder / name)
+            _make_durable(folder / name)
 
 
 def _widest(entries: Sequence[Entry]) -> str:
@@ -204,7 +211,7 @@ def _make_durable(path: Path) -> None:
         os.fsync(written.fileno())
 
 
-def _put(half: Path, out: Path) -> None:
+def put(half: Path, out: Path) -> None:
     """Give a complete folder its name; what had it is an earlier export, or empty."""
     if not out.is_dir():
         os.rename(half, out)

@@ -8,11 +8,18 @@ import re
 from pathlib import Path
 
 from shoal.base.errors import ConfigError
-from shoal.checkpoint.hub_folder import CONFIGS, TOKENIZER_FILES
+from shoal.checkpoint.hub_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIGS,
+    TOKENIZER_FILES,
+)
 from shoal.checkpoint.tensorfile import LENGTH_BYTES, METADATA
 
 INDEX = "model.safetensors.index.json"
-WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+WEIGHTS = re.compile(
+    rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(ADAPTER_WEIGHTS)}"
+)
 MARK = {"written_by": "shoal checkpoint export"}
 """Stands in the metadata of every file of weights of an exported folder."""
 
@@ -24,7 +31,7 @@ def check_target(out: Path) -> None:
     if not out.is_dir():
         return
     names = sorted(os.listdir(out))
-    known = {INDEX, *CONFIGS, *TOKENIZER_FILES}
+    known = {INDEX, *CONFIGS, ADAPTER_CONFIG, *TOKENIZER_FILES}
     strange = [name for name in names if name not in known and not WEIGHTS.fullmatch(name)]
     weights = [name for name in names if WEIGHTS.fullmatch(name)]
     strange += [name for name in weights if not _marked(out / name)]

@@ -1,6 +1,7 @@
 """The folder `hub/` of a run: what `from_pretrained` wants beside weights, kept where it is known.
 
 config.json, generation_config.json     of a model of transformers, written at every save
+adapter_config.json                     of a model with adapters of peft, at every save
 tokenizer.json, tokenizer_config.json   of text that `shoal train` reads, written at its start
 """
 
@@ -11,6 +12,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 CONFIGS = (CONFIG, GENERATION)
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BESIDE_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -25,3 +27,7 @@ TRANSFORMERS, UNTOLD_TIES = "transformers", "untold_ties"
 """Keys of a checkpoint's record. The first is there where its model is one of transformers, whose
 configuration hub/ keeps; beneath it the second lists tied names that this configuration does not
 tie: whoever opens the weights would draw them anew, so they are exported twice."""
+
+ADAPTER = "adapter"
+"""Key of a checkpoint's record, of a model with adapters of peft: a tensor's name in peft's files →
+its name in the module."""

@@ -15,6 +15,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.phases import listen, phase
 
 if TYPE_CHECKING:  # it brings torch
+    from shoal.checkpoint.export import Outgoing
     from shoal.checkpoint.export_folder import Translated
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ OUT = typer.Argument(
     ..., metavar="FOLDER|FILE.safetensors", help="The folder, or the one file, to write."
 )
 AVERAGED = typer.Option(False, "--average", help="The averaged weights (optimizer.average).")
+ADAPTER = typer.Option(False, "--adapter", help="The adapters of peft alone, as peft's folder.")
 
 SOURCE = typer.Argument(
     ...,
@@ -78,12 +80,15 @@ def verify(path: Path = RUN) -> None:
 
 
 @app.command()
-def export(path: Path = RUN, out: Path = OUT, average: bool = AVERAGED) -> None:
+def export(
+    path: Path = RUN, out: Path = OUT, average: bool = AVERAGED, adapter: bool = ADAPTER
+) -> None:
     """Write the model of the newest checkpoint as a folder for from_pretrained, or as one file.
 
     A folder gets the weights, in files of at most 5 GB, and what the run keeps in hub/: of a model
     of transformers config.json and generation_config.json, of `shoal train` on text the tokenizer.
-    A llama of ours becomes transformers' Llama. What it replaces must be empty or an earlier
+    A llama of ours becomes transformers' Llama; adapters of peft are merged into their layers, or
+    with --adapter written as peft's own folder. What it replaces must be empty or an earlier
     export. FILE.safetensors gets the weights alone, under the module's own names.
     """
     from shoal.view.phases import PhaseLine
@@ -92,7 +97,7 @@ def export(path: Path = RUN, out: Path = OUT, average: bool = AVERAGED) -> None:
     newest, waiting = checkpoints_of(path)[0], PhaseLine(sys.stdout)
     listen(waiting.hear)
     try:
-        told = _write(newest, out, average)
+        told = _write_adapter(newest, out, average) if adapter else _write(newest, out, average)
     finally:
         listen(None)
         waiting.finish()
@@ -144,7 +149,10 @@ def _write(newest: Path, out: Path, average: bool) -> str:
     from shoal.checkpoint.hub_folder import TOKENIZER
 
     translated = _translated(newest)
-    written = export_folder.export_folder(newest, out, average=average, translated=translated)
+    whole = _merged(newest, average)
+    written = export_folder.export_folder(
+        newest, out, average=average, translated=translated, merged=whole
+    )
     line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
     if written.has_config and TOKENIZER in written.files and translated is None:
         from shoal.models.huggingface import tokenizer_line
@@ -157,6 +165,40 @@ def _write(newest: Path, out: Path, average: bool) -> str:
         f"{line}\nno config.json: the run keeps none in hub/, as its model is none of transformers "
         f"(or was saved by an earlier Shoal); the weights have the names of its own module"
     )
+
+
+def _write_adapter(newest: Path, out: Path, average: bool) -> str:
+    """Export a checkpoint's adapters; what to tell of it. Errors: ConfigError for one file."""
+    from shoal.base.units import bytes_text
+
+    if out.suffix == ".safetensors" and not out.is_dir():
+        raise ConfigError(
+            f"{out}: adapters are written as peft's folder; nearest: "
+            f"--adapter {out.with_suffix('')}"
+        )
+    with phase("import"):
+        from shoal.checkpoint.export_adapter import export_adapter
+    written = export_adapter(newest, out, average=average)
+    return f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
+
+
+def _merged(newest: Path, average: bool) -> Outgoing | None:
+    """Merge a checkpoint's adapters, None without any. Errors: ConfigError where peft is absent."""
+    from shoal.checkpoint.hub_folder import ADAPTER
+    from shoal.checkpoint.listing import read_manifest
+
+    if ADAPTER not in read_manifest(newest).record:
+        return None
+    from importlib.util import find_spec
+
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"{newest}: merging its adapters needs peft, which is not installed; nearest: "
+            f"pip install 'shoal[tune]', or the same with --adapter"
+        )
+    from shoal.trainer.merge_adapter import merged
+
+    return merged(newest, average=average)
 
 
 def _translated(checkpoint: Path) -> Translated | None:

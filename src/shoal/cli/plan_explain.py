@@ -207,9 +207,7 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
     with kept_draws():
         few = [source.train[place] for place in range(min(SAMPLES, len(source.train)))]
         batch = join(few, source.collate, "the first samples")
-    module = build_module(
-        lambda: build_model(config.model, config.data, source), config.train.seed
-    ).train()
+    module = build_module(lambda: build_model(config, source), config.train.seed).train()
     # A model shows its splits in fp32; a format of the run changes none of them.
     inputs = split_batch(batch)[0]
 

@@ -44,6 +44,7 @@ from shoal.config.save import keep_origins, to_toml
 from shoal.launch import supervise
 from shoal.planner.bubble import describe_bubble
 from shoal.planner.guide import check_cores
+from shoal.planner.huggingface import check_tune
 from shoal.planner.kept_plan import keep_choice
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
@@ -180,6 +181,7 @@ def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
 def _check_paths(loaded: Loaded) -> None:
     config = loaded.config
     check_data(config.data)
+    check_tune(config)
     for key, path in (
         ("model.build", config.model.build),
         ("model.loss", config.model.loss),

@@ -51,6 +51,33 @@ class ModelSection(CallPolicy):
 
 
 @dataclass(frozen=True)
+class TuneSection:
+    """[tune]: adapters of peft over a model whose own weights are frozen.
+
+    adapter   none, lora or dora · rank, alpha, dropout  of each adapter
+    targets   ends of the names of the layers that get one; () all linear layers but the output head
+    `scale` is alpha, or 2 × rank where none is given
+    """
+
+    adapter: str = word(("none", "lora", "dora"), {"qlora": "lora", "full": "none"})
+    """none, lora, dora: trains adapters of peft, and freezes the model's own weights"""
+    rank: int = number(8, least=1)
+    """numbers between an adapter's two matrices"""
+    alpha: float = number(0.0, least=0, usual=16)
+    """an adapter's sum is scaled by alpha / rank; 0: 2 × rank"""
+    dropout: float = number(0.0, least=0, below=1)
+    """of an adapter's inputs"""
+    targets: tuple[str, ...] = ()
+    """layers that get one, by the end of their names (q_proj,v_proj); none: all linear ones but the
+    output head"""
+
+    @property
+    def scale(self) -> float:
+        """What peft calls lora_alpha."""
+        return self.alpha or 2.0 * self.rank
+
+
+@dataclass(frozen=True)
 class DataSection:
     """[data]: what a run is trained and validated on.
 
@@ -195,6 +222,7 @@ class Config:
     """A whole run.toml: one field per section, with its defaults."""
 
     model: ModelSection = ModelSection()
+    tune: TuneSection = TuneSection()
     data: DataSection = DataSection()
     optimizer: OptimizerPolicy = OptimizerPolicy()
     train: TrainSection = TrainSection()

@@ -169,7 +169,7 @@ def case_of(
     """
     settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
     return ProofCase(
-        lambda: build_model(config.model, config.data, source),
+        lambda: build_model(config, source),
         import_loss(config.model),
         source.train,
         source.collate,

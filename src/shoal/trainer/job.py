@@ -52,7 +52,7 @@ def open_run(
     built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
 
     def make_model() -> nn.Module:
-        built.append(build_model(config.model, config.data, source))
+        built.append(build_model(config, source))
         return built[0]
 
     return start_run(
@@ -69,12 +69,21 @@ def open_run(
     )
 
 
-def build_model(section: ModelSection, data: DataSection, source: Source) -> nn.Module:
-    """Build the module that `[model]` names (`hf:PATH` too), or call the user's builder.
+def build_model(config: Config, source: Source) -> nn.Module:
+    """Build the module that `[model]` names or builds, with the adapters of [tune].
 
     source   its vocabulary and kind of data decide what a model by name is built for
-    Errors   ConfigError for a name, an argument or data that do not fit
+    Errors   ConfigError for a name, an argument, data or adapters that do not fit
     """
+    model = _base_model(config.model, config.data, source)
+    if config.tune.adapter == "none":
+        return model
+    from shoal.trainer.adapters import adapt
+
+    return adapt(model, config.tune, config.model.name.removeprefix("hf:"))
+
+
+def _base_model(section: ModelSection, data: DataSection, source: Source) -> nn.Module:
     if section.build:
         return _checked(call_builder(section.build, section.arguments), section, data)
     on_tokens = source.kind == "tokens"

@@ -81,7 +81,7 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
         samples = [source.train[place] for place in range(min(EXAMPLES, len(source.train)))]
         inputs, targets = split_batch(join(samples, source.collate, "the first samples"))
     return facts_by_sample(
-        lambda: build_model(section, config.data, source),
+        lambda: build_model(config, source),
         (inputs, targets),
         import_loss(section),
         section.call,

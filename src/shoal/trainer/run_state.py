@@ -25,6 +25,7 @@ from shoal.base.phases import phase
 from shoal.base.shards import Shard, check_savable
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.folders import retire_later
+from shoal.checkpoint.hub_folder import ADAPTER
 from shoal.checkpoint.listing import step_folder
 from shoal.checkpoint.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.read import open_newest
@@ -125,9 +126,20 @@ def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
     from shoal.trainer.hub_files import keep_config
 
     program = run.program
-    told, line = keep_config(
-        program.module, program.aliases, folder if program.world.is_first else None
-    )
+    chief = folder if program.world.is_first else None
+    if "peft" in sys.modules:
+        from shoal.trainer.adapters import is_adapted, keep_adapter
+
+        if is_adapted(program.module):
+            names = [row.name for row in program.plan.placements if not row.is_buffer]
+            adapter = {ADAPTER: keep_adapter(program.module, names, chief)}
+            adapted: Any = program.module
+            base = adapted.get_base_model()
+            told, line = keep_config(base, {}, chief)  # ties are the base model's own, once merged
+            if line:
+                run.recorder.notice(line)
+            return adapter | told
+    told, line = keep_config(program.module, program.aliases, chief)
     if line:
         run.recorder.notice(line)
     return told

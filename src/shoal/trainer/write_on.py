@@ -138,7 +138,12 @@ def _model(config: Config, folder: Path, vocabulary: int) -> nn.Module:
     name = section.name
     if is_foreign(name) and (folder / HUB / CONFIG).is_file():
         name = f"{PREFIX}{folder / HUB / CONFIG}"
-    return build(name, section.arguments, vocabulary=vocabulary, sequence=config.data.sequence)
+    model = build(name, section.arguments, vocabulary=vocabulary, sequence=config.data.sequence)
+    if config.tune.adapter == "none":
+        return model
+    from shoal.trainer.adapters import adapt
+
+    return adapt(model, config.tune, name.removeprefix("hf:"))
 
 
 @torch.no_grad()

@@ -1,0 +1,102 @@
+"""Puts adapters of peft on a model, as [tune] says, and keeps what peft wants to open them again.
+
+Formula   LoRA: y = W x + (alpha / rank) · B (A dropout(x)), with B = 0 at the start; DoRA: the rows
+          of W + (alpha / rank) · B A to a length that is trained
+Source    peft, LoraConfig, get_peft_model_state_dict
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, nearest
+from shoal.base.files import write_whole
+from shoal.checkpoint.hub_folder import ADAPTER_CONFIG, HUB
+from shoal.config.sections import TuneSection
+
+SOLE = "default"
+"""What peft calls the one adapter of a model, unless it is told otherwise."""
+
+
+def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
+    """Freeze a model and put adapters on it; torch's default generator draws them.
+
+    base     where the model's weights lie, for whoever opens the adapter
+    Errors   ConfigError for targets that the model has not, or cannot have an adapter
+    """
+    import peft  # an extra, and slow
+
+    names = {name for name, part in model.named_modules() if name}
+    for target in tune.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            ends = {name.rpartition(".")[2] for name in names}
+            near = nearest(target, ends) or sorted(e for e in ends if not e.isdigit())[0]
+            raise ConfigError(
+                f"tune.targets: {target} is the end of no layer's name in {type(model).__name__}; "
+                f"nearest: {near}"
+            )
+    causal = hasattr(model, "prepare_inputs_for_generation")
+    said = peft.LoraConfig(
+        r=tune.rank,
+        lora_alpha=tune.scale,
+        lora_dropout=tune.dropout,
+        target_modules=list(tune.targets) or "all-linear",
+        use_dora=tune.adapter == "dora",
+        task_type="CAUSAL_LM" if causal else None,
+        base_model_name_or_path=base,
+    )
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, said)
+    except (ValueError, TypeError, NotImplementedError) as failure:
+        line = (str(failure).splitlines() or [type(failure).__name__])[0]
+        raise ConfigError(
+            f"tune.adapter = {tune.adapter}: peft refuses {type(model).__name__}: {line}; nearest: "
+            f"tune.targets with names of linear layers"
+        ) from failure
+    said.base_model_name_or_path = base  # peft writes what the model says of itself over it
+    return adapted
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a model with adapters of peft."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(module, PeftModel)
+
+
+def keep_adapter(module: Any, names: Iterable[str], folder: Path | None) -> dict[str, str]:
+    """Write adapter_config.json to `folder/hub`; gives a name in peft's files → name in the module.
+
+    names    of all parameters, whoever holds them · folder  None on processes that write nothing
+    """
+    from peft import get_peft_model_state_dict
+
+    adapter = module.active_adapter if isinstance(module.active_adapter, str) else SOLE
+    # peft sorts names out with tensors behind them; these hold nothing, and tell the names again.
+    known = {name: torch.empty(0, device="meta") for name in names}
+    told = {id(tensor): name for name, tensor in known.items()}
+    chosen = get_peft_model_state_dict(
+        module, state_dict=known, adapter_name=adapter, save_embedding_layers=False
+    )
+    if folder is not None:
+        said = {**module.peft_config[adapter].to_dict(), "inference_mode": True}
+        text = json.dumps(said, indent=2, sort_keys=True, default=_plain) + "\n"
+        with contextlib.suppress(OSError):  # the run is worth more than this
+            (folder / HUB).mkdir(exist_ok=True)
+            write_whole(folder / HUB / ADAPTER_CONFIG, text)
+    return {short: told[id(tensor)] for short, tensor in chosen.items()}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks: sets as sorted lists, all else by its text."""
+    return sorted(value) if isinstance(value, set) else str(value)

@@ -1,0 +1,100 @@
+"""Merges a checkpoint's adapters into the layers they stand on, by peft's own arithmetic.
+
+The whole model is in memory, once. Wanted in the run's hub/: config.json and adapter_config.json,
+which every save of a model of transformers with adapters leaves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import CheckpointError
+from shoal.base.phases import Phase, phase
+from shoal.base.shards import Shard
+from shoal.checkpoint.export import Outgoing, outgoing
+from shoal.checkpoint.hub_folder import ADAPTER, ADAPTER_CONFIG, CONFIG, HUB
+from shoal.checkpoint.read import load_from
+from shoal.checkpoint.tensorfile import Entry
+
+
+@dataclass(frozen=True)
+class Merged(Outgoing):
+    """Tensors that leave a checkpoint with its adapters merged, in the base model's names."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Key, dtype and shape of every tensor."""
+        found = ((n, self.tensors[full]) for n, full in self.names.items())
+        return [Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in found]
+
+    def reader(self, told: Phase) -> Callable[[str], memoryview]:
+        """A function from a name to the tensor's bytes."""
+
+        def data_of(short: str) -> memoryview:
+            told.step()
+            tensor = self.tensors[self.names[short]].contiguous()
+            return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+        return data_of
+
+
+@torch.no_grad()
+def merged(path: Path, *, average: bool = False) -> Merged | None:
+    """Merge the adapters of a checkpoint; None for a model without any.
+
+    average  averaged weights, as `outgoing` takes it
+    Errors   CheckpointError for a model that is none of transformers beneath its adapters
+    """
+    found = outgoing(path, average=average)
+    if ADAPTER not in found.manifest.record:
+        return None
+    hub = path.parent.parent / HUB
+    if not (hub / CONFIG).is_file() or not (hub / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{path}: keeps no {CONFIG} of the model beneath its adapters, so they cannot be "
+            f"merged; nearest: the same with --adapter"
+        )
+    with phase("import"):
+        import transformers
+        from peft import PeftConfig, PeftModel
+    config = transformers.AutoConfig.from_pretrained(hub, local_files_only=True)
+    kind: Any = getattr(transformers, config.architectures[0])
+    adapted: Any = PeftModel(kind(config), PeftConfig.from_pretrained(str(hub)))
+    here = adapted.state_dict(keep_vars=True)
+    unlike = sorted((found.names.keys() | found.aliases.keys()) ^ here.keys())
+    if unlike:
+        raise CheckpointError(
+            f"{path}: {unlike[0]} is not as in the model of {hub / CONFIG} with the adapters of "
+            f"{ADAPTER_CONFIG}; nearest: the same with --adapter, or one file of weights"
+        )
+    adapted.to(_format(found))
+    with phase("read", of=len(found.names)) as told:
+        for short, full in found.names.items():
+            stored = found.manifest.tensors[full]
+            whole = Shard.whole(full, stored.shape, stored.dtype)
+            here[short].copy_(load_from(path, found.manifest, [whole])[full])
+            told.step()
+    whole_model = adapted.merge_and_unload()
+    tensors: dict[str, torch.Tensor] = whole_model.state_dict()
+    firsts: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        first = firsts.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), name)
+        if first != name:
+            aliases[name] = first
+    names = {name: name for name in tensors if name not in aliases}
+    return Merged(found.path, found.manifest, names, aliases, tensors)
+
+
+def _format(found: Outgoing) -> torch.dtype:
+    """The format of the weights that the checkpoint holds most of."""
+    kinds = [entry.dtype for entry in found.entries]
+    dtype: torch.dtype = getattr(torch, max(set(kinds), key=kinds.count))
+    return dtype
