@@ -30,6 +30,11 @@ def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.
         return copy.deepcopy(module, known)
 
 
+CAPTURES = "_output_capturing_hooks_installed"
+"""By this a model of transformers knows that its hooks are there, and a twin has none: it needs
+them where a layer's output is part of its own (LLaVA's tower). Source: utils/output_capturing.py"""
+
+
 def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
     """Copy a module with tensors without data; forward hooks and replaced forwards are left out.
 
@@ -52,6 +57,7 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
         part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
+        part.__dict__.pop(CAPTURES, None)
     return copied
 
 

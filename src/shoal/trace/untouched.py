@@ -57,7 +57,8 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
     New ones are removed; lists, dicts and sets are restored one level deep; callables stay. Else an
     output that a module keeps would keep its graph, and with it the shapes of parameters before
-    they were cut.
+    they were cut. Hooks that a pass adds go too: whoever adds them once notes it in an attribute
+    (transformers' output_capturing.py), and without the note they would be added twice.
     """
     before = _Attributes(module)
     try:
@@ -75,6 +76,7 @@ class _Attributes:
         self.kept = [(part, self._of(part)) for part in module.modules()]
         inside = {id(v): v for _, held in self.kept for v in held.values() if type(v) in MUTABLE}
         self.inside = [(value, copy.copy(value)) for value in inside.values()]
+        self.hooks = [(held, set(held)) for part, _ in self.kept for held in _hooks(part)]
 
     def restore(self) -> None:
         """Give every part what it had; what it got since is taken away."""
@@ -89,10 +91,20 @@ class _Attributes:
             for name in self._of(part).keys() - held.keys():
                 del now[name]
             now.update(held)
+        for registered, before in self.hooks:
+            for number in registered.keys() - before:
+                del registered[number]
 
     def _of(self, part: nn.Module) -> dict[str, Any]:
         own = vars(part).items()
         return {k: v for k, v in own if k not in self.not_plain and not callable(v)}
+
+
+def _hooks(part: nn.Module) -> Iterator[dict[int, Any]]:
+    """A module's tables of hooks on its passes, by the hooks' numbers."""
+    for name, table in vars(part).items():
+        if name.startswith(("_forward_", "_backward_")) and "hooks" in name:
+            yield table
 
 
 MUTABLE = (list, dict, set)
