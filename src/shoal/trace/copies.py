@@ -30,11 +30,6 @@ def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.
         return copy.deepcopy(module, known)
 
 
-CAPTURES = "_output_capturing_hooks_installed"
-"""By this a model of transformers knows that its hooks are there, and a twin has none: it needs
-them where a layer's output is part of its own (LLaVA's tower). Source: utils/output_capturing.py"""
-
-
 def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
     """Copy a module with tensors without data; forward hooks and replaced forwards are left out.
 
@@ -57,7 +52,8 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
         part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
-        part.__dict__.pop(CAPTURES, None)
+        # It says that hooks of transformers are there (utils/output_capturing.py): not in a twin.
+        part.__dict__.pop("_output_capturing_hooks_installed", None)
     return copied
 
 

@@ -57,8 +57,8 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
     New ones are removed; lists, dicts and sets are restored one level deep; callables stay. Else an
     output that a module keeps would keep its graph, and with it the shapes of parameters before
-    they were cut. Hooks that a pass adds go too: whoever adds them once notes it in an attribute
-    (transformers' output_capturing.py), and without the note they would be added twice.
+    they were cut. Hooks that a pass adds go too, as does the attribute that says they are there
+    (transformers' output_capturing.py): else they would be added twice.
     """
     before = _Attributes(module)
     try:
@@ -76,7 +76,8 @@ class _Attributes:
         self.kept = [(part, self._of(part)) for part in module.modules()]
         inside = {id(v): v for _, held in self.kept for v in held.values() if type(v) in MUTABLE}
         self.inside = [(value, copy.copy(value)) for value in inside.values()]
-        self.hooks = [(held, set(held)) for part, _ in self.kept for held in _hooks(part)]
+        tables = [v for part, _ in self.kept for k, v in vars(part).items() if k.endswith("_hooks")]
+        self.hooks = [(table, set(table)) for table in tables if isinstance(table, dict)]
 
     def restore(self) -> None:
         """Give every part what it had; what it got since is taken away."""
@@ -98,13 +99,6 @@ class _Attributes:
     def _of(self, part: nn.Module) -> dict[str, Any]:
         own = vars(part).items()
         return {k: v for k, v in own if k not in self.not_plain and not callable(v)}
-
-
-def _hooks(part: nn.Module) -> Iterator[dict[int, Any]]:
-    """A module's tables of hooks on its passes, by the hooks' numbers."""
-    for name, table in vars(part).items():
-        if name.startswith(("_forward_", "_backward_")) and "hooks" in name:
-            yield table
 
 
 MUTABLE = (list, dict, set)
