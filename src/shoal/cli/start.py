@@ -6,6 +6,7 @@ world size, portions of the batch, data paths, import paths, the run folder and 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
 import sys
@@ -41,10 +42,11 @@ from shoal.config.resolve import (
     resolve_length,
 )
 from shoal.config.save import keep_origins, to_toml
+from shoal.config.sections import Config
 from shoal.launch import supervise
 from shoal.planner.bubble import describe_bubble
 from shoal.planner.guide import check_cores
-from shoal.planner.huggingface import check_tune
+from shoal.planner.huggingface import foreign_config, is_foreign
 from shoal.planner.kept_plan import keep_choice
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
@@ -175,6 +177,43 @@ def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
         raise ConfigError(
             f"islands.{key}: {folder} was trained by islands, and only islands started from there "
             f"go on with their rounds; nearest: shoal train --resume {folder} islands.count=1"
+        )
+
+
+def check_tune(config: Config) -> None:
+    """Refuse adapters that have nothing to stand on.
+
+    Errors: ConfigError for a missing peft, a model of ours by name, weights that do not exist, and
+    for keys beside tune.adapter=none.
+    """
+    tune, name = config.tune, config.model.name
+    if tune.adapter == "none":
+        plain = type(tune)()
+        for key in ("rank", "alpha", "dropout", "targets"):
+            if getattr(tune, key) != getattr(plain, key):
+                value = getattr(tune, key)
+                shown = ",".join(value) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"tune.{key} = {shown}: no adapter is asked for; nearest: tune.adapter=lora"
+                )
+        return
+    where = f"tune.adapter = {tune.adapter}"
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"{where}: needs peft, which is not installed; nearest: pip install 'shoal[tune]'"
+        )
+    if config.model.build:
+        return  # the builder's own weights
+    if not is_foreign(name):
+        raise ConfigError(
+            f"{where}: model.name = {name} starts from random weights, and frozen ones learn "
+            f"nothing; nearest: model.name=hf:FOLDER, say of `shoal checkpoint export`"
+        )
+    path, stored = foreign_config(name, config.model.arguments)
+    if not stored:
+        raise ConfigError(
+            f"{where}: no safetensors lie beside {path}, and frozen random weights learn nothing; "
+            f"nearest: model.name=hf:FOLDER with its weights, or tune.adapter=none"
         )
 
 

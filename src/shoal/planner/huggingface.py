@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.config.sections import Config
 
 PREFIX = "hf:"
 
@@ -109,41 +108,4 @@ def _check_file(name: str, path: Path) -> None:
     if not isinstance(found, Mapping) or not isinstance(found.get("model_type"), str):
         raise ConfigError(
             f"model.name = {name}: {path} has no model_type; give a transformers config.json"
-        )
-
-
-def check_tune(config: Config) -> None:
-    """Refuse adapters that have nothing to stand on.
-
-    Errors: ConfigError for a missing peft, a model of ours by name, weights that do not exist, and
-    for keys beside tune.adapter=none.
-    """
-    tune, name = config.tune, config.model.name
-    if tune.adapter == "none":
-        plain = type(tune)()
-        for key in ("rank", "alpha", "dropout", "targets"):
-            if getattr(tune, key) != getattr(plain, key):
-                value = getattr(tune, key)
-                shown = ",".join(value) if isinstance(value, tuple) else value
-                raise ConfigError(
-                    f"tune.{key} = {shown}: no adapter is asked for; nearest: tune.adapter=lora"
-                )
-        return
-    where = f"tune.adapter = {tune.adapter}"
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            f"{where}: needs peft, which is not installed; nearest: pip install 'shoal[tune]'"
-        )
-    if config.model.build:
-        return  # the builder's own weights
-    if not is_foreign(name):
-        raise ConfigError(
-            f"{where}: model.name = {name} starts from random weights, and frozen ones learn "
-            f"nothing; nearest: model.name=hf:FOLDER, say of `shoal checkpoint export`"
-        )
-    path, stored = foreign_config(name, config.model.arguments)
-    if not stored:
-        raise ConfigError(
-            f"{where}: no safetensors lie beside {path}, and frozen random weights learn nothing; "
-            f"nearest: model.name=hf:FOLDER with its weights, or tune.adapter=none"
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import ConfigError
+from shoal.cli.start import check_tune
 from shoal.config.load import load
-from shoal.planner.huggingface import check_tune
 
 
 @pytest.mark.parametrize(
