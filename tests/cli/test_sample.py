@@ -73,10 +73,10 @@ def test_a_run_without_a_checkpoint() -> None:
              "its model; nearest: shoal checkpoint export runs/mine FOLDER"),
         ("[data]\nsource = 'digits'\n[model]\nname = 'mlp'\n",
          "runs/mine: trained on digits, which is not text; `shoal sample` is for "
-         "data.source=text:GLOB, jsonl:GLOB and stdlib"),
+         "data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"),
         ("[data]\nsource = 'my.data:make'\n[model]\nname = 'mlp'\n",
          "runs/mine: trained on my.data:make, which is not text; `shoal sample` is for "
-         "data.source=text:GLOB, jsonl:GLOB and stdlib"),
+         "data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"),
         ("[data]\nsource = 'tokens:some'\n",
          "runs/mine: trained on tokens:some, tokens whose tokenizer is not known here; nearest: "
          "shoal checkpoint export runs/mine FOLDER"),
