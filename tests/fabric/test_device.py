@@ -22,6 +22,7 @@ MAY = {
     "planner/catalogue.py": "sources of a catalogue's figures; knows no torch",
     "teach/screens/links.py": "what learners read",
     "launch/failures.py": "words in the texts of exceptions; the room knows no torch",
+    "trainer/step_trace.py": "a snapshot of memory that CUDA's allocator alone gives",
     "machine/device_pool.py": "a setting of CUDA's own allocator, and the only kind that has it",
     "trace/lend.py": "names of the properties by which a tensor says where it is",
     "parallel/spmd/sequence.py": "names of every attribute of a tensor that moves no data",

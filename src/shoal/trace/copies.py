@@ -52,8 +52,7 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
         part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
-        # It says that hooks of transformers are there (utils/output_capturing.py): not in a twin.
-        part.__dict__.pop("_output_capturing_hooks_installed", None)
+        part.__dict__.pop("_output_capturing_hooks_installed", None)  # transformers': not here
     return copied
 
 

@@ -57,8 +57,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
     New ones are removed; lists, dicts and sets are restored one level deep; callables stay. Else an
     output that a module keeps would keep its graph, and with it the shapes of parameters before
-    they were cut. Hooks that a pass adds go too, as does the attribute that says they are there
-    (transformers' output_capturing.py): else they would be added twice.
+    they were cut. Hooks that a pass adds go too, or they would be added twice (transformers).
     """
     before = _Attributes(module)
     try:
@@ -76,8 +75,8 @@ class _Attributes:
         self.kept = [(part, self._of(part)) for part in module.modules()]
         inside = {id(v): v for _, held in self.kept for v in held.values() if type(v) in MUTABLE}
         self.inside = [(value, copy.copy(value)) for value in inside.values()]
-        tables = [v for part, _ in self.kept for k, v in vars(part).items() if k.endswith("_hooks")]
-        self.hooks = [(table, set(table)) for table in tables if isinstance(table, dict)]
+        tables = [(p._forward_hooks, p._forward_pre_hooks) for p in module.modules()]
+        self.hooks = [(table, set(table)) for pair in tables for table in pair]
 
     def restore(self) -> None:
         """Give every part what it had; what it got since is taken away."""

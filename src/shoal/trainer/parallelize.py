@@ -123,6 +123,10 @@ def parallelize(
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
+    if plan.trace and folder is None:
+        raise ConfigError(
+            f'trace = {plan.trace}: is written into the run folder; nearest: folder="runs/mine"'
+        )
     if metrics:
         from shoal.trainer.measured import check_metrics
 
@@ -232,7 +236,7 @@ def start_run(
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
     recorder = Recorder(folder, world)
-    if plan.trace:
+    if plan.trace and folder is not None:
         from shoal.trainer.step_trace import StepTrace
 
         recorder.trace = StepTrace(plan.trace, folder, world, recorder.notice)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shoal.base.errors import ConfigError
 from shoal.base.policies import LoopPolicy
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator, synchronize
@@ -33,17 +32,11 @@ class StepTrace:
     text     "FIRST:LAST", both included
     notice   a line for the user, by rank 0
     A run that is resumed among these steps traces those that are left.
-
-    Errors   ConfigError without a run folder to write into
     """
 
     def __init__(
-        self, text: str, folder: Path | None, world: World, notice: Callable[[str], None]
+        self, text: str, folder: Path, world: World, notice: Callable[[str], None]
     ) -> None:
-        if folder is None:
-            raise ConfigError(
-                f'trace = {text}: is written into the run folder; nearest: folder="runs/mine"'
-            )
         self.text, self.folder, self.world, self.notice = text, folder / "traces", world, notice
         self.first, self.last = LoopPolicy.traced("train.trace", text)
         self._from = self._done = 0
