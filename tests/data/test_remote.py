@@ -81,6 +81,16 @@ def test_what_is_not_there_is_one_line(source: str, line: str) -> None:
         open_source(DataSection(source=source), 0)
 
 
+def test_nothing_is_written_outside_of_the_cache(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing is what a stranger says."""
+    listed = {"/web/one/../../../out.jsonl": {"type": "file", "size": 1}}
+    monkeypatch.setattr(type(store), "glob", lambda *_, **__: listed)
+    with pytest.raises(ConfigError, match="would lie outside of the folder it is copied to"):
+        samples("jsonl:memory://web/one/*.jsonl")
+
+
 def test_nothing_remote_is_asked_before_a_run_starts() -> None:
     check_data(DataSection(source="jsonl:s3://no-such-bucket/*.jsonl"))
 

@@ -12,7 +12,6 @@ docs/proof/exported.json, so it can be stopped and started again; --fresh begins
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ FAMILIES = (
 )  # fmt: skip
 LAYOUTS = ("fsdp", "tp2", "pp2")
 
-from kept_rows import Row, counted, parser_of, rows_before, versions  # noqa: E402
+from kept_rows import Row, parser_of, rows_before, verdicts, write_rows  # noqa: E402
 from source import source_hash  # noqa: E402
 
 from export_case import wrongs  # noqa: E402
@@ -43,7 +42,7 @@ def main() -> int:
     wanted = options.families.split(",") if options.families else FAMILIES
     with tempfile.TemporaryDirectory() as logs:
         fill(rows, wanted, Path(logs), source)
-    print(counts(rows))
+    print(verdicts(rows))
     return 0 if all(row["verdict"] in ("equal", "refused") for row in rows.values()) else 1
 
 
@@ -77,7 +76,7 @@ def fill(rows: dict[str, Row], wanted: tuple[str, ...], logs: Path, source: str)
                     rows[key]["reason"] = "; ".join(wrong)
             rows[key] |= {"seconds": round(time.monotonic() - began_s, 1), "source": source}
             print(f"{key}: {rows[key]['verdict']} {rows[key].get('reason', '')}", flush=True)
-            write(rows)
+            write_rows(TARGET, DEFINITION, rows)
     if world is not None:
         world.close()
 
@@ -97,22 +96,10 @@ def counted_names(told: Row) -> Row:
     }
 
 
-def counts(rows: dict[str, Row]) -> str:
-    """How often every verdict came up."""
-    return f"{len(rows)} rows: {counted(row['verdict'] for row in rows.values())}"
-
-
-def write(rows: dict[str, Row]) -> None:
-    """The record."""
-    result = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": versions(),
-        "definition": "two steps of AdamW on two processes, saved, exported whole, in files of a "
-        "quarter, and averaged; opened by AutoModelForCausalLM.from_pretrained; equal to the bit",
-        "counts": counts(rows),
-        "rows": rows,
-    }
-    TARGET.write_text(json.dumps(result, indent=1) + "\n")
+DEFINITION = (
+    "two steps of AdamW on two processes, saved, exported whole, in files of a "
+    "quarter, and averaged; opened by AutoModelForCausalLM.from_pretrained; equal to the bit"
+)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,3 +61,20 @@ def versions() -> dict[str, str]:
     except ImportError:
         return found
     return {**found, "transformers": transformers.__version__}
+
+
+def verdicts(rows: dict[str, Row]) -> str:
+    """How often every verdict came up."""
+    return f"{len(rows)} rows: {counted(row['verdict'] for row in rows.values())}"
+
+
+def write_rows(path: Path, definition: str, rows: dict[str, Row]) -> None:
+    """The record: when, with what, what a row says, and the rows."""
+    result = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "versions": versions(),
+        "definition": definition,
+        "counts": verdicts(rows),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")

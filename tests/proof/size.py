@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof")]
 TARGET = ROOT / "docs" / "proof" / "size.json"
 
-from kept_rows import Row, counted, parser_of, rows_before, versions  # noqa: E402
+from kept_rows import Row, parser_of, rows_before, verdicts, write_rows  # noqa: E402
 from source import source_hash  # noqa: E402
 
 from memory_cgroup import Cgroup, memory_cgroup  # noqa: E402
@@ -53,8 +53,8 @@ def main() -> int:
             continue
         rows[key] = {**proved(arguments), "source": source}
         print(f"{key}: {rows[key]}", flush=True)
-        write(rows)
-    print(counts(rows))
+        write_rows(TARGET, DEFINITION, rows)
+    print(verdicts(rows))
     return 0 if all(row["verdict"] == "equal" for row in rows.values()) else 1
 
 
@@ -121,23 +121,11 @@ class Watch:
         }
 
 
-def counts(rows: dict[str, Row]) -> str:
-    """How often every verdict came up."""
-    return f"{len(rows)} rows: {counted(row['verdict'] for row in rows.values())}"
-
-
-def write(rows: dict[str, Row]) -> None:
-    """The record."""
-    result = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "versions": versions(),
-        "definition": "shoal prove, five steps of SGD and five of AdamW in float64, all processes "
-        "in one memory cgroup. Peak: with pages of files, which the kernel takes back; without "
-        "files: sampled ten times a second",
-        "counts": counts(rows),
-        "rows": rows,
-    }
-    TARGET.write_text(json.dumps(result, indent=1) + "\n")
+DEFINITION = (
+    "shoal prove, five steps of SGD and five of AdamW in float64, all processes "
+    "in one memory cgroup. Peak: with pages of files, which the kernel takes back; without "
+    "files: sampled ten times a second"
+)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, PlanError
+from shoal.cli.words import file_and_overrides
 
 if TYPE_CHECKING:
     from shoal.cli.compare_measure import Comparison
@@ -100,14 +101,11 @@ def prepare(arguments: list[str], layouts: str, processes: str, steps: int) -> C
     from shoal.config.resolve import resolve_batch, resolve_length
     from shoal.planner.model_facts import parameters as count_parameters
 
-    paths = [Path(a) for a in arguments if "=" not in a]
-    overrides = [a for a in arguments if "=" in a]
-    if len(paths) > 1:
-        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
+    path, overrides = file_and_overrides(arguments)
     names, machine = read_names(layouts), this_machine()
     counts = read_counts(processes or f"1,{machine.gpus if machine.gpus > 1 else 2}")
-    smaller = [] if paths else _smaller(overrides)
-    loaded = load(paths[0] if paths else None, [*smaller, *overrides])
+    smaller = [] if path else _smaller(overrides)
+    loaded = load(path, [*smaller, *overrides])
     _check_paths(loaded.config)
     train = loaded.config.train
     # `accumulate` speaks of one layout: the largest that is asked for.

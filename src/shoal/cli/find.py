@@ -6,13 +6,13 @@ import json as json_text
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from shoal.base.errors import ConfigError
 from shoal.base.phases import listen, phase
+from shoal.cli.words import file_and_overrides
 
 if TYPE_CHECKING:
     from shoal.trainer.rate_range import RateRange
@@ -62,10 +62,7 @@ def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateR
     from shoal.config.resolve import resolve_batch
     from shoal.view.phases import PhaseLine
 
-    paths = [Path(a) for a in arguments if "=" not in a]
-    if len(paths) > 1:
-        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
-    loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
+    loaded = load(*file_and_overrides(arguments))
     search_here()
     check_data(loaded.config.data)
     resolve_batch(loaded, 1)

@@ -82,16 +82,13 @@ def plan(
 
 def _planned(arguments: list[str], on: str, top: int) -> tuple[dict[str, Any], Any]:
     """The plan's document, and its best candidate."""
-    from shoal.base.errors import ConfigError
     from shoal.cli.plan_subject import find_subject
+    from shoal.cli.words import file_and_overrides
     from shoal.config.load import load
     from shoal.planner.plan_document import plan_record
     from shoal.planner.search import search
 
-    paths = [Path(a) for a in arguments if "=" not in a]
-    if len(paths) > 1:
-        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
-    loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
+    loaded = load(*file_and_overrides(arguments))
     subject = find_subject(loaded, on)
     found = search(subject.case, subject.space)
     record = plan_record(found, subject.space, top=top, notes=subject.notes)

@@ -11,13 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.layout import Layout
 from shoal.base.schedules import copies
 from shoal.base.splits import ExchangeRow, Explained, FlopsRow, SplitRow, shard_text
+from shoal.cli.words import file_and_overrides
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config
 
@@ -58,10 +58,7 @@ def explain(arguments: list[str], on: str, as_json: bool) -> None:
 
     from shoal.view.splits import print_splits
 
-    paths = [Path(a) for a in arguments if "=" not in a]
-    if len(paths) > 1:
-        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
-    loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
+    loaded = load(*file_and_overrides(arguments))
     explained = explain_model(loaded.config, find_layout(loaded, on))
     if as_json:
         typer.echo(json.dumps(explained.record(), indent=1))

@@ -9,6 +9,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.files import write_whole
 from shoal.base.layout import AXES
 from shoal.base.units import count_text
+from shoal.cli.words import file_and_overrides
 from shoal.config.load import load
 from shoal.config.resolve import set_policies
 from shoal.config.save import to_toml
@@ -32,8 +33,7 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
     if not path.parent.is_dir():
         raise ConfigError(f"--write {path}: no folder {path.parent}; nearest: make it first")
     case = best.case
-    paths = [Path(a) for a in arguments if "=" not in a]
-    loaded = load(paths[0] if paths else None, [a for a in arguments if "=" in a])
+    loaded = load(*file_and_overrides(arguments))
     given = {axis: getattr(case.layout, axis) for axis in (*AXES[1:], "ep")}
     given = {axis: degree if degree > 1 else 0 for axis, degree in given.items()}
     single = case.layout.processes == 1

@@ -27,6 +27,7 @@ from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
 from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
+from shoal.cli.words import file_and_overrides
 from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
@@ -78,15 +79,12 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
     processes   how many there are, if somebody else started them
     Errors      ConfigError, PlanError, CheckpointError: one line each
     """
-    paths = [a for a in arguments if "=" not in a]
-    overrides = [a for a in arguments if "=" in a]
-    if len(paths) > 1:
-        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
+    path, overrides = file_and_overrides(arguments)
     if resume is not None:
-        if paths:
-            raise ConfigError(f"command line: {paths[0]}: --resume takes its own run.toml")
+        if path:
+            raise ConfigError(f"command line: {path}: --resume takes its own run.toml")
         _check_resumable(resume)
-    path = Path(paths[0]) if paths else resume / "run.toml" if resume else None
+        path = resume / "run.toml"
     loaded = load(path, overrides)
     plan = _settle(loaded, processes)
     folder = resume or resolve_folder(loaded)

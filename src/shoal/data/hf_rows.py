@@ -94,7 +94,7 @@ def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[s
     """
     import datasets
 
-    from shoal.data.images import class_entropy, held_out
+    from shoal.data.images import class_entropy, held_out, image_parts
 
     data = open_split(argument, where)
     of = data.features
@@ -108,18 +108,9 @@ def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[s
     train, validation = (HfImages(data, (images[0], labels[0]), size, side) for side in sides)
     names = tuple(of[labels[0]].names)
     counted = [[classes[n] for n in side] for side in sides]
-    kept = f"{len(validation)} held out" if len(validation) else "none held out"
-    return {
-        "train": train,
-        "validation": validation if len(validation) else None,
-        "vocabulary": None,
-        "tokenizer": None,
-        "unigram_entropy": class_entropy(counted[0], counted[1], len(names)),
-        "description": f"{argument}: {len(data)} images at {size}×{size}, {len(names)} classes; "
-        f"{kept}",
-        "classes": names,
-        "image": (3, size),
-    }
+    entropy = class_entropy(counted[0], counted[1], len(names))
+    told = f"{argument}: {len(data)} images at {size}×{size}, {len(names)} classes"
+    return image_parts(train, validation, entropy, names, size, told)
 
 
 class HfImages(Dataset[Any]):

@@ -100,18 +100,11 @@ def open_images(
         ImageFolder(folder, [n for n, _ in side], [c for _, c in side], size) for side in sides
     )
     entropy = class_entropy(train.classes, validation.classes, len(order))
-    kept = f"{len(validation)} held out" if len(validation) else "none held out"
-    return {
-        "train": train,
-        "validation": validation if len(validation) else None,
-        "vocabulary": None,
-        "tokenizer": None,
-        "unigram_entropy": entropy,
-        "description": f"{argument}: {len(found)} images at {size}×{size}, {len(order)} classes "
-        f"({', '.join(order[:3])}{', …' if len(order) > 3 else ''}); {kept}",
-        "classes": tuple(order),
-        "image": (3, size),
-    }
+    told = (
+        f"{argument}: {len(found)} images at {size}×{size}, {len(order)} classes "
+        f"({', '.join(order[:3])}{', …' if len(order) > 3 else ''})"
+    )
+    return image_parts(train, validation, entropy, order, size, told)
 
 
 def class_names(folder: str, argument: str, where: str) -> list[str]:
@@ -158,6 +151,26 @@ def held_out(names: Sequence[str], share: float) -> list[bool]:
     ranked = sorted(places)
     count = min(max(1, sum(place < share for place in places)), len(names) - 1)
     return [place <= ranked[count - 1] for place in places]
+
+
+def image_parts(
+    train: Any, held: Any, entropy: float, classes: Sequence[str], size: int, told: str
+) -> dict[str, Any]:
+    """What a `Source` of images with classes is made of, but for `collate` and `kind`.
+
+    told   what there is, for the run's first lines
+    """
+    kept = f"{len(held)} held out" if len(held) else "none held out"
+    return {
+        "train": train,
+        "validation": held if len(held) else None,
+        "vocabulary": None,
+        "tokenizer": None,
+        "unigram_entropy": entropy,
+        "description": f"{told}; {kept}",
+        "classes": tuple(classes),
+        "image": (3, size),
+    }
 
 
 def class_entropy(train: Any, held: Any, classes: int) -> float:

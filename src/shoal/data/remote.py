@@ -75,6 +75,9 @@ def _copied(kind: str, address: str, line: str) -> str:
     if not files:
         raise ConfigError(f"{line}: no file there")
     below = {name: name[len(base) :].lstrip("/") for name in files}
+    for name, rest in below.items():
+        if ".." in rest.split("/"):  # a listing is a stranger's words: nothing is written elsewhere
+            raise ConfigError(f"{line}: {name} would lie outside of the folder it is copied to")
     stamps = [[below[n], *(str(files[n].get(key)) for key in STAMPS)] for n in files]
     final = cache_folder() / "remote" / content_key(address, stamps)
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.phases import counting
 from shoal.config.paths import fixed_folder, glob_files
 from shoal.data.cache import content_key, open_cached
-from shoal.data.images import ENDINGS, class_entropy, decode, held_out
+from shoal.data.images import ENDINGS, class_entropy, decode, held_out, image_parts
 from shoal.data.streams import StreamOrder, check_degree
 from shoal.data.text import Document
 
@@ -249,15 +249,10 @@ def open_shards(argument: str, size: int, share: float, where: str) -> dict[str,
     sides = [np.flatnonzero(held == side) for side in (False, True)]
     train, validation = (TarImages(argument, size, side, where) for side in sides)
     count = int(classes.max()) + 1
-    kept = f"{len(validation)} held out" if len(validation) else "none held out"
-    return {
-        "train": train,
-        "validation": validation if len(validation) else None,
-        "vocabulary": None,
-        "tokenizer": None,
-        "unigram_entropy": class_entropy(classes[sides[0]], classes[sides[1]], count),
-        "description": f"{argument}: {len(index['shard_samples'])} shards, {len(classes)} images "
-        f"at {size}×{size}, {count} classes; {kept}",
-        "classes": tuple(str(number) for number in range(count)),
-        "image": (3, size),
-    }
+    entropy = class_entropy(classes[sides[0]], classes[sides[1]], count)
+    told = (
+        f"{argument}: {len(index['shard_samples'])} shards, {len(classes)} images at "
+        f"{size}×{size}, {count} classes"
+    )
+    names = [str(number) for number in range(count)]
+    return image_parts(train, validation, entropy, names, size, told)

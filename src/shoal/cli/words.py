@@ -1,0 +1,20 @@
+"""What stands on a command line: a run.toml, and words SECTION.KEY=VALUE that win over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.base.errors import ConfigError
+
+
+def file_and_overrides(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Tell the run.toml of a command line from its overrides. Errors: ConfigError for two files.
+
+    >>> file_and_overrides(["run.toml", "train.steps=3"])[1]
+    ['train.steps=3']
+    """
+    paths = [Path(one) for one in arguments if "=" not in one]
+    if len(paths) > 1:
+        raise ConfigError(f"command line: {paths[1]}: one run.toml at most; overrides have a '='")
+    return paths[0] if paths else None, [one for one in arguments if "=" in one]
