@@ -88,3 +88,21 @@ def test_a_range_that_is_none_is_one_line(ends: tuple[str, str]) -> None:
     done = CliRunner().invoke(main.app, ["find", "lr", "--from", ends[0], "--to", ends[1]])
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).endswith("nearest: --from 1e-07 --to 10")
+
+
+def test_a_layout_is_left_out_with_a_line(bowl: None) -> None:
+    given = ["find", "lr", *WORDS, "layout.tp=2", "--steps", "10"]
+    done = CliRunner().invoke(main.app, given)
+    assert done.exit_code == 0, done.output
+    assert "layout.tp=2: left out, the test runs on one process" in done.output
+
+
+@pytest.mark.parametrize("group", main.GROUPS)
+def test_a_group_alone_shows_its_words_in_lines(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["shoal", group])
+    with pytest.raises(SystemExit):
+        main.main()
+    told = capsys.readouterr()
+    assert "Commands:\n" in told.out + told.err

@@ -134,9 +134,11 @@ def _smaller(overrides: list[str]) -> list[str]:
 
 def _check_paths(config: Config) -> None:
     """Do the data and the user's functions exist? Nothing is imported."""
+    from shoal.cli.start import check_tune
     from shoal.config.paths import check_data, check_function
 
     check_data(config.data)
+    check_tune(config)
     for key, path in (("model.build", config.model.build), ("model.loss", config.model.loss)):
         if path:
             check_function(path, key)

@@ -15,6 +15,7 @@ from shoal.base.phases import listen, phase
 from shoal.cli.words import file_and_overrides
 
 if TYPE_CHECKING:
+    from shoal.config.sections import Config
     from shoal.trainer.rate_range import RateRange
 
 app = typer.Typer(help="Try what a run should be given: shoal find lr.", no_args_is_help=True)
@@ -57,6 +58,7 @@ def rate(
 
 
 def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateRange:
+    from shoal.cli.start import check_tune
     from shoal.config.load import load
     from shoal.config.paths import check_data, search_here
     from shoal.config.resolve import resolve_batch
@@ -65,7 +67,10 @@ def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateR
     loaded = load(*file_and_overrides(arguments))
     search_here()
     check_data(loaded.config.data)
+    check_tune(loaded.config)
     resolve_batch(loaded, 1)
+    for notice in (*loaded.notices, *_left_out(loaded.config)):
+        typer.echo(notice, err=True)
     waiting = PhaseLine(sys.stderr)
     listen(waiting.hear)
     try:
@@ -81,6 +86,15 @@ def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateR
     finally:
         listen(None)
         waiting.finish()
+
+
+def _left_out(config: Config) -> list[str]:
+    """What of a configuration a test on one process does not run."""
+    words = config.layout.degrees()
+    asked = " ".join(f"layout.{axis}={n}" for axis, n in words.items() if n > 1)
+    if config.layout.strategy not in ("auto", "single"):
+        asked = f"layout.strategy={config.layout.strategy} {asked}".strip()
+    return [f"{asked}: left out, the test runs on one process"] if asked else []
 
 
 def lines_of(found: RateRange, width: int = 100) -> list[str]:

@@ -45,8 +45,10 @@ app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(find.app, name="find")
+GROUPS = {"checkpoint": checkpoint.app, "find": find.app}
+"""Words that another word must follow."""
+for _name, _group in GROUPS.items():
+    app.add_typer(_group, name=_name)
 
 
 def _version(asked: bool) -> None:
@@ -76,7 +78,8 @@ def main() -> None:
     """
     try:
         # Without words the help is shown, which the library does best on its own.
-        code = app(standalone_mode=False) if sys.argv[1:] else app()
+        bare = not sys.argv[1:] or (len(sys.argv) == 2 and sys.argv[1] in GROUPS)
+        code = app() if bare else app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
