@@ -104,6 +104,21 @@ def a_group_that_exists_sends_from_the_device() -> None:
 
 
 @check
+def steps_are_recorded() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_of(folder=folder, trace="2:2")
+        for _ in range(3):
+            run.step(batch())
+        run.close()
+        traces = Path(folder) / "traces"
+        told = json.loads((traces / "steps-2-2-rank-0.json").read_text())
+        names = {one.get("name") for one in told["traceEvents"]}
+        assert {"step 2"} == {name for name in names if str(name).startswith("step ")}
+        held = json.loads((traces / "steps-2-2-rank-0-memory.json").read_text())
+        assert sum(one["allocated_size"] for one in held) > 0
+
+
+@check
 def memory_is_counted() -> None:
     forget_peak(HERE)
     before = devices.held_bytes(HERE)

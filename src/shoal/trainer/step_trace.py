@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from shoal.base.policies import LoopPolicy
 from shoal.fabric import World
@@ -81,10 +81,9 @@ class StepTrace:
 
     def _begin(self, step: int) -> None:
         synchronize(self.world.device)  # kernels of earlier steps end before
-        activities = [ProfilerActivity.CPU]
-        if self.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+        on_host = [ProfilerActivity.CPU]
+        kinds = supported_activities() if is_accelerator(self.world.device) else on_host
+        self._profile = profile(activities=kinds, record_shapes=True, profile_memory=True)
         self._profile.start()
         self._from = step
 
