@@ -9,8 +9,10 @@ from test_split_transformers import CASTS, EXACT, captured
 from threads import counts, difference
 from torch import nn
 
+from shoal.base.layout import Layout
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.split_block import RULES, again, split_block
+from shoal.parallel.tensor_parallel import alone
 from shoal.trace.calls import Call
 from shoal.trace.graph import Untraceable
 from shoal.trace.likeness import Likeness
@@ -102,6 +104,19 @@ def test_what_is_no_sum_over_cut_experts_is_left_to_its_layer(fault: str) -> Non
     block, args = layer(fault=fault)
     with pytest.raises(Untraceable):
         split_block(block, args, {}, 2)
+
+
+def test_what_draws_is_no_operation() -> None:
+    """How often it draws may hang on numbers, and the layouts' numbers round differently."""
+    block, args = layer(fault="draws")
+    with pytest.raises(Untraceable):
+        trace_with_opaque(block, args, {})
+
+
+def test_experts_that_cp_or_ep_divide_too_are_not_taken() -> None:
+    assert alone(Layout(tp=2, pp=2))
+    assert not alone(Layout(tp=2, cp=2))
+    assert not alone(Layout(tp=2, ep=2, dp_shard=2))
 
 
 def test_the_layer_is_as_it_was() -> None:
