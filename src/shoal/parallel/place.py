@@ -79,9 +79,10 @@ def derive(record: Record, plan: Plan) -> Derived:
 
         cut = stages_of_model(record, layout)
     if layout.tp > 1:
-        from shoal.parallel.tensor_parallel import split_by
+        from shoal.parallel.tensor_parallel import alone, split_by
 
-        split = split_by(plan, record, layout.tp, staged=layout.pp > 1)
+        opaque = alone(layout)
+        split = split_by(plan, record, layout.tp, staged=layout.pp > 1, opaque=opaque)
     called = called_of(record) if layout.zero == 3 else Called()
     return Derived(split, cut, experts, called=called)
 

@@ -4,6 +4,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -24,4 +25,5 @@ __all__ = [
     "get_proxy_slot",
     "make_fx",
     "track_tensor_tree",
+    "unset_fake_temporarily",
 ]

@@ -52,6 +52,7 @@ class Traced:
     mutated     buffers that the layer changes by operations that say so
     flatten     (args, kwargs) → flat tensors, in the order of the input placeholders
     rebuild     flat outputs → what forward returns
+    opaque      names of the parts that the graph shows as one operation
     """
 
     module: fx.GraphModule
@@ -62,6 +63,7 @@ class Traced:
     mutated: frozenset[str]
     flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
     rebuild: Callable[[Sequence[Tensor]], Any]
+    opaque: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -81,12 +83,14 @@ def trace(
     *,
     masks: bool = False,
     shared: bool = False,
+    opaque: Any = None,
 ) -> Traced:
     """Trace a layer's forward on a sample call.
 
     shapes   whole shapes of parameters by name, where the layer holds only parts of them now
     masks    write a mask in the place of attention's `is_causal`
     shared   leave attention to the ranks together, where they can (`attention.share`)
+    opaque   an `opaque.Opaque`: parts of the layer that become one operation each
     Errors: Untraceable(reason). The layer and the generators stay as they are.
     """
     parameters = dict(block.named_parameters())
@@ -113,7 +117,8 @@ def trace(
         _fake(fakes, p, (shapes or {}).get(name, p.shape)) for name, p in parameters.items()
     ] + [_fake(fakes, t, t.shape) for t in (*buffers.values(), *inputs)]
     try:
-        with torch.enable_grad(), _whole_functions(), _whole_attention(masks):
+        parts = opaque.installed(block, fakes) if opaque is not None else nullcontext()
+        with torch.enable_grad(), _whole_functions(), _whole_attention(masks), parts:
             module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*flat)
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
@@ -129,6 +134,7 @@ def trace(
         _mutated(module.graph, len(parameters), list(buffers)),
         _flatten,
         functools.partial(_rebuild, kinds=kinds, still=still, structure=outs["structure"]),
+        opaque.names if opaque is not None else (),
     )
 
 
@@ -204,6 +210,16 @@ def _function(cls: Any) -> Callable[..., Any]:
 def is_function(target: object) -> bool:
     """Tell whether a node's target is a custom autograd.Function: one object per class of it."""
     return getattr(target, "__module__", "") == FUNCTION
+
+
+def is_opaque(target: object) -> bool:
+    """Tell whether a node's target is a part of a layer as one operation (`opaque.py`)."""
+    return is_function(target) and hasattr(target, "reference")
+
+
+def is_reference(target: object) -> bool:
+    """Tell whether a target is what rules of such a part are found with."""
+    return getattr(type(target), "stands_for_part", False)
 
 
 def shared_attention(

@@ -20,10 +20,12 @@ class Likeness:
     """Sorts a model's layers into groups of equal ones, so that one can be solved for all.
 
     Equal: classes, shapes and attributes; or, where only attributes differ, their traced graphs.
+
+    opaque   parts that are no graph are an operation of one: all that they hold must be equal
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, *, opaque: bool = False) -> None:
+        self.module, self.opaque = module, opaque
         self.graphs: dict[tuple[str, int], str] = {}
 
     def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
@@ -51,13 +53,20 @@ class Likeness:
         """The text of a layer's graph with its constants, or why it has none."""
         key = (name, id(call))
         if key not in self.graphs:
+            own = self.module.get_submodule(name)
             try:
-                traced = trace(bare(self.module.get_submodule(name)), call.args, call.kwargs)
+                if self.opaque:
+                    from shoal.trace.opaque import trace_with_opaque  # asked where layers differ
+
+                    traced = trace_with_opaque(bare(own), call.args, call.kwargs)
+                else:
+                    traced = trace(bare(own), call.args, call.kwargs)
             except Untraceable as failure:
                 self.graphs[key] = str(failure)
             else:
                 held = {k: v for k, v in vars(traced.module).items() if isinstance(v, Tensor)}
                 constants = {**held, **dict(traced.module.named_buffers())}
                 values = [f"{k} = {v.tolist()}" for k, v in sorted(constants.items())]
+                values += [f"{n}: {attributes_of(own.get_submodule(n))}" for n in traced.opaque]
                 self.graphs[key] = "\n".join([str(traced.graph), *values])
         return self.graphs[key]

@@ -24,7 +24,7 @@ from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Partial, Split, Ti
 from shoal.parallel.spmd.problem import Problem, is_getitem
 from shoal.parallel.spmd.rules import Rule
 from shoal.parallel.spmd.steps import Choice, Conflict, NotSplit, Step, may_stay_split
-from shoal.trace.graph import is_in_place
+from shoal.trace.graph import is_in_place, is_opaque
 
 SMALL = 8
 """A sum over ranks that no weight asked for may have a share of its input: 1 / SMALL."""
@@ -223,7 +223,10 @@ class Labelling:
         """Decide about weights, if any are undecided; else, or if that fails, fit the rest."""
         values = [None if self.problem.sources[one] else self._completed(one) for one in slots]
         if undecided:
-            from shoal.parallel.spmd.weights import choose  # cp has all weights whole: none are
+            if is_opaque(node.target):
+                from shoal.parallel.spmd.opaque_weights import choose  # few models have such parts
+            else:
+                from shoal.parallel.spmd.weights import choose  # cp has all weights whole: none are
 
             step = choose(self, node, values, undecided)
             if step is not None:

@@ -51,6 +51,7 @@ def plan_split(
     strict: bool = False,
     overrides: Mapping[str, str] = {},
     sequence: bool = False,
+    opaque: bool = True,
 ) -> ModelSplit:
     """How `degree` ranks compute a model.
 
@@ -59,11 +60,12 @@ def plan_split(
     strict      refuse instead of leaving something whole
     overrides   pattern of parameter names (as in a shell) → whole │ column │ row
     sequence    hand parts of the sequence from block to block
+    opaque      parts that are no graph may be one operation of a block's (experts)
     Errors      PlanError where nothing can be split, where `strict` refuses, where a layer draws
                 random numbers and is no graph, and for a pattern that matches no parameter;
                 ConfigError for another wish
     """
-    planner = _Planner(record, degree, _wishes(record.module, overrides), sequence)
+    planner = _Planner(record, degree, _wishes(record.module, overrides), sequence, opaque)
     return planner.plan(staged, strict)
 
 
@@ -88,15 +90,17 @@ def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
 class _Planner:
     """One plan under way."""
 
-    def __init__(self, record: Record, degree: int, wishes: dict[str, str], sequence: bool) -> None:
+    def __init__(
+        self, record: Record, degree: int, wishes: dict[str, str], sequence: bool, opaque: bool
+    ) -> None:
         self.module, self.record, self.degree = record.module, record, degree
-        self.wishes, self.sequence = wishes, sequence
+        self.wishes, self.sequence, self.opaque = wishes, sequence, opaque
         self.first = {id(p): name for name, p in self.module.named_parameters()}
         self.homes: dict[int, list[str]] = {}
         for name, p in self.module.named_parameters(remove_duplicate=False):
             self.homes.setdefault(id(p), []).append(name)
         self.classes: list[BlockClass] = []
-        self.likeness = Likeness(self.module)
+        self.likeness = Likeness(self.module, opaque=opaque)
         self.refused: list[str] = []  # one line each: what stays whole, and why
         self.graphs: set[str] = set()  # layers that could be traced, whether split or not
         self.untraced: dict[str, str] = {}  # layers that could not, and why
@@ -274,7 +278,13 @@ class _Planner:
         self, twin: nn.Module, call: Call, along: int | None, wishes: dict[str, str]
     ) -> BlockSplit:
         return split_block(
-            twin, call.args, call.kwargs, self.degree, sequence_dim=along, overrides=wishes
+            twin,
+            call.args,
+            call.kwargs,
+            self.degree,
+            sequence_dim=along,
+            overrides=wishes,
+            opaque=self.opaque,
         )
 
     def sequence_dim(self, names: list[str], calls: dict[str, Call]) -> int | None:

@@ -18,7 +18,7 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.experiment import Call, Slot, Value
 from shoal.parallel.spmd.node_arguments import as_float64
 from shoal.parallel.spmd.rules import Rules
-from shoal.trace.graph import Traced, is_in_place, may_be_replaced
+from shoal.trace.graph import Traced, is_in_place, is_opaque, may_be_replaced
 
 
 class Problem:
@@ -88,6 +88,8 @@ class Problem:
 
             template = pytree.tree_map(described, (list(node.args), dict(node.kwargs)))
             target = node.target
+            if is_opaque(target):
+                target = target.reference  # type: ignore[union-attr]
             if target is torch.ops.aten.view.default:  # parts may lie in memory in another way
                 target = torch.ops.aten.reshape.default
             self._calls[node] = Call(

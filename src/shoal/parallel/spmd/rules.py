@@ -21,10 +21,13 @@ from shoal.parallel.spmd.experiment import Call, Experiment, Value, run
 from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, divides
 from shoal.parallel.spmd.node_arguments import Edit, divided, edits, numbers_in, renumbered
 from shoal.parallel.spmd.outcome import labels_of
-from shoal.trace.graph import shared_attention
+from shoal.trace.graph import is_reference, shared_attention
 
 LARGE = 1 << 18
 """Elements in a call's tensors from which smaller sizes are tried."""
+
+TOO_MANY = 1 << 26
+"""Elements of an opaque part that no rule is found with, where it cannot be made smaller."""
 
 KEPT = 16
 """Experiments kept at a time: they hold tensors."""
@@ -83,6 +86,12 @@ class Rules:
             return rule
         if sum(value.elements for value in call.values) > LARGE:
             small = _smaller(call, degree)
+            if small is None and is_reference(call.target):
+                from shoal.trace.opaque import smaller  # which made the call
+
+                small = smaller(call, degree)
+                if small is None and sum(value.elements for value in call.values) > TOO_MANY:
+                    return None
             if small is not None and _possible(small, labels, degree) and self._experiment(small):
                 found = self._try(small, labels, degree, once)
                 if found is None or not found.edits or _fits(call, labels, degree, found):

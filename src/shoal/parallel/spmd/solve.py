@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd.label import Labelling
-from shoal.parallel.spmd.labels import WHOLE, Label, Split
+from shoal.parallel.spmd.labels import WHOLE
 from shoal.parallel.spmd.problem import Problem
 from shoal.parallel.spmd.steps import Choice, Conflict, may_stay_split
 
@@ -26,19 +26,13 @@ DEAR = 20
 def solve(
     problem: Problem,
     overrides: Mapping[str, str] | None = None,
-    fixed: Mapping[str, Label] | None = None,
-    lazy: frozenset[int] = frozenset(),
 ) -> tuple[Labelling, dict[str, str]]:
-    """The best labelling found, and the reason why a parameter is whole, by its name.
-
-    fixed, lazy   labels of parameters, and outputs that stay split, where that is settled
-    """
-    search = _Search(problem, _said(problem, overrides or {}), fixed, lazy)
-    if fixed is None:
-        while search.best.conflicts and search.improve():
-            pass
-        search.take_back()
-        search.check_said()
+    """The best labelling found, and the reason why a parameter is whole, by its name."""
+    search = _Search(problem, _said(problem, overrides or {}))
+    while search.best.conflicts and search.improve():
+        pass
+    search.take_back()
+    search.check_said()
     return search.best, search.reasons
 
 
@@ -53,17 +47,16 @@ class _Search:
         self,
         problem: Problem,
         said: Mapping[str, Choice],
-        fixed: Mapping[str, Label] | None,
-        lazy: frozenset[int],
     ) -> None:
-        self.problem, self.said, self.fixed, self.lazy = problem, said, fixed, lazy
+        self.problem, self.said = problem, said
+        self.lazy: frozenset[int] = frozenset()  # outputs that stay split
         self.choices = dict(said)
         self.given_up: list[str] = []
         self.reasons = {n: "whole: as asked" for n, one in said.items() if one.kind == "whole"}
         self.best = self._label(self.choices)
 
     def _label(self, choices: Mapping[str, Choice]) -> Labelling:
-        return Labelling(self.problem, choices, self.fixed, self.lazy)
+        return Labelling(self.problem, choices, None, self.lazy)
 
     def improve(self) -> bool:
         """Take the best step away from a conflict; False where nothing is left to try."""
@@ -164,14 +157,3 @@ def _said(problem: Problem, overrides: Mapping[str, str]) -> dict[str, Choice]:
 def _short(node: object) -> str:
     target = getattr(node, "target", node)
     return str(target).removeprefix("aten.").split(".")[0]
-
-
-def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> str:
-    """One line: how a parameter lies on the ranks, and why."""
-    label = labelling.parameters.get(name, WHOLE)
-    if isinstance(label, Split):
-        segments = f" in {label.groups} segments" if label.groups > 1 else ""
-        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{segments}"
-    if labelling.roles.get(name) == "once":
-        return "whole: rank 0 adds it"
-    return reasons.get(name, "whole: it meets no value that is split along it")

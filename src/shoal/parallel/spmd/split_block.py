@@ -21,7 +21,6 @@ from shoal.parallel.spmd.labels import WHOLE, Label, Split
 from shoal.parallel.spmd.problem import Problem, shapes_of
 from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
 from shoal.parallel.spmd.rules import Rules
-from shoal.parallel.spmd.solve import reason_of, solve
 from shoal.trace.calls import Call
 from shoal.trace.graph import Traced, Untraceable, shared_attention, trace
 from shoal.trace.vocabulary import Tables
@@ -56,6 +55,7 @@ class BlockSplit:
     labelling    of a split of the sequence alone, as first found: it serves other lengths too
     inner        how the ranks of another axis divide what each rank of this one holds; `run` then
                  takes both axes, and what is said above of `inputs` and `outputs` holds in turn
+    opaque       parts of the layer that are one operation each of its graph
     """
 
     degree: int
@@ -77,6 +77,7 @@ class BlockSplit:
     labelling: Labelling | None = None
     inner: BlockSplit | None = None
     summed: frozenset[str] = frozenset()
+    opaque: tuple[str, ...] = ()
 
 
 def split_block(
@@ -90,6 +91,7 @@ def split_block(
     split_parameters: bool = True,
     attention: Shared | None = None,
     inner: BlockSplit | None = None,
+    opaque: bool = True,
 ) -> BlockSplit:
     """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
 
@@ -103,13 +105,24 @@ def split_block(
     attention      instead of gathering them, what computes attention from the ranks' parts
     inner          how the ranks of another axis divide the layer, whose parameters stay as they
                    are cut there; with `split_parameters` False only
+    opaque         parts that are no graph become one operation each, if their parameters are split
     Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
     parallelism then.
     """
-    traced = trace(block, args, kwargs, masks=not split_parameters, shared=attention is not None)
+    if split_parameters and opaque:
+        from shoal.trace.opaque import trace_with_opaque  # tp alone
+
+        traced = trace_with_opaque(block, args, kwargs)
+    else:
+        masks = not split_parameters
+        traced = trace(block, args, kwargs, masks=masks, shared=attention is not None)
     problem = Problem(traced, RULES, degree, sequence_dim)
     fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
     labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
+    if traced.opaque:
+        from shoal.parallel.spmd.opaque_weights import check_split
+
+        check_split(traced.opaque, labelling.parameters)
     if attention is not None and not _all_shared(labelling):
         return split_block(  # with masks written out
             block,
@@ -137,7 +150,12 @@ def again(
     """
     masks = split.sequence_dim is not None and not split.parameters
     shared = split.attention is not None
-    traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
+    if split.opaque:
+        from shoal.trace.opaque import trace_with_opaque
+
+        traced = trace_with_opaque(block, args, kwargs, split.shapes, split.opaque)
+    else:
+        traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
     labelling = _labelled_again(split, traced, split.sequence_dim)
     if shared and not _all_shared(labelling):
         return again(replace(split, attention=None), block, args, kwargs)
@@ -181,11 +199,24 @@ def _inside(traced: Traced, outer: Labelling, inner: BlockSplit) -> Division:
     return Division(labelling, place_sums(labelling, inner.summed))
 
 
-def _solved(problem: Problem, **given: Any) -> tuple[Labelling, dict[str, str]]:
-    """Solve, leaving neither drawn random numbers nor tensors behind."""
+def _solved(
+    problem: Problem,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    fixed: Mapping[str, Label] | None = None,
+    lazy: frozenset[int] = frozenset(),
+) -> tuple[Labelling, dict[str, str]]:
+    """Solve, leaving neither drawn random numbers nor tensors behind.
+
+    fixed, lazy   labels of parameters, and outputs that stay split, where that is settled
+    """
     with torch.random.fork_rng(devices=[]):
         try:
-            return solve(problem, **given)
+            if fixed is not None:
+                return Labelling(problem, {}, fixed, lazy), {}
+            from shoal.parallel.spmd.solve import solve  # cp has nothing to choose
+
+            return solve(problem, overrides)
         finally:
             RULES.forget_tensors()
 
@@ -254,7 +285,19 @@ def _described(
         sequence_dim=problem.sequence_dim,
         flatten=traced.flatten,
         rebuild=traced.rebuild,
+        opaque=traced.opaque,
     )
+
+
+def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> str:
+    """One line: how a parameter lies on the ranks, and why."""
+    label = labelling.parameters.get(name, WHOLE)
+    if isinstance(label, Split):
+        segments = f" in {label.groups} segments" if label.groups > 1 else ""
+        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{segments}"
+    if labelling.roles.get(name) == "once":
+        return "whole: rank 0 adds it"
+    return reasons.get(name, "whole: it meets no value that is split along it")
 
 
 def _all_shared(labelling: Labelling) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shoal.base.layout import Layout
 from shoal.base.placement import Placement
 from shoal.base.policies import TensorPolicy
 from shoal.parallel.mmap_init import mmap_init
@@ -56,14 +57,22 @@ def plan(program: Program, record: Record) -> ModelSplit | None:
     degree, policy = program.tensor.size, program.plan
     if degree == 1:
         return None
-    split = split_by(policy, record, degree, staged=program.pipe.size > 1)
+    layout = policy.layout
+    split = split_by(policy, record, degree, staged=program.pipe.size > 1, opaque=alone(layout))
     return checked(program.module, split, program.tensor, strict=policy.strict)
 
 
-def split_by(policy: TensorPolicy, record: Record, degree: int, *, staged: bool) -> ModelSplit:
+def alone(layout: Layout) -> bool:
+    """Whether tp may take layers of experts with what is around them: cp and ep divide them too."""
+    return layout.ep == 1 and layout.cp == 1
+
+
+def split_by(
+    policy: TensorPolicy, record: Record, degree: int, *, staged: bool, opaque: bool
+) -> ModelSplit:
     """Find how a model is split over `degree` ranks under a policy; errors as `plan`.
 
-    staged   a pipeline cuts it too
+    staged   a pipeline cuts it too · opaque  parts that are no graph may be an operation of one
     """
     return plan_split(
         record,
@@ -72,6 +81,7 @@ def split_by(policy: TensorPolicy, record: Record, degree: int, *, staged: bool)
         strict=policy.strict,
         overrides=policy.overrides,
         sequence=policy.sequence_parallel != "off",
+        opaque=opaque,
     )
 
 
