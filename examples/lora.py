@@ -24,8 +24,7 @@ EPOCHS, PAIRS = 1 if "--short" in sys.argv else 20, [divmod(n, 12) for n in rang
 
 
 def loss(outputs, targets):
-    logits = outputs.logits.transpose(1, 2)
-    return cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+    return cross_entropy(outputs.logits.mT, targets, reduction="sum"), (targets != -100).sum()
 
 
 def train(model, lines, name, lr):  # a token per letter; spaces, 32, do not count
@@ -45,7 +44,8 @@ def train(model, lines, name, lr):  # a token per letter; spaces, 32, do not cou
 
 torch.manual_seed(0)
 if do == "pretrain":
-    config = LlamaConfig(128, 64, 128, num_hidden_layers=2, num_attention_heads=4)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
     lines = [f"{a} + {b} = {a + b}" for a, b in PAIRS]
     train(LlamaForCausalLM(config).to(dtype), lines, "pretrained", 3e-3)
 elif do == "tune":

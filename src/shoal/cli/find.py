@@ -1,4 +1,4 @@
-"""`shoal find lr`: a learning rate to begin with, tried on the run's own model and data."""
+"""`shoal find`: a learning rate to begin with and a micro-batch, on the run's model and data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, PlanError
 from shoal.base.phases import listen, phase
 from shoal.cli.words import file_and_overrides
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from shoal.config.sections import Config
     from shoal.trainer.rate_range import RateRange
 
-app = typer.Typer(help="Try what a run should be given: shoal find lr.", no_args_is_help=True)
+app = typer.Typer(help="Try what a run should be given.", no_args_is_help=True)
 ARGUMENTS = typer.Argument(None, metavar="[run.toml] [section.key=value …]")
 LEAST = typer.Option(1e-7, "--from", help="The first learning rate.")
 MOST = typer.Option(10.0, "--to", help="The last one.")
 STEPS = typer.Option(100, "--steps", min=10, help="Optimizer steps.")
 JSON = typer.Option(False, "--json", help="Rates, losses and the named value as JSON.")
+MEMORY = typer.Option("", "--memory", metavar="SIZE", help="What a process may hold, as 2GiB.")
+TRIES = typer.Option(False, "--json", help="The tries and the answer as JSON.")
 
 
 @app.callback()
@@ -55,6 +57,51 @@ def rate(
         return
     for line in lines_of(found):
         typer.echo(line)
+
+
+@app.command("micro-batch")
+def micro_batch(arguments: list[str] = ARGUMENTS, memory: str = MEMORY, json: bool = TRIES) -> None:
+    """Find the largest micro-batch, a power of two, that fits under the run's own layout.
+
+    The planner names one; that and its neighbours train three steps each in fresh processes.
+    Nothing is written. Exit status: 0 with an answer, 1 where not even one sample fits.
+    """
+    from shoal.base.units import bytes_text
+    from shoal.cli import torchrun
+    from shoal.cli.find_batch import find_batch, read_bytes
+    from shoal.cli.start import settle_run
+    from shoal.config.load import load
+    from shoal.config.paths import search_here
+
+    if torchrun.launched():
+        raise PlanError("shoal find micro-batch: starts its own processes; run it without torchrun")
+    if memory:
+        read_bytes(memory)  # a slip there is told before anything is imported
+    loaded = load(*file_and_overrides(arguments or []))
+    search_here()
+    plan = settle_run(loaded, None)
+    if plan.layout.threads > 1 or loaded.config.islands.on:
+        what = "layout.strategy = dp" if plan.layout.threads > 1 else "islands.method"
+        raise PlanError(f"{what}: shoal find micro-batch tries processes of one run; nearest: ddp")
+    batch = loaded.config.train.batch
+    found = find_batch(loaded, plan, memory, lambda line: typer.echo(line, err=True))
+    size, degree = found.micro_batch, plan.layout.data_degree
+    if json:
+        told = {**asdict(found), "micro_batch": size, "layout": plan.layout.text()}
+        typer.echo(json_text.dumps(told))
+        raise typer.Exit(0 if size else 1)
+    limit = f"{bytes_text(found.limit_bytes)} per process, {plan.layout.text()}"
+    if not size:
+        typer.echo(f"train.micro_batch=1: does not fit in {limit}")
+        raise typer.Exit(1)
+    after = f"{size * 2} does not" if size * 2 in found.tries else "the data give no more"
+    typer.echo(f"train.micro_batch={size}: fits in {limit}; {after}")
+    typer.echo(f"in run.toml, under [train]: micro_batch = {size}")
+    if batch % (size * degree):
+        unit = size * degree
+        typer.echo(
+            f"and batch = {-(-batch // unit) * unit}, since {batch} is no multiple of {unit}"
+        )
 
 
 def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateRange:

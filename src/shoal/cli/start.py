@@ -86,7 +86,7 @@ def prepare(arguments: list[str], resume: Path | None, processes: int | None = N
         _check_resumable(resume)
         path = resume / "run.toml"
     loaded = load(path, overrides)
-    plan = _settle(loaded, processes)
+    plan = settle_run(loaded, processes)
     folder = resume or resolve_folder(loaded)
     if path == folder / "run.toml":
         keep_origins(loaded, path)
@@ -119,7 +119,7 @@ def _whose(path: Path) -> list[str]:
     return [f"{path} is {name}'s, and it is code: it names functions that are called here"]
 
 
-def _settle(loaded: Loaded, processes: int | None) -> Plan:
+def settle_run(loaded: Loaded, processes: int | None) -> Plan:
     """Processes, layout, batch, length; checks model and data paths."""
     config = loaded.config
     machine = this_machine()

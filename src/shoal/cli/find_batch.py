@@ -1,0 +1,220 @@
+"""Finds the largest micro-batch that fits: the planner's answer first, then real tries around it.
+
+    tried    powers of two, three steps each, in fresh processes under the run's own layout
+    fits     the answer; twice as many was tried and ran out of memory, or is more than there is
+    limit    GPUs: their memory; a CPU: --memory, else what is free (also in its cgroup), shared
+             by the processes; it is imposed on each
+A rank that died of anything else ends the search with its own words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shoal.base.errors import ClusterError, ConfigError, UserError
+from shoal.base.events import EventLog
+from shoal.base.files import write_whole
+from shoal.base.plan import Plan
+from shoal.config.load import Loaded
+
+UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}
+MOST = 2**16
+"""Samples in a forward pass beyond which nobody looks."""
+
+
+@dataclass
+class Found:
+    """What the tries said.
+
+    foreseen   the planner's largest; 0 where it has no answer
+    tries      micro-batch → "" where it fitted, else the rank's words · most  that the data give
+    """
+
+    foreseen: int
+    limit_bytes: int
+    most: int
+    tries: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest that fitted; 0 where none did."""
+        return max((size for size, why in self.tries.items() if not why), default=0)
+
+
+def read_bytes(text: str) -> int:
+    """Read a size with its unit. Errors: ConfigError.
+
+    >>> read_bytes("1.5 GiB"), read_bytes("512mib")
+    (1610612736, 536870912)
+    """
+    word = text.strip().lower()
+    for unit, size in UNITS.items():
+        number = word.removesuffix(unit).strip()
+        if word.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
+            return int(float(number) * size)
+    raise ConfigError(f"--memory {text}: a size above 0 with its unit is wanted; nearest: 2GiB")
+
+
+def free_bytes() -> int:
+    """Find what is free for new processes here: of the machine, or less in this cgroup."""
+    free = int(psutil.virtual_memory().available)
+    names = {"": ("memory.max", "memory.current")}
+    names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return free
+    for _, kinds, own in lines:
+        if kinds not in names:
+            continue
+        for path in (folder := Path("/sys/fs/cgroup", kinds, own.lstrip("/")), *folder.parents):
+            try:
+                most, used = (int((path / name).read_text()) for name in names[kinds])
+            except (OSError, ValueError):  # "max", or above the root
+                continue
+            free = min(free, max(0, most - used))
+    return free
+
+
+def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
+    """Find the largest power of two that fits, from a guess; 0 where 1 does not.
+
+    fits   tries one, never the same twice
+
+    >>> [search(guess, 64, lambda size: size <= 8) for guess in (1, 8, 64)]
+    [8, 8, 8]
+    >>> search(4, 16, lambda size: True), search(4, 16, lambda size: False)
+    (16, 0)
+    """
+    size = max(1, min(foreseen, most))
+    if fits(size):
+        while size * 2 <= most and fits(size * 2):
+            size *= 2
+        return size
+    while size > 1:
+        size //= 2
+        if fits(size):
+            return size
+    return 0
+
+
+def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], None]) -> Found:
+    """Search under the layout of a settled run. Errors: UserError, ClusterError: other deaths."""
+    from shoal.data.dataset import is_indexed
+    from shoal.data.sources import open_source
+    from shoal.fabric.device import accelerator
+    from shoal.planner.settle import words_of
+
+    config, layout = loaded.config, plan.layout
+    processes = config.launch.processes
+    source = open_source(config.data, config.train.seed)
+    share = layout.data_degree
+    samples = len(source.train) if is_indexed(source.train) else MOST * share
+    most = 2 ** ((max(1, min(MOST, samples // share))).bit_length() - 1)
+    on_cpu = accelerator() is None
+    limit = read_bytes(memory) if memory else (free_bytes() // processes if on_cpu else 0)
+    with tempfile.TemporaryDirectory(prefix="find-") as scratch:
+        foreseen, capacity = _foreseen(loaded, plan, source, limit, most)
+        found = Found(foreseen, limit or capacity, most)
+        said = f"{foreseen} foreseen by the planner" if foreseen else "nothing foreseen"
+        say(f"{layout.text()}: {said}")
+
+        def fits(size: int) -> bool:
+            loaded.replace("train", "tried", micro_batch=size, batch=size * share * _passes(plan))
+            folder = Path(scratch, str(size))
+            folder.mkdir()
+            asked = {"limit_bytes": limit, "layout": words_of(layout)}
+            found.tries[size] = _try(loaded, plan, folder, asked)
+            say(f"micro-batch {size}: {found.tries[size] or 'fits'}")
+            return not found.tries[size]
+
+        search(foreseen or 1, most, fits)
+    return found
+
+
+def _passes(plan: Plan) -> int:
+    """Micro-batches of a rank's step: gradients are summed, and a pipeline's ranks are all busy."""
+    return 2 * plan.layout.pp
+
+
+def _foreseen(
+    loaded: Loaded, plan: Plan, source: Any, limit_bytes: int, most: int
+) -> tuple[int, int]:
+    """The largest power of two whose foreseen peak is below the limit, and a device's memory."""
+    import torch
+
+    from shoal.base.errors import ShoalError
+    from shoal.fabric.device import accelerator
+    from shoal.planner.case_settings import format_on
+    from shoal.planner.instants import predict_run
+    from shoal.planner.model_states import WIDTHS
+    from shoal.trainer.predict import case_of, cluster_here, facts_of, held_now_bytes
+
+    device = torch.device(accelerator() or "cpu")
+    held = held_now_bytes()
+    cluster = cluster_here(loaded.config.launch.processes, device, held)
+    limit = limit_bytes or int(cluster.device.memory_bytes)
+    compute = format_on(plan, cluster, [])
+    try:
+        kind = cluster.device.kind
+        facts = facts_of(loaded.config, source, kernels=kind, element_bytes=WIDTHS[compute])
+        size, best = 1, 0
+        while size <= most:
+            batch = size * plan.layout.data_degree * _passes(plan)
+            tried = replace(plan, compute=compute, micro_batch=size, batch=batch)
+            if predict_run(case_of(loaded.config, tried, facts, cluster)).most_bytes > limit:
+                break
+            size, best = size * 2, size
+    except ShoalError:
+        return 0, limit  # training goes on without a plan, and so do tries
+    return best, limit
+
+
+def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str:
+    """Train three steps in fresh processes; gives "" or how memory ended. Errors: other deaths."""
+    from shoal.cli.worker import imports_of
+    from shoal.config.save import to_toml
+    from shoal.launch import supervise
+
+    write_whole(folder / "run.toml", to_toml(loaded))
+    write_whole(folder / "request.json", json.dumps(asked))
+    deaths: list[dict[str, Any]] = []
+    log = EventLog(folder / "events.jsonl", None)
+
+    def emit(event: str, **fields: Any) -> None:
+        if event == "worker_died":
+            deaths.append(fields)
+        log.emit(event, **fields)
+
+    environ = dict(os.environ)
+    paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
+    environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+    outcome = supervise(
+        [sys.executable, "-m", "shoal.cli.find_batch_worker", str(folder)],
+        processes=loaded.config.launch.processes,
+        folder=folder,
+        restarts=0,
+        emit=emit,
+        environ=environ,
+        imports=imports_of(loaded.config.model.name, plan.layout),
+    )
+    if outcome.status == "finished":
+        return ""
+    if told := sorted(folder.glob("memory-*")):
+        rank = told[0].name.removeprefix("memory-")
+        return f"out of memory (rank {rank}: {told[0].read_text()})"
+    if any("SIGKILL" in death["how"] for death in deaths):
+        return "killed by SIGKILL (often the kernel, out of memory)"
+    if outcome.exit_code == 2:
+        raise UserError(outcome.message)
+    size = loaded.config.train.micro_batch
+    raise ClusterError(f"micro-batch {size}: not memory, but {outcome.message or outcome.status}")
