@@ -1387,3 +1387,22 @@ def mask_out_of_numpy(world: World, layout: str) -> float:
         losses.append(run.step(share(world)).loss)
         np.random.rand(before)
     return abs(losses[0] - losses[1])
+
+
+class Settling(nn.Module):
+    """Settles what it is made of in its first call, as BigBird does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draft, self.net = nn.Linear(4, 4), net(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.draft, nn.Linear):
+            weights, self.draft = self.draft, nn.Sequential(nn.Linear(4, 4))
+            self.draft[0] = weights
+        return self.net(self.draft(x))
+
+
+@mistake("draft: the model's first forward pass replaces this Linear, so ranks would not compute")
+def modules_replaced_in_the_first_call(world: World, layout: str) -> None:
+    begin(world, layout, Settling()).step(share(world))

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shoal.base.errors import PlanError
 from shoal.parallel._torch import generators, in_backward
 from shoal.parallel.program import Program
 
@@ -48,6 +49,8 @@ def apply(program: Program, seed: int) -> Program:
         hooks.append(block.register_forward_hook(_leave(keyed, name)))
 
     hooks.append(program.module.register_forward_pre_hook(lambda module, inputs: keyed.again()))
+    if program.plan.layout.processes > 1:
+        _refuse_replaced(program.module)
 
     def remove() -> None:
         for hook in hooks:
@@ -134,6 +137,27 @@ class _Keyed:
             np.random.set_state(numpy)
             for generator, state in zip(self.generators, kept, strict=True):
                 generator.set_state(state)
+
+
+def _refuse_replaced(model: nn.Module) -> None:
+    """Refuse a model whose first forward pass replaces modules, as BigBird does: that draws."""
+    before: dict[str, nn.Module] = {}
+
+    def ended(module: nn.Module, inputs: object, output: object) -> None:
+        for hook in hooks:
+            hook.remove()
+        now = dict(module.named_modules())
+        for path in (path for path, old in before.items() if now.get(path) is not old):
+            raise PlanError(
+                f"{path}: the model's first forward pass replaces this {type(before[path]).__name__}, "
+                f"so ranks would not compute what one process computes; "
+                f"nearest: run the model once, on such inputs, before it is divided"
+            )
+
+    hooks = (
+        model.register_forward_pre_hook(lambda module, _: before.update(module.named_modules())),
+        model.register_forward_hook(ended),
+    )
 
 
 def _enter(keyed: _Keyed, name: str) -> Callable[[nn.Module, object], None]:
