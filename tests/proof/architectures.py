@@ -8,6 +8,7 @@ several at once; --fresh begins anew.
     python tests/proof/architectures.py                     everything, an hour on 2 idle cores
     python tests/proof/architectures.py --models llama,dbrx folders of transformers' models
     python tests/proof/architectures.py --layouts tp2,plan  some columns
+    python tests/proof/architectures.py --fresh-tenth 7     a tenth of the models anew, drawn by 7
     python tests/proof/architectures.py --page              the page of the rows that are there
 """
 
@@ -52,6 +53,12 @@ def main() -> int:
     parser.add_argument("--models", default="", help="folders, comma-separated; default: all")
     parser.add_argument("--layouts", default="", help=f"comma-separated, {PLAN} among them")
     parser.add_argument("--again", default="", help="verdicts whose rows are made anew")
+    parser.add_argument(
+        "--fresh-tenth",
+        type=int,
+        metavar="SEED",
+        help="a drawn tenth of the models anew; keeps the rest",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after them")
     parser.add_argument("--page", action="store_true", help="the page only, no new row")
     options = parser.parse_args()
@@ -59,6 +66,8 @@ def main() -> int:
         publish(recorded())
         return 0
     source = source_hash()
+    seed: int | None = options.fresh_tenth
+    options.keep = options.keep or seed is not None
     rows = rows_before(options, TARGET, source)
     layouts = options.layouts.split(",") if options.layouts else [*LAYOUTS, PLAN]
     folders = options.models.split(",") if options.models else None
@@ -66,6 +75,16 @@ def main() -> int:
     random.Random(18).shuffle(found)  # stopped early, it is a fair sample
     again = options.again.split(",")
     rows = {key: row for key, row in rows.items() if row["verdict"] not in again}
+    if seed is not None:
+        drawn = a_tenth([one.key for one in found], seed)
+        found = [one for one in found if one.key in drawn]
+        # What this seed has made already of this source stays: it goes on where it was stopped.
+        rows = {
+            key: row
+            for key, row in rows.items()
+            if key.partition(" | ")[0] not in drawn
+            or (row.get("seed"), row["source"]) == (seed, source)
+        }
     if options.again or not TARGET.exists() or rows != recorded():
         publish(rows)
     wanted = [
@@ -78,7 +97,7 @@ def main() -> int:
         and (layout != PLAN or one.plan)
     ]
     with tempfile.TemporaryDirectory() as logs:
-        fill(wanted, Path(logs), source, time.monotonic() + options.seconds)
+        fill(wanted, Path(logs), source, time.monotonic() + options.seconds, seed)
     rows = recorded()
     wrong = [key for key, row in rows.items() if row["verdict"] in ("different", "crash")]
     print(f"{len(rows)} rows, different or crashed: {wrong}")
@@ -94,7 +113,24 @@ def processes(layout: str) -> int:
     return 4 if layout == "tp2 pp2" else 2
 
 
-def fill(wanted: list[tuple[Architecture, str]], logs: Path, source: str, until_s: float) -> None:
+def a_tenth(models: list[str], seed: int) -> set[str]:
+    """A tenth of the models, whatever order they come in.
+
+    >>> a_tenth([f"m{n}" for n in range(20)], 1) == a_tenth([f"m{n}" for n in range(19, -1, -1)], 1)
+    True
+    >>> len(a_tenth([f"m{n}" for n in range(21)], 1))
+    3
+    """
+    return set(random.Random(seed).sample(sorted(models), -(-len(models) // 10)))
+
+
+def fill(
+    wanted: list[tuple[Architecture, str]],
+    logs: Path,
+    source: str,
+    until_s: float,
+    seed: int | None = None,
+) -> None:
     """Make the rows that are missing, one world of processes after the other."""
     world: Members | None = None
     for one, layout in wanted:
@@ -112,6 +148,8 @@ def fill(wanted: list[tuple[Architecture, str]], logs: Path, source: str, until_
             world.kill()
             world = None
         row |= {"source": source, "made": time.strftime("%Y-%m-%d %H:%M"), "plan": one.plan}
+        if seed is not None:
+            row["seed"] = seed
         print(f"{key}: {row['verdict']} {row['reason'][:200]} ({row['seconds']} s)", flush=True)
         keep(key, row)
     if world is not None:
@@ -205,6 +243,7 @@ def page(rows: dict[str, Row]) -> str:
         "| | rows | " + " | ".join(VERDICTS) + " |",
         "|---|---|" + "---|" * len(VERDICTS),
     ]
+    lines[4:4] = fresh_tenths(rows)
     with_plan = {key: row for key, row in made.items() if row["plan"]}
     for name, some in (
         ("all", list(made.values())),
@@ -239,6 +278,27 @@ def page(rows: dict[str, Row]) -> str:
     lines += [f"- {name}: {first[name]}" for name in missing]
     lines += ["", "## Every row", "", *table(rows, models)]
     return "\n".join(lines) + "\n"
+
+
+def fresh_tenths(rows: dict[str, Row]) -> list[str]:
+    """One line for every seed: the source, the verdicts, which models.
+
+    >>> fresh_tenths({"a A | tp2": {"verdict": "equal", "source": "5f", "seed": 7}})
+    ['Drawn by seed 7 and made anew with source 5f: 1 equal (a A).', '']
+    """
+    drawn: dict[tuple[int, str], dict[str, Row]] = {}
+    for key, row in rows.items():
+        if "seed" in row:
+            drawn.setdefault((row["seed"], row["source"]), {})[key] = row
+    lines = []
+    for (seed, source), some in sorted(drawn.items()):
+        models = ", ".join(dict.fromkeys(key.partition(" | ")[0] for key in some))
+        verdicts = counted(row["verdict"] for row in some.values())
+        lines += [
+            f"Drawn by seed {seed} and made anew with source {source}: {verdicts} ({models}).",
+            "",
+        ]
+    return lines
 
 
 def beside_plans(rows: dict[str, Row]) -> list[str]:
