@@ -149,9 +149,9 @@ def _refuse_replaced(model: nn.Module) -> None:
         now = dict(module.named_modules())
         for path in (path for path, old in before.items() if now.get(path) is not old):
             raise PlanError(
-                f"{path}: the model's first forward pass replaces this {type(before[path]).__name__}, "
-                f"so ranks would not compute what one process computes; "
-                f"nearest: run the model once, on such inputs, before it is divided"
+                f"{path}: the model's first forward pass replaces this "
+                f"{type(before[path]).__name__}, so ranks would not compute what one process "
+                f"computes; nearest: run the model once, on such inputs, before it is divided"
             )
 
     hooks = (
