@@ -117,7 +117,11 @@ def find_model(
     section = config.model
     given = "data.sequence" in loaded.origins
     by_arithmetic = section.name in LANGUAGE and not config.layout.names_blocks
-    if section.build or (section.name in FAMILIES and not by_arithmetic):
+    if tuned := config.tune.adapter != "none":  # what trains is what peft puts on
+        from shoal.cli.start import check_tune
+
+        check_tune(config)
+    if section.build or tuned or (section.name in FAMILIES and not by_arithmetic):
         return _traced(config, cluster, element_bytes)
     sequence = config.data.sequence
     if section.name in FAMILIES:

@@ -49,7 +49,7 @@ def apply(program: Program, seed: int) -> Program:
         hooks.append(block.register_forward_hook(_leave(keyed, name)))
 
     hooks.append(program.module.register_forward_pre_hook(lambda module, inputs: keyed.again()))
-    if program.plan.layout.processes > 1:
+    if program.plan.layout.processes > 1 and program.pipe.size == 1:  # a trace has replaced them
         _refuse_replaced(program.module)
 
     def remove() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
         base_model_name_or_path=base,
     )
     try:
-        adapted: nn.Module = peft.get_peft_model(model, said)
+        with warnings.catch_warnings():  # of names that are put back below, and of their own words
+            warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path`")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+            adapted: nn.Module = peft.get_peft_model(model, said)
     except (ValueError, TypeError, NotImplementedError) as failure:
         line = (str(failure).splitlines() or [type(failure).__name__])[0]
         raise ConfigError(
