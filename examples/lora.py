@@ -52,7 +52,7 @@ elif do == "tune":
     base = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=dtype)
     adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     lines = [f"{a} * {b} = {a * b}" for a, b in PAIRS]
-    train(get_peft_model(base, adapters), lines, "tuned", 1e-2)
+    train(get_peft_model(base, adapters), lines, "tuned", 4e-3)
 else:
     base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
     model = PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
