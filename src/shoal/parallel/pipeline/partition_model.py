@@ -23,6 +23,7 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.planner.partition import partition
+from shoal.trace._torch import pytree
 from shoal.trace.copies import meta_twin
 from shoal.trace.liveness import Flow, Leaf, UnitCall
 from shoal.trace.shapes import map_tensors, tensors_of
@@ -32,7 +33,7 @@ from shoal.trace.shapes import map_tensors, tensors_of
 class CallPlan:
     """One call of a unit, as every stage knows it.
 
-    inputs    the sample's (args, kwargs), on the meta device, or the tensors in them, in order
+    inputs    the sample's (args, kwargs), on the meta device, or their `shape_givers`
     outputs   its result, on the meta device
     devices           where the returned tensors were · written  those that are written into later
     """
@@ -84,7 +85,7 @@ class StageCut:
             calls = [
                 [
                     *(call.name, call.stage, call.block),
-                    [_told(tensor) for tensor in tensors_of(call.inputs)],
+                    [_told(one) for one in shape_givers(call.inputs)],
                     _told(call.outputs),
                     [device.type for device in call.devices],
                     sorted(call.written),
@@ -125,6 +126,21 @@ class StageCut:
     def blocks(self, stage: int) -> list[str]:
         """Names of the trunk's blocks that a stage calls, in order."""
         return list(dict.fromkeys(c.name for c in self.calls if c.block and c.stage == stage))
+
+
+def shape_givers(tree: Any) -> list[torch.Tensor | int]:
+    """List what the shape of a result may come from, in order: tensors and whole numbers.
+
+    >>> shape_givers(((torch.Size([2, 8]), None), {"width": 3, "causal": True}))
+    [2, 8, 3]
+    """
+    found: list[torch.Tensor | int] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Size):
+            found += leaf
+        else:
+            found += [leaf] if type(leaf) is int else tensors_of(leaf)
+    return found
 
 
 def _told(tree: Any) -> Any:

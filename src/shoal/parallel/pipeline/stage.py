@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from shoal.base.errors import BugError, PlanError
-from shoal.parallel.pipeline.partition_model import CallPlan, StageCut
+from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_givers
+from shoal.trace._torch import pytree
 from shoal.trace.liveness import Leaf
 from shoal.trace.shapes import first_line, map_tensors, tensors_of
 from shoal.trace.stand_in import StandIn
@@ -264,13 +265,20 @@ class Passage:
 
 
 def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
-    """Where the parameters hang that code between units reads, tied names included."""
+    """Where the parameters hang that code between units reads, tied names included.
+
+    So does the first parameter of whatever holds units: code there asks it for "the device of the
+    model" (transformers' `self.device`), and would send what it makes to the meta device.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
+    paths = [plan.name.split(".") for plan in cut.calls]
+    holders = {".".join(path[:end]) for path in paths for end in range(len(path))}
+    first = {id(next(module.get_submodule(one).parameters(), None)) for one in holders}
     return [
         (part, name)
         for part in module.modules()
         for name, parameter in part._parameters.items()
-        if parameter is not None and names[id(parameter)] in cut.between
+        if parameter is not None and (names[id(parameter)] in cut.between or id(parameter) in first)
     ]
 
 
@@ -319,7 +327,9 @@ class Shapes:
 
     def _derived(self, plan: CallPlan, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         twin = self.cut.twin.get_submodule(plan.name)
-        args, kwargs = map_tensors(_meta, (inputs, named))
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda _: torch.device("meta"), map_tensors(_meta, (inputs, named))
+        )
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 outputs = twin(*args, **kwargs)
@@ -348,7 +358,10 @@ def _like_inputs(plan: CallPlan, inputs: Any, failure: Exception) -> Any:
 
 
 def _signature(inputs: Any) -> Hashable:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(inputs))
+    return tuple(
+        (tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else one
+        for one in shape_givers(inputs)
+    )
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
