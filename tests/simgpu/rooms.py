@@ -25,6 +25,7 @@ from shoal.base.errors import PlanError
 from shoal.checkpoint import boxes
 from shoal.checkpoint.hostcopy import HostCopy
 from shoal.checkpoint.pieces import Block
+from shoal.cli import find_batch_worker
 from shoal.fabric import device as devices
 from shoal.fabric import start_world
 from shoal.machine import matmul, measure
@@ -162,6 +163,16 @@ def a_machine_is_measured() -> None:
         assert told["memory_bytes"] == devices.total_bytes(HERE)
         matmul.LARGEST, matmul.LONG_S = 2048, {"accelerator": 60.0}
         assert matmul.matmul_flops_per_s(world, "fp32", Path(folder)) > 0
+
+
+@check
+def a_try_of_a_micro_batch_holds_no_more_than_it_may() -> None:
+    told: list[tuple[float, torch.device]] = []
+    known = torch.cuda.set_per_process_memory_fraction
+    torch.cuda.set_per_process_memory_fraction = lambda *given: told.append(given)
+    find_batch_worker.impose(devices.total_bytes(HERE) // 4, HERE)
+    torch.cuda.set_per_process_memory_fraction = known
+    assert told == [(0.25, HERE)]
 
 
 @check

@@ -72,10 +72,9 @@ def impose(limit_bytes: int, device: Any) -> None:
     What the process has reserved and never touched is no memory, so it is added to the limit.
     """
     if device.type != "cpu":
-        import torch
+        from shoal.fabric import device as devices
 
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / whole), device)
+        devices.limit_bytes(device, limit_bytes)
         return
     reserved = int(psutil.Process().memory_info().data - psutil.Process().memory_info().rss)
     most = limit_bytes + max(0, reserved)

@@ -265,6 +265,12 @@ def total_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
+def limit_bytes(device: torch.device, most: int) -> None:
+    """Let this process hold no more of a device's memory: its allocator refuses then."""
+    share = min(1.0, most / total_bytes(device))
+    torch.get_device_module(device).set_per_process_memory_fraction(share, device)
+
+
 def times_asked(device: torch.device) -> int:
     """How often the allocator has asked a device for memory; 0 where it does not count that."""
     if not is_accelerator(device):
