@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from shoal.trace._torch import pytree
 from shoal.trace._torch_graph import (
+    FakeTensor,
     FakeTensorMode,
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -249,6 +250,8 @@ def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             node.meta["val"] = getattr(module, str(node.target))
+            if isinstance(node.meta["val"], FakeTensor):
+                raise Untraceable("it takes a weight's `.data`, of which a graph knows nothing")
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default:
