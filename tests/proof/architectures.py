@@ -73,8 +73,9 @@ def main() -> int:
     folders = options.models.split(",") if options.models else None
     found = [one for one in architectures() if folders is None or one.folder in folders]
     random.Random(18).shuffle(found)  # stopped early, it is a fair sample
-    again = options.again.split(",")
-    rows = {key: row for key, row in rows.items() if row["verdict"] not in again}
+    asked = {f"{one.key} | {layout}" for one in found for layout in layouts}
+    again = {key for key in asked & rows.keys() if rows[key]["verdict"] in options.again.split(",")}
+    rows = {key: row for key, row in rows.items() if key not in again}
     if seed is not None:
         drawn = a_tenth([one.key for one in found], seed)
         found = [one for one in found if one.key in drawn]
@@ -193,7 +194,9 @@ def told_by(text: str) -> str:
 
 def keep(key: str, row: Row) -> None:
     """Put one row into the record, whoever else does."""
-    with TARGET.with_suffix(".lock").open("w") as lock:
+    lock_file = ROOT / "build" / "architectures.lock"
+    lock_file.parent.mkdir(exist_ok=True)
+    with lock_file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         publish({**recorded(), key: row})
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import generators, in_backward
@@ -50,7 +51,7 @@ def apply(program: Program, seed: int) -> Program:
 
     hooks.append(program.module.register_forward_pre_hook(lambda module, inputs: keyed.again()))
     if program.plan.layout.processes > 1 and program.pipe.size == 1:  # a trace has replaced them
-        _refuse_replaced(program.module)
+        hooks += _refuse_replaced(program.module)
 
     def remove() -> None:
         for hook in hooks:
@@ -139,7 +140,7 @@ class _Keyed:
                 generator.set_state(state)
 
 
-def _refuse_replaced(model: nn.Module) -> None:
+def _refuse_replaced(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
     """Refuse a model whose first forward pass replaces modules, as BigBird does: that draws."""
     before: dict[str, nn.Module] = {}
 
@@ -158,6 +159,7 @@ def _refuse_replaced(model: nn.Module) -> None:
         model.register_forward_pre_hook(lambda module, _: before.update(module.named_modules())),
         model.register_forward_hook(ended),
     )
+    return hooks
 
 
 def _enter(keyed: _Keyed, name: str) -> Callable[[nn.Module, object], None]:

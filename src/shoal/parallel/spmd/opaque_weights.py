@@ -21,7 +21,7 @@ from shoal.parallel.spmd.candidates import Shape
 from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Split, divides
 from shoal.parallel.spmd.rules import Rule
 from shoal.parallel.spmd.steps import Choice, Step
-from shoal.parallel.spmd.weights import Labelling
+from shoal.parallel.spmd.weights import Labelling, wanted
 from shoal.trace.graph import Untraceable
 
 SEGMENTS = (1, 2)
@@ -94,16 +94,9 @@ def _tried(
     given: Mapping[str, Label | None],
 ) -> Step | None:
     """The step with these labels, where the ranks' results add up to the whole ones."""
-    sources = labelling.problem.sources
-    labels = {name: label or WHOLE for name, label in given.items()}
-    alone = {name for name, label in given.items() if label is None}
-    wants: list[Label] = []
-    for one, label in zip(slots, values, strict=True):
-        found = labelling.weight(one, labels) if label is None else label
-        if found is None:
-            return None
-        wants.append(found)
-    once = frozenset(k for k, one in enumerate(slots) if sources[one] & alone)
+    if (asked := wanted(labelling, slots, values, given)) is None:
+        return None
+    wants, once = asked
     rule = labelling.rule(node, wants, once)
     return Step(tuple(wants), rule, once) if rule is not None and _adds_up(node, rule) else None
 

@@ -85,11 +85,18 @@ def _meetings(
         yield gathered
 
 
-def _decide(
-    labelling: Labelling, node: fx.Node, values: list[Any], given: Mapping[str, Label | None]
-) -> Step | None:
-    """Keep these labels of parameters if there is a rule for them."""
-    slots, sources = labelling.problem.slots(node), labelling.problem.sources
+def wanted(
+    labelling: Labelling,
+    slots: list[fx.Node],
+    values: list[Any],
+    given: Mapping[str, Label | None],
+) -> tuple[list[Label], frozenset[int]] | None:
+    """Labels of an operation's slots with these of parameters, and slots that rank 0 alone fills.
+
+    values   labels that are settled; None: of a parameter · given  None: rank 0 alone hands it in
+    Gives    None where a slot comes from parameters that these labels do not decide
+    """
+    sources = labelling.problem.sources
     labels = {name: label or WHOLE for name, label in given.items()}
     alone = {name for name, label in given.items() if label is None}
     wants: list[Label] = []
@@ -98,7 +105,18 @@ def _decide(
         if found is None:
             return None
         wants.append(found)
-    once = frozenset(k for k, one in enumerate(slots) if sources[one] & alone)
+    return wants, frozenset(k for k, one in enumerate(slots) if sources[one] & alone)
+
+
+def _decide(
+    labelling: Labelling, node: fx.Node, values: list[Any], given: Mapping[str, Label | None]
+) -> Step | None:
+    """Keep these labels of parameters if there is a rule for them."""
+    slots = labelling.problem.slots(node)
+    labels = {name: label or WHOLE for name, label in given.items()}
+    if (asked := wanted(labelling, slots, values, given)) is None:
+        return None
+    wants, once = asked
     rule = labelling.rule(node, wants, once)
     if rule is None and (cut := _with_buffers(labelling, slots, wants, labels)):
         wants, rule = cut, labelling.rule(node, cut, once)
@@ -109,7 +127,7 @@ def _decide(
     labelling.parameters.update(labels)
     role = "row" if rule.out == PARTIAL else "column"
     labelling.roles.update({name: role for name, label in labels.items() if label != WHOLE})
-    labelling.roles.update(dict.fromkeys(alone, "once"))
+    labelling.roles.update({name: "once" for name, label in given.items() if label is None})
     return Step(tuple(wants), rule, once)
 
 
