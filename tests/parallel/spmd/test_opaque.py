@@ -184,8 +184,3 @@ def test_layers_whose_experts_hold_other_numbers_are_not_alike() -> None:
 def test_a_layer_that_is_a_graph_has_no_such_parts() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     assert trace_with_opaque(block, (torch.ones(1, 4),), {}).opaque == ()
-
-
-def test_a_layer_with_such_parts_keeps_its_sequence_whole() -> None:
-    block, args = layer()
-    assert split_block(block, args, {}, 2, sequence_dim=1).sequence_dim is None

@@ -63,6 +63,23 @@ def test_labels_of_results(one: Call, labels: tuple, out: object) -> None:
     assert (found.out if found else None) == out
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_equal_numbers_of_a_sample_conclude_nothing(dtype: torch.dtype) -> None:
+    """Experts' numbers, all the same in the sample: of two samples a rank has a part of each."""
+    known = torch.ones(2, 8, 1, dtype=dtype)
+    flat = call(aten.reshape.default, [Slot(0), [-1, 1]], known=known)
+    assert Rules().find(flat, (Split(1),), 2).out == Split(0, 2)
+    same = call(aten.clone.default, [Slot(0)], known=known.view(16, 1))
+    assert Rules().find(same, (Split(0, 2),), 2).out == Split(0, 2)
+
+
+def test_what_looks_up_numbers_has_those_of_the_sample() -> None:
+    rows = call(
+        aten.embedding.default, [Slot(1), Slot(0)], (3, 6), known=torch.tensor([[2, 0, 1, 2]])
+    )
+    assert Rules().find(rows, (Split(1), WHOLE), 2).out == Split(1)
+
+
 def test_a_bias_that_one_rank_adds_is_counted_once() -> None:
     found = Rules().find(BIASED, (Split(2), Split(1), WHOLE), 2, frozenset({2}))
     assert found is not None

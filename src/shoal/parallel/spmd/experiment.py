@@ -1,12 +1,13 @@
 """Runs one operation on random tensors: whole, and on what each rank would hold of them.
 
 Floating numbers are random float64, so that nothing fits by chance, and positive where others
-give NaN; whole numbers and booleans keep the sample's values. Buffers that the operation changes
-count as results too.
+give NaN. Whole numbers are all distinct and booleans random, unless it runs on the sample's alone,
+as what looks up indices may. Buffers that the operation changes count as results too.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,8 +73,11 @@ class Experiment:
     @staticmethod
     def of(call: Call) -> Experiment | None:
         """Run it; None where it cannot run on such tensors."""
-        for positive in (False, True):
-            values = [_sample(value, k, positive) for k, value in enumerate(call.values)]
+        looked_at = any(value.known is not None for value in call.values)
+        for own, positive in itertools.product(
+            (False, True) if looked_at else (True,), (False, True)
+        ):
+            values = [_sample(value, k, positive, own) for k, value in enumerate(call.values)]
             held = _copies(call, values)
             result = run(call, call.template, held)
             if result is None or (not positive and _has_nan(result)):
@@ -153,10 +157,16 @@ def _numbers(count: int, start: int) -> Tensor:
     return _pool[0][start : start + count]
 
 
-def _sample(value: Value, place: int, positive: bool) -> Tensor:
+def _sample(value: Value, place: int, positive: bool, own: bool) -> Tensor:
+    """A tensor of a call; `own`: whole numbers and booleans are the sample's."""
+    start = 97 * place + 13  # no two tensors of a call are alike
+    if value.known is not None and not own:  # a sample's may all be equal: every cut would fit
+        numbers = _numbers(value.elements, start).view(value.shape)
+        if value.dtype == torch.bool:
+            return numbers > 0
+        return numbers.flatten().argsort().view(value.shape).to(value.dtype)
     if value.known is not None:
         return value.known
-    start = 97 * place + 13  # no two tensors of a call are alike
     if value.dtype.is_complex:
         pairs = _numbers(2 * value.elements, start).view(*value.shape, 2)
         return torch.view_as_complex(pairs)

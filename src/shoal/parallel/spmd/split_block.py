@@ -113,10 +113,6 @@ def split_block(
         from shoal.trace.opaque import trace_with_opaque  # tp alone
 
         traced = trace_with_opaque(block, args, kwargs)
-        if traced.opaque:
-            # Zaya's layers, which also hand their routers' states on, came out different in parts
-            # of the sequence: until the cause is known, its tokens stay together.
-            sequence_dim = None
     else:
         masks = not split_parameters
         traced = trace(block, args, kwargs, masks=masks, shared=attention is not None)
