@@ -112,6 +112,18 @@ class HostGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base
 
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Done:
+        """Every rank's tensor to the root, which alone has somewhere to put them."""
+        for place, own in enumerate(inputs):
+            own_host, options = own.detach().cpu().clone(), dist.GatherOptions()
+            options.rootRank = opts.rootRank
+            parts = outputs[place] if outputs else []
+            hosts = [torch.empty_like(own_host) for _ in parts]
+            self.gloo.gather([hosts] if parts else [], [own_host], options).wait()
+            for part, host in zip(parts, hosts, strict=True):
+                part.detach().copy_(host)
+        return Done(outputs)
+
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         for own, parts in zip(outputs, inputs, strict=True):
             host = torch.cat([part.detach().reshape(-1).cpu() for part in parts])

@@ -117,8 +117,9 @@ def formats(sheet: Sheet) -> None:
         assert wanted[-1] < wanted[0] - 0.1
     for precision in ("bf16", "fp16"):
         with sheet.row(f"{precision} follows fp32") as told:
-            # A fixed scale: one that is found by overflows begins with steps that are skipped.
-            run = run_of(precision, loss_scale=1024.0 if precision == "fp16" else 0.0)
+            # A fixed scale: one that is found by overflows begins with steps that are skipped. The
+            # loss is a sum over a thousand targets, so 1 is what 1024 is to a mean.
+            run = run_of(precision, loss_scale=1.0 if precision == "fp16" else 0.0)
             told["losses"] = losses(run, 8)
             told["difference"] = max(
                 abs(a - b) / b for a, b in zip(told["losses"], wanted, strict=True)

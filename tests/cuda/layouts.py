@@ -19,11 +19,9 @@ from worlds import Members
 HERE = Path(__file__).resolve().parent
 ROW_S = 50.0 * PATIENCE  # a row that hangs leaves time for others
 
-DATA_PARALLEL = [
-    (layout, case)
-    for case in pick(("llama", "cnn", "mlp"), ("llama",))
-    for layout in ("ddp", "zero1", "zero2", "fsdp")
-]
+DEALT = ("fsdp", "zero1", "zero2", "ddp")
+DATA_PARALLEL = [(layout, "llama") for layout in DEALT]
+FURTHER = pick([(layout, case) for case in ("cnn", "mlp") for layout in DEALT], [])
 TWO = [
     ("tp2", "our llama"),
     ("pp2", "our llama"),
@@ -93,6 +91,7 @@ def rows(
 def two_ranks(sheet: Sheet) -> None:
     """Data parallelism, and a layer, a model, a sequence and experts in two parts."""
     rows(sheet, 2, DATA_PARALLEL, TWO)
+    rows(sheet, 2, FURTHER, [])
 
 
 def four_ranks(sheet: Sheet) -> None:

@@ -13,7 +13,7 @@ from machine_case import TINY
 from shoal.config.load import load
 from shoal.data.sources import open_source
 from shoal.fabric import World, start_world
-from shoal.machine.measure import QUICK, measure_machine
+from shoal.machine.measure import measure_machine, quick
 from shoal.trainer.benchmark_row import measure_row
 
 SIZES = pick(
@@ -44,14 +44,16 @@ def memory(sheet: Sheet) -> None:
                 assert abs(told["held_bytes"] / told["foreseen_bytes"] - 1) < BOUND
 
 
-def one(world: World, words: list[str], layout: str) -> dict[str, Any]:
-    """A few steps of the demo's model at another size."""
+def one(world: World, words: list[str], layout: str, compared: int = 1) -> dict[str, Any]:
+    """A few steps of the demo's model at another size; weights are written after `compared` steps."""
     sizes = [*SIZES, f"train.micro_batch={pick(8, 2)}", "train.steps=8", "data.source=synthetic"]
     config = load(None, [*sizes, *words]).config
     source = open_source(config.data, config.train.seed)
     with tempfile.TemporaryDirectory() as folder:
-        measure_machine(world, Path(os.environ["SHOAL_CACHE"]), TINY if SMALL else QUICK)
-        row = measure_row(config, source, world, layout, steps=3, compared=1, folder=Path(folder))
+        measure_machine(world, Path(os.environ["SHOAL_CACHE"]), TINY if SMALL else quick(DEVICE))
+        row = measure_row(
+            config, source, world, layout, steps=3, compared=compared, folder=Path(folder)
+        )
     assert "reason" not in row, row["reason"]
     held = max(sum(v or 0 for v in rank.values()) for rank in row["memory"])
     predicted = row["predicted"]
@@ -64,4 +66,5 @@ def one(world: World, words: list[str], layout: str) -> dict[str, Any]:
         "step_s": row["step_s"],
         "foreseen_step_s": predicted["step_s"],
         "losses": row["losses"],
+        "parameters": row["parameters"],
     }

@@ -156,13 +156,17 @@ def weights_on_the_host_are_lent_to_a_pass() -> None:
 @check
 def a_machine_is_measured() -> None:
     world = start_world()
-    sizes = measure.Sizes((32, 64), (2**14, 2**16), (2**12,), 2**12, 1, 0.001, 1)
+    sizes = measure.Sizes((32, 64, 2**15), (2**14, 2**16), (2**12,), 2**12, 1, 0.001, 1)
+    measure.LONGEST_S, before = 1e9, torch.cuda.memory_reserved()
     with tempfile.TemporaryDirectory() as folder:
         told = measure.measure_machine(world, Path(folder), sizes)
         assert (told["kind"], told["device"]) == ("gpu", "simulated")
         assert told["memory_bytes"] == devices.total_bytes(HERE)
+        assert [len(told["matrix"][kind]) for kind in ("fp64", "bf16")] == [2, 2], "no room for more"
+        assert torch.cuda.memory_reserved() <= before, "what was measured with is kept"
         matmul.LARGEST, matmul.LONG_S = 2048, {"accelerator": 60.0}
         assert matmul.matmul_flops_per_s(world, "fp32", Path(folder)) > 0
+    assert max(measure.quick(HERE).products) > max(measure.QUICK.products)
 
 
 @check

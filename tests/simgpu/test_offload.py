@@ -49,6 +49,18 @@ def test_what_waits_on_the_host_changes_no_bit(forks: Any, form: dict[str, Any])
     assert peaks["parameters"] < peaks["optimizer"] < first["peak_bytes"]
 
 
+def test_a_run_ends_where_the_optimizers_state_has_no_room(forks: Any) -> None:
+    """`run.close` gives it back to the device, which was short of it."""
+    whole = {
+        "offload": "none", "precision": "fp32", "mode": "eager", "seed": 0, "limit_bytes": 2**32,
+        "model": {"dim": 512, "layers": 4}, "rows": 2, "micro_batch": 1,
+    }  # fmt: skip
+    short = {**whole, "offload": "optimizer", "limit_bytes": 184 * 2**20}
+    ours, plain = train(forks, [short, whole])
+    assert plain["peak_bytes"] > ours["peak_bytes"]
+    assert numbers(ours) == numbers(plain)
+
+
 CARD_BYTES = 24 * 2**30
 
 

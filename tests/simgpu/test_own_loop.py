@@ -28,8 +28,8 @@ Told = dict[str, Any]
 def both(
     forks: Any, cpu_forks: Any, size: int, names: tuple[str, ...], **settings: str
 ) -> tuple[Told, Told]:
-    """What devices told, and the CPU."""
-    ours = world("own_loop.py", size, names, settings, forks.start)
+    """What devices told, and the CPU. No copy may begin from memory that is not pinned: it waits."""
+    ours = world("own_loop.py", size, names, {"SIM_UNPINNED": "refuse", **settings}, forks.start)
     expected = world("own_loop.py", size, names, {}, cpu_forks.start)
     assert ours["device"] == "cuda:0"
     assert expected["device"] == "cpu"

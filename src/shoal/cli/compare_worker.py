@@ -31,7 +31,7 @@ def main() -> int:
         from shoal.config.load import load
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
-        from shoal.machine.measure import QUICK, measure_machine
+        from shoal.machine.measure import measure_machine, quick
         from shoal.trainer.benchmark_row import measure_row
 
     request = json.loads((folder / "request.json").read_text())
@@ -39,7 +39,7 @@ def main() -> int:
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # so that rows can be foreseen
-        measure_machine(world, cache_folder(), QUICK)
+        measure_machine(world, cache_folder(), quick(world.device))
 
     def tell(**record: object) -> None:
         if world.is_first:

@@ -215,13 +215,19 @@ def recorded_event(device: torch.device) -> Any:
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
-    """float64 numbers on a device, [numbers], without the host waiting for the copy.
+    """float64 numbers on a device, [numbers], without the host waiting for the copy."""
+    return brought(torch.tensor(numbers, dtype=torch.float64), device)
 
-    A copy from memory that is not pinned waits for all that a device was asked to do before.
+
+def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device, without the host waiting for what the device still has to do.
+
+    From memory that is not pinned the driver copies at once, when the stream has come so far. torch
+    keeps pinned memory that was let go, and lends it again when the copy from it is over.
     """
-    pinned = abilities(device).pinned
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
-    return host.to(device, non_blocking=True)
+    if tensor.device.type == "cpu" and abilities(device).pinned:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def device_generators(device: torch.device | None = None) -> list[torch.Generator]:

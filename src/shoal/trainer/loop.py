@@ -35,7 +35,7 @@ from shoal.data.sources import Source, open_source
 from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
 from shoal.machine.matmul import distrust, matmul_flops_per_s
-from shoal.machine.measure import QUICK, measure_machine
+from shoal.machine.measure import measure_machine, quick
 from shoal.machine.memory import forget_peak
 from shoal.parallel.compose import check_here
 from shoal.parallel.program import dtype_of
@@ -104,7 +104,7 @@ def _prepare(
     check_here(plan_of(config), world.device)  # what a second is enough to know
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
-        measure_machine(world, cache_folder(), QUICK)
+        measure_machine(world, cache_folder(), quick(world.device))
     # A layout that is left open is ranked by them, the run is foreseen by them: found once.
     facts: FindFacts = cache(partial(facts_of, config, source))
     plan, said = choose(config, facts, world, folder)

@@ -232,10 +232,14 @@ class HostState:
         self.lane.finish()
 
     def take_back(self) -> None:
-        """The state is where the parameters are."""
-        for piece in self.pieces:
-            for parameter, key, host in self.pieces.large(piece):
-                self.state[parameter][key] = host.to(parameter.device)
+        """The state is where the parameters are; on the host, if there is no room for it there."""
+        large = [found for piece in self.pieces for found in self.pieces.large(piece)]
+        try:
+            here = [host.to(parameter.device) for parameter, _, host in large]
+        except torch.OutOfMemoryError:  # what was offloaded since it does not fit
+            here = [host for _, _, host in large]
+        for (parameter, key, _), tensor in zip(large, here, strict=True):
+            self.state[parameter][key] = tensor
         self.hosts = {}
 
     def _bring(self, piece: Piece) -> list[Any]:
