@@ -534,6 +534,8 @@ SMALL = {
 }  # fmt: skip
 HOSTED = (
     {**SMALL, "offload": "optimizer"},
+    {**SMALL, "offload": "optimizer", "model": {"dim": 512, "layers": 4}, "precision": "fp32"}
+    | {"limit_bytes": 184 * 2**20},
     SMALL,
     {**SMALL, "model": None},
     {**SMALL, "precision": "bf16", "model": {"dim": 384, "layers": 2}},
