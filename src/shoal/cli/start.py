@@ -226,6 +226,10 @@ def _check_paths(loaded: Loaded) -> None:
     ):
         if path:
             check_function(path, key)
+    if config.checkpoint.remote:
+        from shoal.checkpoint.remote import check_remote
+
+        check_remote(config.checkpoint.remote)
     kind = kind_by_name(config.data.source)
     if kind and not config.model.build:
         check_reads(config.model.name, config.data.source, lambda: kind)

@@ -56,15 +56,24 @@ def check_shared(folder: Path, world: World) -> None:
         )
 
 
-def refuse_old_checkpoints(folder: Path, world: World) -> None:
+def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:
     """A run that starts from zero must not mix its checkpoints with those of an earlier one.
 
-    Errors: ConfigError, the same on all ranks, when the folder holds checkpoints nobody restored.
+    remote   address of the folder they are copied to; "" none
+    Errors   ConfigError, the same on all ranks, when the folder, or the remote one, holds
+             checkpoints nobody restored
     """
     found = find(folder / "checkpoints") if world.is_first else []
     newest = world.broadcast_json(found[0].step if found else None)
+    where = f"folder = {folder}"
+    if newest is None and remote:
+        from shoal.checkpoint.collective_phase import first_only
+        from shoal.checkpoint.remote import RemoteFolder
+
+        steps = first_only(world, RemoteFolder(remote).steps)
+        newest, where = max(steps, default=None), f"remote = {remote}"
     if newest is not None:
         raise ConfigError(
-            f"folder = {folder}: holds checkpoints of an earlier run, up to step {newest}; call "
+            f"{where}: holds checkpoints of an earlier run, up to step {newest}; call "
             f"run.restore() before the first step to go on with it, or choose another folder"
         )
