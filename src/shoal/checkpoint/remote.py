@@ -56,7 +56,7 @@ def check_remote(address: str) -> None:
 class RemoteFolder:
     """A run's folder in a store: `RemoteFolder(address)`; nothing is asked before it is needed.
 
-    below    of a method: the folder of a tag, `tags/TAG/`; "" the run's own
+    below    of a method: the folder of a tag, `tags/TAG/`, or another one in the run's; "" its own
     Errors   RemoteFailed, of every method, with the address and what the store's library said
     """
 
@@ -165,13 +165,18 @@ class RemoteFolder:
         whole = {newest, *(step for step, files in listed.items() if FILE_NAME in files)}
         past = sorted((step for step in whole if step <= newest), reverse=True)[keep:]
         past += [step for step in listed if step not in whole]  # a copy that was cut off
-        past += [step for step in whole if step > newest and below]
+        past += [step for step in whole if step > newest and is_tag(below)]
         for step in past:
             folder = f"{path}/{below}checkpoints/step-{step}"
             if step in whole:
                 store.rm_file(f"{folder}/{FILE_NAME}")
             if set(listed[step]) - {FILE_NAME} or not store.async_impl:
                 store.rm(folder, recursive=True)
+
+
+def is_tag(below: str) -> bool:
+    """Whether a folder below a run's is a tag's, which has one checkpoint, of whatever step."""
+    return below.startswith("tags/")
 
 
 def _lacking(manifest: Manifest, there: dict[str, int]) -> str:

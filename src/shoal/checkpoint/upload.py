@@ -22,7 +22,7 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.phases import phase
 from shoal.checkpoint.faults import explain, shown
-from shoal.checkpoint.remote import RemoteFolder, check_remote, spared
+from shoal.checkpoint.remote import RemoteFolder, check_remote, is_tag, spared
 from shoal.fabric import World
 
 DEADLINE_S, HEARD_S = 3600.0, 30.0
@@ -76,7 +76,7 @@ class Uploader:
                 below, checkpoint = self._wanted.popitem()
             try:
                 with spared(checkpoint):
-                    self.remote.put(checkpoint, below, 1 if below else self.keep)
+                    self.remote.put(checkpoint, below, 1 if is_tag(below) else self.keep)
             except Exception as failure:
                 if checkpoint.is_dir():  # else it was too old to stay, and a newer one is to come
                     reason = str(failure) if isinstance(failure, ShoalError) else explain(failure)
