@@ -84,6 +84,22 @@ def test_a_checkpoint_stays_while_it_is_copied(store: Any, tmp_path: Path) -> No
     assert lines == ["checkpoint.remote = memory://far: has checkpoints/step-3"]
 
 
+def test_a_run_waits_for_the_last_copy_but_not_for_ever(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, hooks, goes_on = list[str](), list[Any](), threading.Event()
+    monkeypatch.setattr("shoal.checkpoint.upload.HEARD_S", 0.05)
+    monkeypatch.setattr("shoal.checkpoint.upload.DEADLINE_S", 0.2)
+    monkeypatch.setattr(RemoteFolder, "_put_files", lambda *_: goes_on.wait(20))
+    finish = start_copies(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)
+    path = save_step(tmp_path / "checkpoints", 1).path
+    hooks[0]({"event": "checkpoint_saved", "folder": str(path)})
+    finish()
+    goes_on.set()
+    start = "checkpoint.remote = memory://far: "
+    assert lines == [f"{start}is still written to", f"{start}is given up"]
+
+
 def test_what_failed_is_tried_again_beside_the_next(store: Any, tmp_path: Path) -> None:
     lines, hooks = list[str](), list[Any]()
     finish = start_copies(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)

@@ -125,12 +125,15 @@ def start_copies(
         hear(uploader.hear)
 
     def finish() -> None:
-        until_s = time.monotonic() + DEADLINE_S
+        until_s, lines = time.monotonic() + DEADLINE_S, ["is still written to", "is given up"]
         with phase("copy the last checkpoint"):
             while True:
-                over = uploader is None or uploader.ended(HEARD_S) or time.monotonic() > until_s
+                over = uploader is None or uploader.ended(HEARD_S)
+                late = time.monotonic() > until_s
+                if uploader is not None and not over and (late or len(lines) > 1):
+                    tell(f"checkpoint.remote = {address}: {lines.pop(-1 if late else 0)}")
                 # None may wait in one collective for long: the others hear that it goes on.
-                if world.broadcast_json(over):
+                if world.broadcast_json(over or late):
                     return
 
     return finish
