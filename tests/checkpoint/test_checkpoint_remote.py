@@ -95,9 +95,10 @@ def test_a_run_waits_for_the_last_copy_but_not_for_ever(
     path = save_step(tmp_path / "checkpoints", 1).path
     hooks[0]({"event": "checkpoint_saved", "folder": str(path)})
     finish()
-    goes_on.set()
     start = "checkpoint.remote = memory://far: "
     assert lines == [f"{start}is still written to", f"{start}is given up"]
+    goes_on.set()
+    assert hooks[0].__self__.ended(20)
 
 
 def test_what_failed_is_tried_again_beside_the_next(store: Any, tmp_path: Path) -> None:

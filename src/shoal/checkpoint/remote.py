@@ -32,13 +32,13 @@ class RemoteFailed(ClusterError):
     """ClusterError for a remote folder that cannot be reached, or gives or takes something else."""
 
 
-def check_remote(address: str) -> None:
+def check_remote(address: Any) -> None:
     """Refuse an address that no library here serves; nothing is asked over a network.
 
     Errors   ConfigError with the nearest address, or the library that lacks
     """
     where = f"checkpoint.remote = {address}"
-    if "://" not in address:
+    if not isinstance(address, str) or "://" not in address:
         near = f"file://{Path(address).expanduser().absolute()}"
         raise ConfigError(f"{where}: an address is wanted, as s3://bucket/run; nearest: {near}")
     try:

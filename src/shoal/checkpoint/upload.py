@@ -22,7 +22,7 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.phases import phase
 from shoal.checkpoint.faults import explain, shown
-from shoal.checkpoint.remote import RemoteFolder, check_remote, is_tag, spared
+from shoal.checkpoint.remote import RemoteFolder, is_tag, spared
 from shoal.fabric import World
 
 DEADLINE_S, HEARD_S = 3600.0, 30.0
@@ -116,9 +116,7 @@ def start_copies(
     hear     takes a function that is then called with every event of the run
     Gives    a function that every rank calls at the end, which returns when the last copy is there,
              has failed, or takes longer than an hour
-    Errors   ConfigError, on all ranks, for an address that nothing here serves
     """
-    check_remote(address)
     uploader = None
     if world.is_first:
         uploader = Uploader(folder, RemoteFolder(address), keep, tell)

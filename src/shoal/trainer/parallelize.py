@@ -130,6 +130,10 @@ def parallelize(
             else f"trace = {plan.trace}: is"
         )
         raise ConfigError(f'{told} written into the run folder; nearest: folder="runs/mine"')
+    if plan.remote:
+        from shoal.checkpoint.remote import check_remote
+
+        check_remote(plan.remote)
     if metrics:
         from shoal.trainer.measured import check_metrics
 
