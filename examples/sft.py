@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
-from shoal.data import open_data
+from shoal.data.sources import open_data
 
 EPOCHS = 1 if "--short" in sys.argv else 3
 folder = Path(next((arg for arg in sys.argv[1:] if not arg.startswith("--")), "runs/sft"))

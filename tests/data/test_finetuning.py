@@ -15,7 +15,7 @@ from shoal.config.load import load
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
 from shoal.data.examples import best_fit
-from shoal.data.sources import open_source
+from shoal.data.sources import open_data, open_source
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -239,9 +239,7 @@ def test_packed_rows_call_the_model_by_name() -> None:
 
 
 def test_a_loop_of_ones_own_opens_the_same(tmp_path: Path) -> None:
-    """By `shoal.data.open_data`; a word that means nothing is one line, as is one of the loader's."""
-    from shoal.data import open_data
-
+    """By `open_data`; a word that means nothing is one line, as is one of the loader's."""
     source = lines(
         tmp_path / "a.jsonl", *({"prompt": f"{n} ", "completion": "x"} for n in range(40))
     )

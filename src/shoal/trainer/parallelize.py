@@ -123,17 +123,10 @@ def parallelize(
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
-    if folder is None and (plan.trace or plan.remote):
-        told = (
-            f"remote = {plan.remote}: copies what is"
-            if plan.remote
-            else f"trace = {plan.trace}: is"
-        )
-        raise ConfigError(f'{told} written into the run folder; nearest: folder="runs/mine"')
-    if plan.remote:
-        from shoal.checkpoint.remote import check_remote
+    if plan.trace or plan.remote:
+        from shoal.trainer.folder_lease import check_beside
 
-        check_remote(plan.remote)
+        check_beside(plan, folder)
     if metrics:
         from shoal.trainer.measured import check_metrics
 
@@ -243,7 +236,11 @@ def start_run(
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
     recorder = Recorder(folder, world)
-    program = replace(program, on_close=(*program.on_close, *_beside_steps(plan, recorder)))
+    if (plan.trace or plan.remote) and folder is not None:
+        from shoal.trainer.folder_lease import start_beside
+
+        ends = start_beside(plan, folder, recorder)
+        program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given)
     if folder is not None:
         from shoal.trainer.folder_lease import own
@@ -254,23 +251,6 @@ def start_run(
         model_parts(run)  # refuses now what the first save could not write
     trim_heap()
     return run
-
-
-def _beside_steps(plan: Plan, recorder: Recorder) -> list[Callable[[], None]]:
-    """Start what looks at the run from its folder; what each is ended by."""
-    ends: list[Callable[[], None]] = []
-    folder, world = recorder.folder, recorder.world
-    if plan.trace and folder is not None:
-        from shoal.trainer.step_trace import StepTrace
-
-        recorder.trace = StepTrace(plan.trace, folder, world, recorder.notice)
-        ends.append(recorder.trace.close)
-    if plan.remote and folder is not None:
-        from shoal.checkpoint.upload import start_copies
-
-        hear, tell = recorder.hear, recorder.notice
-        ends.append(start_copies(folder, plan.remote, plan.keep, world, hear, tell))
-    return ends
 
 
 def _built(
