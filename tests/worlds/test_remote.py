@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cli_run import TOY_ARGUMENTS, CommandLine, lines
 from shoal.base.errors import ConfigError
 from shoal.checkpoint.listing import verify
 from shoal.checkpoint.remote import check_remote
@@ -126,6 +127,29 @@ def test_what_does_not_verify_is_not_taken(worlds, tmp_path: Path) -> None:
         f"{start}ConnectionError: the store does not answer; going on from the newest checkpoint "
         f"that is here"
     )
+
+
+@pytest.mark.proof  # the parts: above, and tests/cli/test_wrong_input.py
+def test_the_command_goes_on_on_another_machine(tmp_path: Path) -> None:
+    """On one process, after zero2 on two; its folder knows nothing of the first."""
+    remote = f"checkpoint.remote=file://{tmp_path}/store"
+    here, there = (tmp_path / name for name in ("here", "there"))
+    here.mkdir()
+    there.mkdir()
+    code, said = CommandLine(
+        here, *TOY_ARGUMENTS, remote, "layout.strategy=zero2", "launch.processes=2"
+    ).finish()
+    assert code == 0, said
+    assert f"{remote.replace('=', ' = ', 1)}: has checkpoints/step-12" in said
+    store = sorted((tmp_path / "store" / "checkpoints").iterdir())
+    assert [path.name for path in store] == ["step-12", "step-6", "step-9"]
+    assert [verify(path) for path in store] == [[], [], []]
+    again = CommandLine(there, *TOY_ARGUMENTS, remote, "launch.processes=1", "train.steps=15")
+    code, said = again.finish()
+    assert code == 0, said
+    assert "step 12 was brought from there" in said
+    assert [row["step"] for row in lines(again.run / "metrics.jsonl")] == [13, 14, 15]
+    assert (tmp_path / "store" / "checkpoints" / "step-15" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize(
