@@ -68,9 +68,10 @@ def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
 def _check_weights(argument: str, line: str) -> None:
     """Errors: ConfigError for a source after something that is no weight, which reads as a path."""
     begins = list(BEGINS.finditer(argument))
-    for found, after in zip(begins, [*begins[1:], None], strict=True):
+    ends = [*(found.start() for found in begins[1:]), len(argument)]
+    for found, end in zip(begins, ends, strict=False):
         weight, number, _ = found.groups()
-        source = argument[found.start(3) : after.start() if after else None].strip()
+        source = argument[found.start(3) : end].strip()
         if weight is None and number is None:
             raise ConfigError(f"{line}: {source} has no weight; write mix:0.7*SOURCE+0.3*SOURCE")
         if number is not None:
