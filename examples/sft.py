@@ -15,8 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
-from shoal.config.sections import DataSection
-from shoal.data.sources import open_source
+from shoal.data.sources import open_data
 
 EPOCHS = 1 if "--short" in sys.argv else 3
 folder = Path(next((arg for arg in sys.argv[1:] if not arg.startswith("--")), "runs/sft"))
@@ -31,10 +30,9 @@ if not questions.exists():  # the same bytes from every process, in one move
             row = {"prompt": f"last of {' '.join(said)}? ", "completion": said[-1]}
             lines.write(json.dumps(row) + "\n")
     fresh.replace(questions)
-section = DataSection(
-    source=f"jsonl:{questions}", tokenizer="bpe:300", sequence=64, packing="on", validation="0.1"
+data = open_data(
+    f"jsonl:{questions}", tokenizer="bpe:300", sequence=64, packing="on", validation=0.1
 )
-data = open_source(section, seed=0)
 
 torch.manual_seed(0)
 config = LlamaConfig(

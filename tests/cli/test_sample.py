@@ -25,10 +25,12 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run_folder(toml: str, *, tokenizer: bool = True, model: str = "gpt") -> Path:
-    """A run of two words, as `shoal train` leaves it after a step."""
+def run_folder(
+    toml: str, *, tokenizer: bool = True, model: str = "gpt", tag: str = "", average: bool = False
+) -> Path:
+    """A run of two words, as `shoal train` leaves it after a step; `average` holds zeros."""
     folder = Path("runs/mine")
-    (folder / "checkpoints").mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     if toml:
         (folder / "run.toml").write_text(toml)
     if tokenizer:
@@ -42,9 +44,14 @@ def run_folder(toml: str, *, tokenizer: bool = True, model: str = "gpt") -> Path
         Piece(Shard.whole(f"model.{name}", tuple(tensor.shape), "float32"), tensor)
         for name, tensor in state.items()
     ]
+    if average:
+        pieces += [
+            Piece(Shard.whole(f"average.{name}", tuple(tensor.shape), "float32"), 0 * tensor)
+            for name, tensor in state.items()
+        ]
     ties = {"model.head.weight": "model.embedding.weight"}
     save(
-        folder / "checkpoints", 1, pieces, {}, World(Place(), torch.device("cpu"), None), lambda *_, **__: None, keep=1,
+        folder / tag / "checkpoints", 1, pieces, {}, World(Place(), torch.device("cpu"), None), lambda *_, **__: None, keep=1,
         aliases=ties,
     )  # fmt: skip
     return folder
@@ -144,8 +151,53 @@ def test_a_chat_is_asked_as_its_data_were() -> None:
     assert len(whole.stdout.split()) > 9
 
 
+def test_the_average_writes_on() -> None:
+    """Of zeros every token is as likely, and the first is taken: the weights take another."""
+    run_folder(TEXT, average=True)
+    given = ["sample", "runs/mine", "--prompt", "b", "--tokens", "3", "--temperature", "0"]
+    stepped, averaged = (CliRunner().invoke(app, [*given, *more]) for more in ((), ("--average",)))
+    assert stepped.exit_code == averaged.exit_code == 0, (stepped.output, averaged.output)
+    assert averaged.stdout == "b a a a\n"
+    assert stepped.stdout != averaged.stdout
+
+
+def test_checkpoints_of_tags_are_seen() -> None:
+    """`list` and `verify` take those of tags along, `export` names one, with the run's tokenizer."""
+    run_folder(TEXT, tag="tags/best")
+    listed = CliRunner().invoke(app, ["checkpoint", "list", "runs/mine"])
+    (line,) = listed.stdout.splitlines()
+    assert line.startswith("runs/mine/tags/best/checkpoints/step-1  step 1  ")
+    assert said("checkpoint", "export", "runs/mine", "out") == (
+        "runs/mine: no complete checkpoint there; nearest: runs/mine/tags/best"
+    )
+    done = CliRunner().invoke(app, ["checkpoint", "export", "runs/mine/tags/best", "out"])
+    assert done.exit_code == 0, done.output
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {
+        path.name for path in Path("out").iterdir()
+    }
+    done = CliRunner().invoke(
+        app, ["sample", "runs/mine/tags/best", "--prompt", "b", "--tokens", "1"]
+    )
+    assert done.exit_code == 0, done.output
+    run_folder(TEXT)
+    listed = CliRunner().invoke(app, ["checkpoint", "list", "runs/mine"])
+    places = [line.partition("  ")[0] for line in listed.stdout.splitlines()]
+    tagged = "runs/mine/tags/best/checkpoints/step-1"
+    assert places == ["runs/mine/checkpoints/step-1", tagged]
+    shard = Path(tagged) / "rank-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    done = CliRunner().invoke(app, ["checkpoint", "verify", "runs/mine"])
+    assert done.exit_code == 2
+    assert "runs/mine/checkpoints/step-1: every byte is as it was written" in done.stdout
+    assert f"{tagged}/rank-0.safetensors: has " in done.stdout
+
+
 def test_averages_that_are_not_there() -> None:
     run_folder(TEXT)
+    assert said("sample", "runs/mine", "--prompt", "b", "--average") == (
+        "checkpoints/step-1: holds no averaged weights, which a run keeps where optimizer.average "
+        "(average= of parallelize) is above 0; nearest: the same without --average"
+    )
     assert said("checkpoint", "export", "runs/mine", "out", "--average") == (
         "checkpoints/step-1: holds no averaged weights, which a run keeps where optimizer.average "
         "(average= of parallelize) is above 0; nearest: the same without --average"

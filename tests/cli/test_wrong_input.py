@@ -63,6 +63,11 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("layout.ep=2 layout.dp_replicate=2 optimizer.name=Adafactor launch.processes=2",
          "layout.ep = 2: cuts stacks of experts by rows, and optimizer.name = Adafactor keeps sums"),
         ("layout.strategy=diloco", "nearest: islands.method=diloco islands.count=2"),
+        ("checkpoint.remote=backup", "checkpoint.remote = backup: an address is wanted, as s3://bucket/run; "
+         "nearest: file:///"),
+        ("checkpoint.remote=memory://far islands.method=diloco islands.count=2",
+         "checkpoint.remote = memory://far: is one run's, and each island has checkpoints of its own; "
+         "nearest: leave checkpoint.remote out"),
         ("layout.strategy=3d launch.processes=2", "nearest legal: launch.processes=4"),
         ("layout.strategy=tp layout.zero=1", "nearest: degrees, layout.tp=2 layout.dp_shard=2"),
         ("layout.zero=1 layout.dp_replicate=2", "layout.zero = 1: splits over layout.dp_shard"),

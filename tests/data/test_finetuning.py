@@ -15,7 +15,7 @@ from shoal.config.load import load
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
 from shoal.data.examples import best_fit
-from shoal.data.sources import open_source
+from shoal.data.sources import open_data, open_source
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -217,7 +217,7 @@ def test_packing_needs_examples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         opened(path, packing="on")
     assert str(caught.value) == wanted.format(path)
-    with pytest.raises(ConfigError, match=r"data.packing = yes: not one of off, on"):
+    with pytest.raises(ConfigError, match=r"packing = yes: not one of off, on"):
         load(None, ["data.packing=yes"])
 
 
@@ -236,3 +236,26 @@ def test_packed_rows_call_the_model_by_name() -> None:
     loaded = load(None, ["data.packing=on", "data.source=jsonl:a.jsonl"])
     assert loaded.config.model.call == "kwargs"
     assert loaded.origins["model.call"] == "of data.packing"
+
+
+def test_a_loop_of_ones_own_opens_the_same(tmp_path: Path) -> None:
+    """By `open_data`; a word that means nothing is one line, as is one of the loader's."""
+    source = lines(
+        tmp_path / "a.jsonl", *({"prompt": f"{n} ", "completion": "x"} for n in range(40))
+    )
+    keys: dict[str, Any] = {"tokenizer": "bpe:300", "sequence": 32, "packing": "on"}
+    section = DataSection(source=source, validation="0.2", **keys)
+    ours, own = open_source(section, 0), open_data(source, validation=0.2, **keys)
+    assert own.description == ours.description
+    assert (len(own.train), len(own.validation)) == (len(ours.train), len(ours.validation))
+    assert all(str(own.train[n]) == str(ours.train[n]) for n in range(len(own.train)))
+    for wrong, line in (
+        ({"lenght": 3}, "open_data has no argument lenght; "),
+        ({"sequense": 3}, "open_data has no argument sequense; nearest: sequence"),
+        ({"workers": 2}, r"open_data has no argument workers; nearest: run.loader\(…, workers=…\)"),
+        ({"sequence": "long"}, r"open_data: Expected `int`, got `str` - at `\$.sequence`"),
+        ({"sequence": 0}, "sequence = 0: at least 1 is wanted; nearest: sequence=1"),
+        ({"packing": "yes"}, "packing = yes: not one of off, on"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{line}"):
+            open_data(source, **wrong)

@@ -129,7 +129,19 @@ def test_what_a_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("mix:", "mixes nothing; write mix:0.7*SOURCE+0.3*SOURCE"),
         ("mix:stdlib", "stdlib has no weight; write mix:0.7*SOURCE+0.3*SOURCE"),
-        ("mix:0.7*stdlib+digits", "mixes one source; nearest: data.source=stdlib+digits"),
+        ("mix:0.7*stdlib+digits", "digits has no weight; write mix:0.7*SOURCE+0.3*SOURCE"),
+        ("mix:x*jsonl:a+0.5*jsonl:b", "x is no weight of jsonl:a, a number above 0 is; nearest: "
+         "0.5*jsonl:a"),
+        ("mix:0.5*jsonl:a+x*jsonl:b", "x is no weight of jsonl:b, a number above 0 is; nearest: "
+         "0.5*jsonl:b"),
+        ("mix:1*stdlib+1/3*text:a+b", "1/3 is no weight of text:a+b, a number above 0 is; nearest: "
+         "0.5*text:a+b"),
+        ("mix:1*stdlib + -1*digits", "-1 is no weight of digits, a number above 0 is; nearest: "
+         "0.5*digits"),
+        ("mix:*stdlib", "nothing is no weight of stdlib, a number above 0 is; nearest: 0.5*stdlib"),
+        ("mix:0.5jsonl:a", "0.5jsonl:a has no * after its weight; nearest: 0.5*jsonl:a"),
+        ("mix:1*stdlib+0.5jsonl:a", "0.5jsonl:a has no * after its weight; nearest: 0.5*jsonl:a"),
+        ("mix:0.5*jsonl:a", "mixes one source; nearest: data.source=jsonl:a"),
         ("mix:1*stdlib", "mixes one source; nearest: data.source=stdlib"),
         ("mix:1*stdlib+0*digits", "a weight of 0 takes nothing; nearest: leave digits out"),
         ("mix:1*stdlib+1*mix:1*digits", "mixtures do not nest; nearest: one mix: of all sources"),

@@ -162,6 +162,7 @@ VALUES: dict[str, str] = {
     "islands.refusals": f"islands.refusals=2 {DILOCO}",
     "checkpoint.every": "checkpoint.every=3",
     "checkpoint.keep": "checkpoint.keep=4",
+    "checkpoint.remote": "checkpoint.remote=memory://runs/mine",
     "run.folder": "run.folder=elsewhere",
     "run.name": "run.name=mine",
     "launch.processes": "launch.processes=4",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from terminals import Terminal, busy
 
-from shoal.base.phases import Phase, listen, phase
-from shoal.view.phases import Doing, PhaseLine, read_doing
+from shoal.base.phases import Phase, phase
+from shoal.view.phases import Doing, PhaseLine, read_doing, shown_waits
 from shoal.view.waiting import Waiting
 
 
@@ -46,16 +46,13 @@ def test_export_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.view.phases.time.monotonic", lambda: now_s)
     monkeypatch.setattr("shoal.base.phases.time.monotonic", lambda: now_s)
     stream = Terminal()
-    line = PhaseLine(stream)
-    listen(line.hear)
-    try:
+    with shown_waits(stream):
         now_s = 1.0
         with phase("export", of=38) as told:
             for now_s in (2.0, 3.0):  # noqa: B007 - the clock
                 told.step(9)
-    finally:
-        listen(None)
-        line.finish()
+    with phase("nobody listens"):
+        pass
     assert frames(stream) == ["export 0/38 · 0 s", "export 9/38 · 0 s", "export 18/38 · 0 s", ""]
 
 

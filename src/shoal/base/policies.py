@@ -266,15 +266,18 @@ class CallPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPolicy:
-    """How many complete checkpoints stay on disk, the newest ones."""
+    """How many complete checkpoints stay on disk, the newest ones, and where they are copied."""
 
     keep: int = number(2, least=1, usual=2)
     """newest complete checkpoints that stay on disk"""
+    remote: str = ""
+    """address of a folder for this run alone (s3://bucket/run, by fsspec): checkpoints are copied
+    there beside training, and a start in a folder that has none goes on from there"""
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeepPolicy):
-    """When the run's state is written, and how many checkpoints stay (`keep`).
+    """When the run's state is written, how many checkpoints stay (`keep`), where else (`remote`).
 
     every   steps between checkpoints; 0: five over the run, and the last step always
     """

@@ -26,6 +26,7 @@ from shoal.checkpoint.hub_folder import (
     ADAPTER_WEIGHTS,
     HUB,
     TOKENIZER_FILES,
+    tokenizer_hub,
 )
 from shoal.checkpoint.tensorfile import write_file
 
@@ -56,7 +57,8 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
             written = write_file(
                 half / ADAPTER_WEIGHTS, found.entries, found.reader(told), metadata
             )
-        copy_beside(config.parent, half, (ADAPTER_CONFIG, *TOKENIZER_FILES))
+        copy_beside(config.parent, half, (ADAPTER_CONFIG,))
+        copy_beside(tokenizer_hub(path), half, TOKENIZER_FILES)
         folders.fsync_folder(half)
         files = tuple(sorted(os.listdir(half)))
         put(half, out)

@@ -33,6 +33,7 @@ from shoal.checkpoint.hub_folder import (
     TOKENIZER_FILES,
     TRANSFORMERS,
     UNTOLD_TIES,
+    tokenizer_hub,
 )
 from shoal.checkpoint.tensorfile import Entry, write_file
 
@@ -93,7 +94,7 @@ def export_folder(
     half.mkdir()
     try:
         size_bytes = _write_weights(half, found, shard_bytes)
-        _write_beside(half, path.parent.parent / HUB, found, translated)
+        _write_beside(half, path, found, translated)
         folders.fsync_folder(half)
         files = tuple(sorted(os.listdir(half)))
         put(half, out)
@@ -154,11 +155,12 @@ def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def _write_beside(folder: Path, hub: Path, found: Outgoing, translated: Translated | None) -> None:
+def _write_beside(folder: Path, path: Path, found: Outgoing, translated: Translated | None) -> None:
     """Write what is no weight: the configuration with the weights' format, and the tokenizer."""
     dtype = _widest(found.entries)
     configs = CONFIGS if TRANSFORMERS in found.manifest.record else ()  # else of another model
-    copy_beside(hub, folder, (*configs, *TOKENIZER_FILES))
+    copy_beside(tokenizer_hub(path), folder, TOKENIZER_FILES)
+    copy_beside(path.parent.parent / HUB, folder, configs)
     config = translated.config if translated is not None else None
     if config is None and (folder / CONFIG).exists():
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

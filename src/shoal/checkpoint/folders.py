@@ -20,6 +20,10 @@ from shoal.base.errors import CheckpointError
 from shoal.base.units import bytes_text
 from shoal.checkpoint.listing import find
 
+IN_USE: set[Path] = set()
+"""Checkpoints that this process copies elsewhere: they stay until that is done, and go after the
+next save."""
+
 TEMPORARY = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+")
 
 
@@ -64,13 +68,14 @@ def retire(root: Path, newest_step: int, keep: int) -> None:
     """
     past = [found.path for found in find(root) if found.step <= newest_step]
     for path in past[keep:]:
-        _delete(path)
+        if path.resolve() not in IN_USE:
+            _delete(path)
 
 
 def retire_later(root: Path, step: int) -> None:
     """Delete checkpoints of later steps: of a future that is not the last saved any more."""
     for found in find(root):
-        if found.step > step:
+        if found.step > step and found.path.resolve() not in IN_USE:
             _delete(found.path)
 
 

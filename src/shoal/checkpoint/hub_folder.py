@@ -3,9 +3,13 @@
 config.json, generation_config.json     of a model of transformers, written at every save
 adapter_config.json                     of a model with adapters of peft, at every save
 tokenizer.json, tokenizer_config.json   of text that `shoal train` reads, written at its start
+
+A tag has a hub/ of its own for what a save writes, and the run's tokenizer is its too.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 HUB = "hub"
 CONFIG = "config.json"
@@ -31,3 +35,21 @@ tie: whoever opens the weights would draw them anew, so they are exported twice.
 ADAPTER = "adapter"
 """Key of a checkpoint's record, of a model with adapters of peft: a tensor's name in peft's files →
 its name in the module."""
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """Tell the run's folder of a checkpoint, also of one that is kept under a tag.
+
+    >>> str(run_folder(Path("runs/x/checkpoints/step-3")))
+    'runs/x'
+    >>> str(run_folder(Path("runs/x/tags/best/checkpoints/step-3")))
+    'runs/x'
+    """
+    folder = checkpoint.parent.parent
+    return folder.parent.parent if folder.parent.name == "tags" else folder
+
+
+def tokenizer_hub(checkpoint: Path) -> Path:
+    """Tell which hub/ holds a checkpoint's tokenizer: a tag's own if it has one, or the run's."""
+    own = checkpoint.parent.parent / HUB
+    return own if (own / TOKENIZER).is_file() else run_folder(checkpoint) / HUB

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.phases import listen, phase
+from shoal.base.phases import phase
 
 if TYPE_CHECKING:  # it brings torch
     from shoal.checkpoint.export import Outgoing
@@ -45,11 +45,11 @@ KEY = typer.Option("", help="Which part is the model, where several could be, as
 
 @app.command("list")
 def list_(path: Path = RUN) -> None:
-    """Show the complete checkpoints of a run, newest first."""
+    """Show the complete checkpoints of a run, newest first, then those of its tags."""
     from shoal.base.units import bytes_text
     from shoal.checkpoint.listing import read_manifest
 
-    for step_folder in checkpoints_of(path):
+    for step_folder in checkpoints_of(path, tags=True):
         try:
             manifest = read_manifest(step_folder)
         except CheckpointError as failure:
@@ -64,15 +64,16 @@ def list_(path: Path = RUN) -> None:
 
 @app.command()
 def verify(path: Path = RUN) -> None:
-    """Read every byte and compare with its hash; exit status 2 if anything differs."""
+    """Read every byte, of tags too, and compare with its hash; exit status 2 if any differs."""
     from shoal.checkpoint import listing
+    from shoal.checkpoint.faults import shown
 
     damaged = 0
-    for step_folder in checkpoints_of(path):
+    for step_folder in checkpoints_of(path, tags=True):
         problems = listing.verify(step_folder)
         damaged += bool(problems)
         for problem in problems:
-            typer.echo(problem)
+            typer.echo(problem.replace(shown(step_folder), str(step_folder), 1))
         if not problems:
             typer.echo(f"{step_folder}: every byte is as it was written")
     if damaged:
@@ -91,16 +92,12 @@ def export(
     with --adapter written as peft's own folder. What it replaces must be empty or an earlier
     export. FILE.safetensors gets the weights alone, under the module's own names.
     """
-    from shoal.view.phases import PhaseLine
+    from shoal.view.phases import shown_waits
 
     _check_out(out)
-    newest, waiting = checkpoints_of(path)[0], PhaseLine(sys.stdout)
-    listen(waiting.hear)
-    try:
+    newest = checkpoints_of(path)[0]
+    with shown_waits(sys.stdout):
         told = _write_adapter(newest, out, average) if adapter else _write(newest, out, average)
-    finally:
-        listen(None)
-        waiting.finish()
     typer.echo(told)
 
 
@@ -114,15 +111,10 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
     from shoal.base.units import bytes_text
     from shoal.checkpoint.foreign import counted
     from shoal.checkpoint.import_weights import import_weights
-    from shoal.view.phases import PhaseLine
+    from shoal.view.phases import shown_waits
 
-    waiting = PhaseLine(sys.stdout)
-    listen(waiting.hear)
-    try:
+    with shown_waits(sys.stdout):
         done = import_weights(source, folder, key)
-    finally:
-        listen(None)
-        waiting.finish()
     for line in done.said:
         typer.echo(line)
     typer.echo(
@@ -206,11 +198,11 @@ def _translated(checkpoint: Path) -> Translated | None:
 
     Errors: ConfigError for a run.toml that cannot be read.
     """
-    from shoal.checkpoint.hub_folder import HUB
+    from shoal.checkpoint.hub_folder import HUB, run_folder
     from shoal.config.load import load
     from shoal.planner.model_facts import family_of, resolve
 
-    folder = checkpoint.parent.parent
+    folder = run_folder(checkpoint)
     if not (folder / "run.toml").is_file():
         return None
     config = load(folder / "run.toml").config
@@ -243,20 +235,24 @@ def _end_of_text(hub: Path) -> int | None:
         return None
 
 
-def checkpoints_of(path: Path) -> list[Path]:
-    """List the checkpoint folders that a path means, newest first. Errors: ConfigError if none."""
+def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
+    """List the checkpoint folders that a path means, newest first. Errors: ConfigError if none.
+
+    tags   those of a run's tags too, after its own
+    """
     from shoal.checkpoint.listing import find
 
     if (path / "manifest.json").exists():
         return [path]
-    for root in (path / "checkpoints", path):
-        found = [f.path for f in find(root)] if root.is_dir() else []
-        if found:
-            return found
+    roots = (path / "checkpoints", path)
+    found: list[Path] = next(filter(None, ([f.path for f in find(root)] for root in roots)), [])
+    tagged = [f.path for tag in sorted(path.glob("tags/*")) for f in find(tag / "checkpoints")]
+    if found or (tags and tagged):
+        return [*found, *(tagged if tags else ())]
     from shoal.cli.islands import islands_of
 
-    islands = islands_of(path)
-    near = f"nearest: {islands[0]}" if islands else "a run folder keeps them in checkpoints/"
+    others = [*islands_of(path), *(one.parent.parent for one in tagged)]
+    near = f"nearest: {others[0]}" if others else "a run folder keeps them in checkpoints/"
     raise ConfigError(f"{path}: no complete checkpoint there; {near}")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.phases import listen, phase
+from shoal.base.phases import phase
 from shoal.cli.words import file_and_overrides
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateR
     from shoal.config.load import load
     from shoal.config.paths import check_data, search_here
     from shoal.config.resolve import resolve_batch
-    from shoal.view.phases import PhaseLine
+    from shoal.view.phases import shown_waits
 
     loaded = load(*file_and_overrides(arguments))
     search_here()
@@ -118,9 +118,7 @@ def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateR
     resolve_batch(loaded, 1)
     for notice in (*loaded.notices, *_left_out(loaded.config)):
         typer.echo(notice, err=True)
-    waiting = PhaseLine(sys.stderr)
-    listen(waiting.hear)
-    try:
+    with shown_waits(sys.stderr):
         with phase("import"):
             from shoal.data.sources import open_source
             from shoal.fabric import start_world
@@ -130,9 +128,6 @@ def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateR
         config = loaded.config
         source = open_source(config.data, config.train.seed)
         return range_test(config, source, start_world(), least=least, most=most, steps=steps)
-    finally:
-        listen(None)
-        waiting.finish()
 
 
 def _left_out(config: Config) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.phases import listen, phase
+from shoal.base.phases import phase
 
 RUN = typer.Argument(..., metavar="RUN", help="A run folder, or one checkpoint in it.")
 PROMPT = typer.Option(..., "--prompt", help="The text to go on from.")
@@ -19,6 +19,7 @@ SEED = typer.Option(0, "--seed", help="Of the draws.")
 CHAT = typer.Option(
     False, "--chat", help="The prompt is a user's turn; given is the answer (data.source=jsonl:…)."
 )
+AVERAGED = typer.Option(False, "--average", help="The averaged weights (optimizer.average).")
 
 
 def sample(
@@ -28,31 +29,29 @@ def sample(
     temperature: float = TEMPERATURE,
     seed: int = SEED,
     chat: bool = CHAT,
+    average: bool = AVERAGED,
 ) -> None:
     """Open the newest checkpoint of a run of `shoal train` on text, and write on from a prompt.
 
     On one process, whatever the run's layout was. A model.build in its run.toml is called, so
     sample from folders that you would resume.
     """
+    from shoal.checkpoint.hub_folder import run_folder
     from shoal.cli.checkpoint import checkpoints_of
-    from shoal.view.phases import PhaseLine
+    from shoal.view.phases import shown_waits
 
     checkpoint = checkpoints_of(path)[0]
-    waiting = PhaseLine(sys.stderr)
-    listen(waiting.hear)
-    try:
+    with shown_waits(sys.stderr):
         with phase("import"):
             from shoal.trainer.write_on import write_on
         text = write_on(
-            checkpoint.parent.parent,
+            run_folder(checkpoint),
             checkpoint,
             prompt,
             tokens=tokens,
             temperature=temperature,
             seed=seed,
             chat=chat,
+            average=average,
         )
-    finally:
-        listen(None)
-        waiting.finish()
     typer.echo(text)

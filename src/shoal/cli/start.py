@@ -226,6 +226,10 @@ def _check_paths(loaded: Loaded) -> None:
     ):
         if path:
             check_function(path, key)
+    if config.checkpoint.remote:
+        from shoal.checkpoint.remote import check_remote
+
+        check_remote(config.checkpoint.remote)
     kind = kind_by_name(config.data.source)
     if kind and not config.model.build:
         check_reads(config.model.name, config.data.source, lambda: kind)
@@ -245,9 +249,11 @@ def _check_resumable(folder: Path) -> None:
     if _in_folders(load(folder / "run.toml").config.islands, folder):
         return check_resumable(folder)
     if not find(folder / "checkpoints"):
+        remote = load(folder / "run.toml").config.checkpoint.remote
+        there = f", which goes on from what {remote} has" if remote else ""
         raise ConfigError(
             f"--resume {folder}: holds no complete checkpoint; start anew with "
-            f"shoal train {folder}/run.toml"
+            f"shoal train {folder}/run.toml{there}"
         )
     if not (folder / "run.toml").stat().st_size:
         raise ConfigError(

@@ -17,19 +17,28 @@ MOST_TURNS = 100_000
 NEXT = re.compile(r"\+(?=\s*[0-9.]+\s*\*)")
 """The + between two parts; one within a path is followed by no weight."""
 
+BEGINS = re.compile(
+    r"(?:^|\+)\s*(?:([^+*:]*)\*|([0-9.]+))?\s*((?:text|jsonl|parquet|hf|tokens|images|wds):"
+    r"|(?:stdlib|digits|synthetic)\s*(?=\+|$))"
+)
+"""Where a part begins by its source's name, after a weight and *, a number alone, or nothing."""
+
+WEIGHT = re.compile(r"\s*[0-9]*\.?[0-9]+\s*")
+
 PART = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*\*\s*(\S.*?)\s*")
 
 
 def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
     """Split what follows `mix:` into (samples in each round, source), in least terms.
 
-    Errors   ConfigError for a part without a weight, one part alone, a weight of 0, more digits
-             than a round of 100,000 samples can keep, or a mixture of mixtures
+    Errors   ConfigError for a part without a weight, or with what is none; one part alone, a weight
+             of 0, more digits than a round of 100,000 samples can keep, or a mixture of mixtures
 
     >>> split_mixture("0.7*text:a+b/*.txt+0.3*stdlib", "data.source")
     [(7, 'text:a+b/*.txt'), (3, 'stdlib')]
     """
     line = f"{where} = mix:{argument}"
+    _check_weights(argument, line)
     parts = []
     for text in NEXT.split(argument):
         found = PART.fullmatch(text)
@@ -54,3 +63,23 @@ def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
             f"{MOST_TURNS} are counted; nearest: mix:{near}"
         )
     return [(int(s * turns), source) for s, (_, source) in zip(shares, parts, strict=True)]
+
+
+def _check_weights(argument: str, line: str) -> None:
+    """Errors: ConfigError for a source after something that is no weight, which reads as a path."""
+    begins = list(BEGINS.finditer(argument))
+    ends = [*(found.start() for found in begins[1:]), len(argument)]
+    for found, end in zip(begins, ends, strict=False):
+        weight, number, _ = found.groups()
+        source = argument[found.start(3) : end].strip()
+        if weight is None and number is None:
+            raise ConfigError(f"{line}: {source} has no weight; write mix:0.7*SOURCE+0.3*SOURCE")
+        if number is not None:
+            raise ConfigError(
+                f"{line}: {number}{source} has no * after its weight; nearest: {number}*{source}"
+            )
+        if not WEIGHT.fullmatch(weight):
+            raise ConfigError(
+                f"{line}: {weight.strip() or 'nothing'} is no weight of {source}, a number above 0 "
+                f"is; nearest: 0.5*{source}"
+            )

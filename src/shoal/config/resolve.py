@@ -99,7 +99,8 @@ def resolve_length(loaded: Loaded) -> None:
 def resolve_islands(loaded: Loaded) -> None:
     """Fill in, in place, the values of [islands] that the user left to the method.
 
-    Errors   ConfigError for values of [islands] that cannot be, or fewer than 2 kept checkpoints
+    Errors   ConfigError for values of [islands] that cannot be, fewer than 2 kept checkpoints, or
+             a remote folder for them
     """
     asked = loaded.config.islands
     settled = asked.settled()
@@ -109,6 +110,11 @@ def resolve_islands(loaded: Loaded) -> None:
         loaded.replace("islands", f"of {settled.method}", **changed)
     if settled.on:
         check_keep(loaded.config.checkpoint.keep)
+        if remote := loaded.config.checkpoint.remote:
+            raise ConfigError(
+                f"checkpoint.remote = {remote}: is one run's, and each island has checkpoints of "
+                f"its own; nearest: leave checkpoint.remote out"
+            )
 
 
 READS = {

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.base.errors import ConfigError
+import msgspec
+
+from shoal.base.errors import ConfigError, nearest
 from shoal.base.phases import phase
+from shoal.base.policies import check_value
 from shoal.base.units import bytes_text, count_text
 from shoal.config.paths import (
     ROWS,
@@ -29,6 +32,7 @@ from shoal.config.paths import (
     validation_share,
 )
 from shoal.config.sections import DataSection
+from shoal.config.sections import keys as keys_of
 from shoal.data.dataset import Collate, is_indexed
 from shoal.data.samples import EvenPart, open_digits
 from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
@@ -38,6 +42,8 @@ DIGITS_SHARE = 0.2
 SYNTHETIC_VOCABULARY = 2048
 SYNTHETIC_SAMPLES = 2**16
 SYNTHETIC_VALIDATION = 2**8
+OF_THE_LOADER = ("workers", "collate")
+"""Keys of [data] that say how samples are fetched, not which."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,36 @@ def open_source(section: DataSection, seed: int) -> Source:
     if section.collate:
         source = replace(source, collate=load_function(section.collate, "data.collate"))
     return source
+
+
+def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
+    """Open a source by the name that `data.source` has for it: datasets, tokenizer, vocabulary.
+
+    source   jsonl:GLOB, hf:FOLDER, mix:0.7*SOURCE+0.3*SOURCE, … (docs/data.md)
+    seed     of what is drawn: random tokens
+    keys     further keys of [data], with its values and defaults: tokenizer, sequence, packing,
+             validation, field, image_size
+    Gives    `train` and `validation` (None: nothing held out) for `run.loader` and `run.evaluate`,
+             `vocabulary`, `tokenizer`, `description`; every process calls it, and what is slow to
+             make is made by one and cached
+    Errors   ConfigError for a key or a value that means nothing, and as `shoal train` has them
+    """
+    known = {key.name: key for key in keys_of(DataSection)}
+    for name in keys.keys() - known.keys() | keys.keys() & set(OF_THE_LOADER):
+        close = nearest(name, [key for key in known if key not in OF_THE_LOADER])
+        near = f"run.loader(…, {name}=…)" if name in OF_THE_LOADER else close
+        hint = f"nearest: {near}" if near else f"there are {', '.join(known)}"
+        raise ConfigError(f"open_data has no argument {name}; {hint}")
+    share = keys.get("validation")
+    if isinstance(share, int | float) and not isinstance(share, bool):
+        keys["validation"] = str(share)
+    try:
+        section = msgspec.convert({"source": source, **keys}, DataSection)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"open_data: {error}") from None
+    for name in keys:
+        check_value(name, known[name], getattr(section, name))
+    return open_source(section, seed)
 
 
 def _documents(

@@ -1,14 +1,20 @@
-"""A run folder belongs to one run at a time, and all its ranks see the same one."""
+"""A run folder belongs to one run at a time, and all its ranks see the same one.
+
+What is written into it beside steps, traces of some and copies of checkpoints, begins here too.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.plan import Plan
 from shoal.checkpoint.lease import RunLease, read_owner
 from shoal.checkpoint.listing import find
 from shoal.fabric import World
+from shoal.trainer.recorder import Recorder
 
 
 def own(folder: Path, world: World) -> RunLease | None:
@@ -56,15 +62,53 @@ def check_shared(folder: Path, world: World) -> None:
         )
 
 
-def refuse_old_checkpoints(folder: Path, world: World) -> None:
+def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:
     """A run that starts from zero must not mix its checkpoints with those of an earlier one.
 
-    Errors: ConfigError, the same on all ranks, when the folder holds checkpoints nobody restored.
+    remote   address of the folder they are copied to; "" none
+    Errors   ConfigError, the same on all ranks, when the folder, or the remote one, holds
+             checkpoints nobody restored
     """
     found = find(folder / "checkpoints") if world.is_first else []
     newest = world.broadcast_json(found[0].step if found else None)
+    where = f"folder = {folder}"
+    if newest is None and remote:
+        from shoal.checkpoint.collective_phase import first_only
+        from shoal.checkpoint.remote import RemoteFolder
+
+        steps = first_only(world, RemoteFolder(remote).steps)
+        newest, where = max(steps, default=None), f"remote = {remote}"
     if newest is not None:
         raise ConfigError(
-            f"folder = {folder}: holds checkpoints of an earlier run, up to step {newest}; call "
+            f"{where}: holds checkpoints of an earlier run, up to step {newest}; call "
             f"run.restore() before the first step to go on with it, or choose another folder"
         )
+
+
+def check_beside(plan: Plan, folder: object) -> None:
+    """Errors: ConfigError for a trace or copies without a folder, or an unknown address."""
+    if folder is None:
+        told = (
+            f"trace = {plan.trace}: is" if plan.trace else f"remote = {plan.remote}: copies what is"
+        )
+        raise ConfigError(f'{told} written into the run folder; nearest: folder="runs/mine"')
+    if plan.remote:
+        from shoal.checkpoint.remote import check_remote
+
+        check_remote(plan.remote)
+
+
+def start_beside(plan: Plan, folder: Path, recorder: Recorder) -> list[Callable[[], None]]:
+    """Start the trace and the copies that a plan asks for; what each is ended by."""
+    ends: list[Callable[[], None]] = []
+    if plan.trace:
+        from shoal.trainer.step_trace import StepTrace
+
+        recorder.trace = StepTrace(plan.trace, folder, recorder.world, recorder.notice)
+        ends.append(recorder.trace.close)
+    if plan.remote:
+        from shoal.checkpoint.upload import start_copies
+
+        world, hear, tell = recorder.world, recorder.hear, recorder.notice
+        ends.append(start_copies(folder, plan.remote, plan.keep, world, hear, tell))
+    return ends

@@ -123,10 +123,10 @@ def parallelize(
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
-    if plan.trace and folder is None:
-        raise ConfigError(
-            f'trace = {plan.trace}: is written into the run folder; nearest: folder="runs/mine"'
-        )
+    if plan.trace or plan.remote:
+        from shoal.trainer.folder_lease import check_beside
+
+        check_beside(plan, folder)
     if metrics:
         from shoal.trainer.measured import check_metrics
 
@@ -236,11 +236,11 @@ def start_run(
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
     recorder = Recorder(folder, world)
-    if plan.trace and folder is not None:
-        from shoal.trainer.step_trace import StepTrace
+    if (plan.trace or plan.remote) and folder is not None:
+        from shoal.trainer.folder_lease import start_beside
 
-        recorder.trace = StepTrace(plan.trace, folder, world, recorder.notice)
-        program = replace(program, on_close=(*program.on_close, recorder.trace.close))
+        ends = start_beside(plan, folder, recorder)
+        program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given)
     if folder is not None:
         from shoal.trainer.folder_lease import own

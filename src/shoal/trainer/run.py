@@ -331,7 +331,7 @@ class Run:
         if folder is not None and folder not in self._restored:
             from shoal.trainer.folder_lease import refuse_old_checkpoints
 
-            refuse_old_checkpoints(folder, self.world)
+            refuse_old_checkpoints(folder, self.world, self.plan.remote)
             self._restored.add(folder)
         self._data_wait_s = self.recorder.begin(self.step_count + 1)
         self._batch, self._own = batch, None

@@ -220,6 +220,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
             shards += _averages(manifest, local)
         return shards + (run.beside.wanted(manifest) if run.beside is not None else [])
 
+    _bring_remote(run, folder, step)
     emit = run.recorder.events.emit
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
         loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)
@@ -258,6 +259,23 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     if run.program.world.is_first:
         emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)
     return True
+
+
+def _bring_remote(run: Kept, folder: Path, step: int | None) -> None:
+    """Bring a newer checkpoint from the run's remote folder, if it has one.
+
+    folder   the run's own, or one of a tag in it; for others nothing is done
+    """
+    own, address = run.recorder.folder, run.program.plan.remote
+    if not address or own is None or not folder.resolve().is_relative_to(own.resolve()):
+        return
+    from shoal.checkpoint.fetch_step import fetch_newest
+    from shoal.checkpoint.remote import RemoteFolder
+
+    parts = folder.resolve().relative_to(own.resolve()).parts
+    below = "".join(f"{part}/" for part in parts)
+    root, world = folder / "checkpoints", run.program.world
+    fetch_newest(root, RemoteFolder(address), below, world, run.recorder.notice, step)
 
 
 class _Group(msgspec.Struct):

@@ -42,6 +42,7 @@ def write_on(
     temperature: float = 1.0,
     seed: int = 0,
     chat: bool = False,
+    average: bool = False,
 ) -> str:
     """Give a text and what the model of a checkpoint writes after it.
 
@@ -51,8 +52,10 @@ def write_on(
     seed         of the draws: the same text again on the same device
     chat         the prompt is a user's turn, asked as the run's data were (data/chat.py); given is
                  the answer alone, up to the end of text
+    average      the averaged weights in the place of those that were stepped
     Errors       ConfigError for a run that is not on text or keeps no tokenizer, a prompt without
-                 tokens; CheckpointError for a checkpoint of another model than run.toml says
+                 tokens; CheckpointError for a checkpoint of another model than run.toml says, or
+                 without an average that is asked for
     """
     config = text_run(folder)
     tokenizer = _tokenizer(folder)
@@ -63,7 +66,7 @@ def write_on(
         raise ConfigError("--prompt: is empty, and there is nothing to go on from; nearest: 'The'")
     device = torch.device(accelerator() or "cpu")
     model: Any = _model(config, folder, tokenizer.get_vocab_size())
-    _load(model, checkpoint)
+    _load(model, checkpoint, average)
     model.to(device).eval()
     begun = torch.tensor([ids], device=device)
     longest = _longest(model, config)
@@ -147,9 +150,9 @@ def _model(config: Config, folder: Path, vocabulary: int) -> nn.Module:
 
 
 @torch.no_grad()
-def _load(model: nn.Module, checkpoint: Path) -> None:
+def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
     """Put a checkpoint's weights in. Errors: CheckpointError for those of another model."""
-    found = outgoing(checkpoint)
+    found = outgoing(checkpoint, average=average)
     here = model.state_dict(keep_vars=True)
     unlike = sorted((found.names.keys() | found.aliases.keys()) ^ here.keys())
     shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}

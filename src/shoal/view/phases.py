@@ -6,13 +6,15 @@ newest start is a worker's that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.base.lines import is_number, read_object
-from shoal.base.phases import FILE_NAME, Phase
+from shoal.base.phases import FILE_NAME, Phase, listen
 from shoal.view.progress import coarse_text
 
 WAIT_S = 2.0
@@ -174,3 +176,15 @@ class PhaseLine:
             self.stream.flush()
         except OSError:
             return  # a closed pipe ends the drawing, not the work
+
+
+@contextlib.contextmanager
+def shown_waits(stream: TextIO) -> Iterator[None]:
+    """Draw this thread's phases into a stream until the `with` block ends, and clear the line."""
+    line = PhaseLine(stream)
+    listen(line.hear)
+    try:
+        yield
+    finally:
+        listen(None)
+        line.finish()
