@@ -101,9 +101,13 @@ def sharded(sheet: Sheet) -> None:
     with sheet.row("fsdp × 2, offload of parameters") as told, tempfile.TemporaryDirectory() as at:
         worlds = Worlds(Path(at))
         try:
-            single = worlds(1).call("short_of_memory:trained", deadline_s=60 * PATIENCE, layout="single")
+            single = worlds(1).call(
+                "short_of_memory:trained", deadline_s=60 * PATIENCE, layout="single"
+            )
             worlds.drop(1)
-            ours = worlds(2).call("short_of_memory:trained", deadline_s=100 * PATIENCE, layout="fsdp")
+            ours = worlds(2).call(
+                "short_of_memory:trained", deadline_s=100 * PATIENCE, layout="fsdp"
+            )
         finally:
             worlds.drop(1)
             worlds.drop(2)

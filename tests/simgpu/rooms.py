@@ -162,7 +162,9 @@ def a_machine_is_measured() -> None:
         told = measure.measure_machine(world, Path(folder), sizes)
         assert (told["kind"], told["device"]) == ("gpu", "simulated")
         assert told["memory_bytes"] == devices.total_bytes(HERE)
-        assert [len(told["matrix"][kind]) for kind in ("fp64", "bf16")] == [2, 2], "no room for more"
+        assert [len(told["matrix"][kind]) for kind in ("fp64", "bf16")] == [2, 2], (
+            "no room for more"
+        )
         assert torch.cuda.memory_reserved() <= before, "what was measured with is kept"
         matmul.LARGEST, matmul.LONG_S = 2048, {"accelerator": 60.0}
         assert matmul.matmul_flops_per_s(world, "fp32", Path(folder)) > 0
