@@ -378,11 +378,11 @@ def watched(peak: dict[str, int]) -> Iterator[None]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
+    """Memory of this process that no file backs, as the kernel counts it: smaps would walk pages."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/smaps_rollup: no Anonymous")
+    raise OSError("/proc/self/status: no RssAnon")
 
 
 def held(world: World, layout: Any) -> dict[str, Any]:
