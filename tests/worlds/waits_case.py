@@ -66,7 +66,7 @@ class Waits:
     def note(self, what: str) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        # Not `extract_stack`, which looks up every frame's file: that was half of all time here.
+        # Not `extract_stack`: it asks the disk about every frame's file, most kernel time here.
         frames = (
             (f.f_code.co_filename, number) for f, number in traceback.walk_stack(sys._getframe())
         )
