@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 
 from shoal.machine.memory import forget_peak, peak_memory_bytes
 from shoal.parallel.mmap_init import is_mapped
+from shoal.parallel.pretrained import checkpoint_of
 from shoal.parallel.weight_tables import table_of
+from shoal.trainer.hub_files import is_pretrained
 
 MIB = 2**20
 
@@ -40,3 +43,12 @@ def test_small_tensors_leave_memory_while_they_move_into_their_file() -> None:
     assert [one.weight.detach().sum().item() for one in model] == before
     while files:
         os.close(files.popitem()[1])
+
+
+def test_a_program_with_a_tokenizer_alone_does_not_import_the_models(monkeypatch) -> None:
+    """transformers imports what is asked for, and its models take two CPU seconds on every rank."""
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert checkpoint_of(nn.Linear(2, 2)) is None
+    assert not is_pretrained(nn.Linear(2, 2))
+    assert "transformers.modeling_utils" not in sys.modules

@@ -329,8 +329,11 @@ def started(
     finally:
         shared_build.LEAST_BYTES = kept
     held_bytes = 8 * sum(p.numel() for p in run.program.parameters.values())
+    built = {name: tensor_digest(t) for name, t in gather_weights(run.program).items()}
     found = bool(folder) and run.restore()
-    start = {name: tensor_digest(t) for name, t in gather_weights(run.program).items()}
+    start = built
+    if found:
+        start = {name: tensor_digest(t) for name, t in gather_weights(run.program).items()}
     data = [((row + k) % 32, (row + k) % 32) for k in range(2) for row in tokens]
     losses = [run.step(batch).loss for batch in run.loader(data)]
     for undo in run.program.on_close:
@@ -346,7 +349,10 @@ def started(
     exported = load_file(Path(folder, "exported.safetensors"))
     return {
         "found": found,
+        "built": built,
         "start": start,
+        "moved": moved,
+        "held": held_bytes,
         "end": {name: tensor_digest(t) for name, t in end.items()},
         "exported": {name: tensor_digest(t) for name, t in exported.items()},
         "losses": losses,
@@ -372,11 +378,11 @@ def watched(peak: dict[str, int]) -> Iterator[None]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
+    """Memory of this process that no file backs, as the kernel counts it: smaps would walk pages."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/smaps_rollup: no Anonymous")
+    raise OSError("/proc/self/status: no RssAnon")
 
 
 def held(world: World, layout: Any) -> dict[str, Any]:

@@ -15,6 +15,12 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="weights are handed on by /proc, which Linux has"
 )
 
+
+def long(*row: Any) -> Any:
+    """A row that `make proof` runs: others hold most of it."""
+    return pytest.param(*row, marks=pytest.mark.proof)
+
+
 SHARED = ["own", "gpt", "moe", "resnet", "transformers", "normed"]
 ALONE = {
     "reads": "RuntimeError: Tensor.item() cannot be called on meta tensors",
@@ -124,12 +130,15 @@ def test_a_builder_that_breaks_says_so_on_every_rank(worlds: Any) -> None:
         assert told["failed"].startswith("UserError: model: the builder raised ValueError: no such")
 
 
+LEGS: tuple[Any, ...] = ({"tp": 2, "pp": 2}, {"pp": 2, "dp_shard": 2}, {"tp": 4}, "fsdp", {"pp": 4})
+"""A run goes on over these, and each is built with the bits of a plain build there."""
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        *("fsdp", "hsdp", {"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}),
-        *({"pp": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}),
-        *({"ep": 2, "dp_replicate": 4}, {"ep": 2, "dp_shard": 4}),
+        *("hsdp", {"tp": 2, "dp_shard": 2}, {"ep": 2, "dp_shard": 4}),
+        *(long(layout) for layout in (*LEGS, {"ep": 2, "dp_replicate": 4})),
     ],
     ids=str,
 )
@@ -148,16 +157,19 @@ def test_runs_go_on_and_export_whatever_their_layouts(worlds: Any, tmp_path: Any
     ask, folder = worlds(4).call, str(tmp_path)
     whole = ask("build_case:started", layout="ddp", least_bytes=2**40)[0]
     before: dict[str, str] = {}
-    for layout in ({"tp": 2, "pp": 2}, {"pp": 2, "dp_shard": 2}, {"tp": 4}, "fsdp", {"pp": 4}):
+    for layout in LEGS:
         legs = ask("build_case:started", layout=layout, least_bytes=0, folder=folder)
         for leg in legs:
+            assert leg["built"] == whole["start"]
+            rows = "fsdp" in layout or "dp_shard" in layout
+            assert leg["moved"] == ([] if rows else [leg["held"]])
             assert leg["found"] == bool(before)
             assert leg["start"] == (before or whole["start"])
             assert leg["exported"] == leg["end"]
         before = legs[0]["end"]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp_shard": 4}, long({"tp": 2, "dp_shard": 2})], ids=str)
 def test_files_of_weights_go_while_units_are_cut(worlds: Any, layout: Any) -> None:
     """Else a machine holds the whole model beside all that its ranks make of it."""
     for first, *after in worlds(4).call("build_case:in_files", layout=layout):

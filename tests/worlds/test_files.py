@@ -14,7 +14,7 @@ import pytest
 from memory_cgroup import Cgroup, memory_cgroup
 
 CASE = Path(__file__).parent / "files_case.py"
-MODEL = {"dim": 1024, "layers": 6, "steps": 3, "folder": "", "restore": False, "limit_bytes": 0}
+MODEL = {"dim": 1024, "layers": 6, "steps": 2, "folder": "", "restore": False, "limit_bytes": 0}
 IN_FILES = {"offload": "parameters", "to": "files"}
 IN_MEMORY = {"offload": "none", "to": "host"}
 STATES_BYTES = 1_130_577_920
@@ -62,7 +62,7 @@ def test_states_of_three_times_a_memory_cgroups_limit_train_and_resume(
 ) -> None:
     """Where every page counts, those of files too: they are written out as room is needed."""
     told: Told = {}
-    for steps, restore in ((2, False), (1, True)):
+    for steps, restore in ((1, False), (1, True)):
         asked = {**MODEL, **IN_FILES, "steps": steps, "folder": str(tmp_path), "restore": restore}
         with memory_cgroup(LIMIT_BYTES) as group:
             if not isinstance(group, Cgroup):
@@ -73,7 +73,7 @@ def test_states_of_three_times_a_memory_cgroups_limit_train_and_resume(
             assert done.returncode == 0, done.stderr[-3000:]
             assert group.peak_bytes <= LIMIT_BYTES
             told = json.loads(done.stdout)
-    assert told["losses"] == plain["losses"][2:]
+    assert told["losses"] == plain["losses"][1:]
     assert {**told, "losses": 0} == {**plain, "losses": 0}
 
 

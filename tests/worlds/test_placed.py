@@ -15,38 +15,50 @@ from shoal.base.plan import Plan
 DEADLINE_S = 300
 TWO: list[Any] = ["ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2}, {"cp": 2}]
 FOUR: list[Any] = [
-    "zero2", "hsdp", {"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2},
-    {"tp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_shard": 2},
-    {"pp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2, "zero": 2},
+    "hsdp", {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2},
+    {"cp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2, "zero": 1},
 ]  # fmt: skip
-EXPERTS: list[Any] = [
-    {"dp_replicate": 4, "ep": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 2},
-    {"dp_replicate": 2, "ep": 2, "pp": 2},
+MORE_OF_FOUR: list[Any] = [
+    "zero2", {"tp": 4}, {"pp": 4}, {"tp": 2, "dp_shard": 2, "zero": 1},
+    {"pp": 2, "dp_shard": 2, "zero": 2},
 ]  # fmt: skip
-CASES: list[tuple[int, dict[str, Any]]] = [
+SHORT: list[tuple[int, dict[str, Any]]] = [
     *((2, {"model": "our gpt", "layout": layout}) for layout in TWO),
     *((4, {"model": "our gpt", "layout": layout}) for layout in FOUR),
-    *((4, {"model": "our llama", "layout": layout}) for layout in FOUR[2:7]),
-    *((4, {"model": "our moe", "layout": layout}) for layout in EXPERTS),
+    (4, {"model": "our llama", "layout": {"tp": 4}}),
+    *((4, {"model": "our moe", "layout": layout}) for layout in
+      ({"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "ep": 2, "pp": 2})),
     *((4, {"model": "our llama", "layout": layout, "precision": "bf16"}) for layout in
-      ("ddp", "zero1", "zero2", "fsdp")),
+      ("zero1", "fsdp")),
     (4, {"model": "our gpt", "layout": {"pp": 4, "schedule": "dualpipe"}, "micro_batches": 8}),
-    (4, {"model": "our resnet", "layout": "fsdp"}),
-    *((4, {"model": model, "layout": "fsdp"}) for model in ("attributes", "stages", "nested")),
-    *((4, {"model": "recurrent", "layout": layout}) for layout in
-      ("fsdp", "hsdp", {"pp": 2, "dp_shard": 2})),
+    *((4, {"model": model, "layout": "fsdp"}) for model in
+      ("our resnet", "attributes", "recurrent")),
     (4, {"model": "recurrent", "layout": "fsdp", "blocks": "block"}),
-    *((4, {"model": "rezero", "layout": layout}) for layout in
-      ("fsdp", "hsdp", {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2})),
+    *((4, {"model": "rezero", "layout": layout}) for layout in ("fsdp", {"tp": 2, "dp_shard": 2})),
     (4, {"model": "our gpt", "layout": "fsdp", "blocks": ["blocks.?.mlp", "blocks.*.attention"]}),
     (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
+    (4, {"model": "recurrent", "layout": "fsdp", "reshard": "no"}),
+    (4, {"model": "our gpt", "layout": "fsdp", "reshard": "node", "per_node": 2}),
+    (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),
+]  # fmt: skip
+"""Each axis, each pair of them on four ranks, each kind of model and each policy, once."""
+LONG: list[tuple[int, dict[str, Any]]] = [
+    *((4, {"model": "our gpt", "layout": layout}) for layout in MORE_OF_FOUR),
+    *((4, {"model": "our llama", "layout": layout}) for layout in
+      ({"pp": 4}, *FOUR[1:3], MORE_OF_FOUR[3])),
+    *((4, {"model": "our moe", "layout": layout}) for layout in
+      ({"dp_replicate": 4, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 2})),
+    *((4, {"model": "our llama", "layout": layout, "precision": "bf16"}) for layout in
+      ("ddp", "zero2")),
+    *((4, {"model": model, "layout": "fsdp"}) for model in ("stages", "nested")),
+    *((4, {"model": model, "layout": layout}) for model in ("recurrent", "rezero") for layout in
+      ("hsdp", {"pp": 2, "dp_shard": 2})),
     (4, {"model": "our llama", "layout": "fsdp", "reshard": "no", "frozen": "attention"}),
     *((4, {"model": "recurrent", "layout": layout, "reshard": "no"}) for layout in
-      ("fsdp", "hsdp", {"tp": 2, "dp_shard": 2})),
+      ("hsdp", {"tp": 2, "dp_shard": 2})),
     *((4, {"model": "our gpt", "layout": "fsdp", "reshard": "node", "per_node": local})
-      for local in (1, 2, 4)),
+      for local in (1, 4)),
     (4, {"model": "our moe", "layout": {"dp_shard": 4, "ep": 2}, "reshard": "no"}),
-    (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),
 ]  # fmt: skip
 
 
@@ -56,12 +68,15 @@ def label(case: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def measured(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Case → what every rank told."""
+def measured(
+    worlds: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[Any]]:
+    """Case → what every rank told; long ones where tests want them."""
+    cases = SHORT if request.config.option.markexpr == "not proof" else SHORT + LONG
     root = tmp_path_factory.mktemp("placed")
     found: dict[str, list[Any]] = {}
     for ranks in (2, 4):
-        mine = [case for case in CASES if case[0] == ranks]
+        mine = [case for case in cases if case[0] == ranks]
         wanted = [{**case[1], "folder": str(root / f"{ranks}-{n}")} for n, case in enumerate(mine)]
         told = worlds(ranks).call("placed_case:measure_all", wanted=wanted, deadline_s=DEADLINE_S)
         for n, case in enumerate(mine):
@@ -75,7 +90,9 @@ def recomputed(answers: list[Any]) -> list[tuple[Any, Told]]:
     return [(answer, told_of(plan, rank)) for rank, answer in enumerate(answers)]
 
 
-each = pytest.mark.parametrize("case", CASES, ids=label)
+each = pytest.mark.parametrize(
+    "case", [*SHORT, *(pytest.param(case, marks=pytest.mark.proof) for case in LONG)], ids=label
+)
 
 
 @each

@@ -19,6 +19,21 @@ def reference():
     return {p: precision_case.train(precision_case.alone(), "single", p) for p in ("bf16", "fp16")}
 
 
+@pytest.fixture(scope="module")
+def trained(worlds):
+    """What each rank told of a training: asked once."""
+    known: dict[str, list[dict]] = {}
+
+    def ask(layout: str, precision: str, **more: str) -> list[dict]:
+        key = f"{layout} {precision} {more}"
+        if key not in known:
+            given = {"layout": layout, "precision": precision, **more}
+            known[key] = worlds(2).call("precision_case:train", **given)
+        return known[key]
+
+    return ask
+
+
 ROWS = [(layout, precision) for layout in LAYOUTS for precision in ("bf16", "fp16")]
 LONG = [("zero1", "fp16"), ("zero2", "bf16")]
 
@@ -27,8 +42,8 @@ LONG = [("zero1", "fp16"), ("zero2", "bf16")]
     ("layout", "precision"),
     [pytest.param(*row, marks=[pytest.mark.proof] if row in LONG else []) for row in ROWS],
 )
-def test_layouts_agree_with_one_process(worlds, reference, layout: str, precision: str) -> None:
-    told = worlds(2).call("precision_case:train", layout=layout, precision=precision)
+def test_layouts_agree_with_one_process(trained, reference, layout: str, precision: str) -> None:
+    told = trained(layout, precision)
     expected = reference[precision]
     for answer in told:
         assert answer["agree"], "ranks ended with different weights"
@@ -52,12 +67,10 @@ def test_norms_whose_weights_are_gathered_narrow(worlds, case: str) -> None:
             assert math.isclose(ours, theirs, rel_tol=2e-3)
 
 
-def test_reduce_in_bf16(worlds, reference) -> None:
+def test_reduce_in_bf16(trained) -> None:
     for layout in ("ddp", "fsdp"):  # ours sums, torch sums
-        told = worlds(2).call(
-            "precision_case:train", layout=layout, precision="bf16", reduce="bf16"
-        )
-        exact = worlds(2).call("precision_case:train", layout=layout, precision="bf16")
+        told = trained(layout, "bf16", reduce="bf16")
+        exact = trained(layout, "bf16")
         assert told[0]["agree"]
         assert told[0]["losses"] != exact[0]["losses"], "nothing travelled in bf16"
         assert math.isclose(told[0]["losses"][-1], exact[0]["losses"][-1], rel_tol=1e-2)

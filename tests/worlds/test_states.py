@@ -29,20 +29,30 @@ BYTES_PER_ELEMENT = {
 optimizer's, except under fsdp, which gathers narrow copies of them and frees those."""
 
 WANTED = [(precision, layout) for precision in BYTES_PER_ELEMENT for layout in LAYOUTS]
-CASES = [(*one, ranks) for one in WANTED for ranks in (2, 4)]
+SHORT = {
+    2: [one for one in WANTED if one[0] == "fp32"],
+    4: [one for one in WANTED if one[0] == "bf16"],
+}
+CASES = [
+    pytest.param(*one, ranks, marks=[] if one in SHORT[ranks] else [pytest.mark.proof])
+    for one in WANTED
+    for ranks in SHORT
+]
+"""Theory is one formula in n: each format on one number of ranks, `make proof` on both."""
 LITTLE_BYTES = 2**20  # activations of one sequence, Python's objects
 
 Measured = dict[tuple[str, str, int], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def measured(worlds) -> Measured:
-    """(precision, layout, ranks) → what every rank counted."""
+def measured(worlds, request: pytest.FixtureRequest) -> Measured:
+    """(precision, layout, ranks) → what every rank counted; all where tests want them."""
     found: Measured = {}
-    for ranks in (2, 4):
-        wanted = [[layout, precision] for precision, layout in WANTED]
+    for ranks, short in SHORT.items():
+        rows = short if request.config.option.markexpr == "not proof" else WANTED
+        wanted = [[layout, precision] for precision, layout in rows]
         answers = worlds(ranks).call("states_case:measure_all", wanted=wanted)
-        for place, one in enumerate(WANTED):
+        for place, one in enumerate(rows):
             found[(*one, ranks)] = [answer[place] for answer in answers]
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import shutil
@@ -52,7 +53,7 @@ LINE = '    (ToyPolicy, "toy"),\n    (OffloadPolicy, "offload"),\n'
 def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a Shoal that has one technique more."""
     folder = tmp_path_factory.mktemp("toy")
-    shutil.copytree(SOURCE, folder / "src" / "shoal", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE, folder / "src" / "shoal")  # with what Python compiled of it
     shutil.copytree(ROOT / "docs", folder / "docs")
     (folder / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "test_configuration_page.py", folder / "tests")
@@ -144,6 +145,7 @@ ORDERS = (
 )
 
 
+@functools.cache
 def trees() -> list[tuple[str, ast.Module]]:
     paths = sorted(SOURCE.rglob("*.py"))
     return [(str(p.relative_to(SOURCE)), ast.parse(p.read_text())) for p in paths]

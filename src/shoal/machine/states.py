@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from shoal.fabric.device import (
     forget_peak_bytes,
@@ -132,7 +132,8 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
         return peak_bytes(device) - before_bytes
     with (
         all_threads_counted(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+        # Not `torch.profiler`'s, around this one: it imports Inductor, for 3 CPU seconds.
+        profile(use_kineto=True, profile_memory=True) as recorded,
     ):
         work()
         for _ in range(times):
@@ -156,7 +157,7 @@ class _Count(NamedTuple):
 
 def _recorded(recorded: profile) -> tuple[list[tuple[int, int]], list[_Count]]:
     """When marked work began and ended, and the allocator's counts in order."""
-    results = recorded.profiler.kineto_results if recorded.profiler else None
+    results = recorded.kineto_results
     waiting = list(results.experimental_event_tree()) if results else []
     spans, counts = [], []
     while waiting:

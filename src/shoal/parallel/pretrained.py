@@ -16,14 +16,23 @@ from torch import Tensor, nn
 from shoal.parallel.checkpoint_files import SMAPS, files_as_read
 
 
+def pretrained_class() -> type[Any] | None:
+    """Give the class of transformers' models; None where no such model can exist yet.
+
+    The library imports its parts when they are asked for, and this one takes two CPU seconds: a
+    program that has its tokenizer alone does not need them.
+    """
+    models = sys.modules.get("transformers.modeling_utils")
+    return getattr(models, "PreTrainedModel", None)
+
+
 def checkpoint_of(module: nn.Module) -> Path | None:
     """The folder whose safetensors a model, or a part of one, was made from."""
-    if "transformers" not in sys.modules:
+    kind = pretrained_class()
+    if kind is None:
         return None
-    from transformers import PreTrainedModel
-
     for part in module.modules():
-        if isinstance(part, PreTrainedModel) and part.name_or_path:
+        if isinstance(part, kind) and part.name_or_path:
             folder = Path(part.name_or_path)
             if next(folder.glob("*.safetensors"), None) is not None:
                 return folder

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.trace._torch import pytree
 from shoal.trace.alike import attributes_of, shapes_of
 from shoal.trace.calls import Call, bare
+from shoal.trace.echo import PLAIN
 from shoal.trace.graph import Untraceable, trace
 
 
@@ -26,7 +28,7 @@ class Likeness:
 
     def __init__(self, module: nn.Module, *, opaque: bool = False) -> None:
         self.module, self.opaque = module, opaque
-        self.graphs: dict[tuple[str, int], str] = {}
+        self.graphs: dict[Any, str] = {}
 
     def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
         """The layers in groups of equal ones, in the order of the names.
@@ -51,7 +53,7 @@ class Likeness:
 
     def _graph(self, name: str, call: Call) -> str:
         """The text of a layer's graph with its constants, or why it has none."""
-        key = (name, id(call))
+        key = (name, _kind(call))
         if key not in self.graphs:
             own = self.module.get_submodule(name)
             try:
@@ -70,3 +72,14 @@ class Likeness:
                 values += [f"{n}: {attributes_of(own.get_submodule(n))}" for n in traced.opaque]
                 self.graphs[key] = "\n".join([str(traced.graph), *values])
         return self.graphs[key]
+
+
+def _kind(call: Call) -> Any:
+    """All that a graph can hang on in a call: tensors by their form, everything else as it is."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    return structure, *(
+        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf if isinstance(leaf, PLAIN) else id(leaf))
+        for leaf in leaves
+    )

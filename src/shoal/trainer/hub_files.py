@@ -11,7 +11,6 @@ import contextlib
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,13 @@ from shoal.checkpoint.hub_folder import (
     TRANSFORMERS,
     UNTOLD_TIES,
 )
+from shoal.parallel.pretrained import pretrained_class
 
 
 def is_pretrained(module: nn.Module) -> bool:
     """Whether a module is a model of transformers, not one that has such a model inside."""
-    if "transformers" not in sys.modules:
-        return False
-    from transformers import PreTrainedModel
-
-    return isinstance(module, PreTrainedModel)
+    kind = pretrained_class()
+    return kind is not None and isinstance(module, kind)
 
 
 def keep_config(

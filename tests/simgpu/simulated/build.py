@@ -66,32 +66,26 @@ def _torch() -> Path:
 
 
 def _compile(sources: list[Path], target: Path) -> None:
+    """Compile and link all files as one: torch's headers, read once, take longer than the rest."""
     torch = _torch()
     include = torch / "include"
-    paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
-    flags = [*FLAGS, *(f"-I{path}" for path in paths)]
-    objects = [target.parent / f"{source.stem}.o" for source in sources]
-    steps = [
-        subprocess.Popen(
-            [COMPILER, *flags, "-c", source, "-o", made], stderr=subprocess.PIPE, text=True
-        )
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    told = [step.communicate()[1] for step in steps]
-    if any(step.returncode for step in steps):
-        raise CannotBuild("the simulated device does not compile:\n" + "".join(told)[:4000])
-    whole = target.with_suffix(".new")
+    paths = (SOURCE, include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
     libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch", "-ltorch_python")
-    linked = subprocess.run(
-        [COMPILER, "-shared", "-o", whole, *objects, *libraries, f"-Wl,-rpath,{torch / 'lib'}"],
+    together = target.with_suffix(".cpp")
+    together.write_text("".join(f'#include "{source.name}"\n' for source in sources))
+    whole = target.with_suffix(".new")
+    made = subprocess.run(
+        [
+            *(COMPILER, *FLAGS, *(f"-I{path}" for path in paths), "-shared", "-o", whole, together),
+            *(*libraries, f"-Wl,-rpath,{torch / 'lib'}"),
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )
-    if linked.returncode:
-        raise CannotBuild("the simulated device does not link:\n" + linked.stderr[:4000])
+    if made.returncode:
+        raise CannotBuild("the simulated device does not compile:\n" + made.stderr[:4000])
     whole.rename(target)
-    for made in objects:
-        made.unlink()
+    together.unlink()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Problem:
         for node in traced.graph.nodes:
             self.sources[node] = self._sources(node)
         self.replaceable = may_be_replaced(traced.graph)
+        self._slots: dict[fx.Node, list[fx.Node]] = {}
         self._calls: dict[fx.Node, Call] = {}
         self._known: dict[fx.Node, Any] = {}
 
@@ -75,7 +76,10 @@ class Problem:
 
     def slots(self, node: fx.Node) -> list[fx.Node]:
         """The tensors that an operation reads, one entry for each place in its arguments."""
-        return [leaf for leaf in _leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+        if node not in self._slots:  # asked at every try of a label: an eighth of the search's time
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            self._slots[node] = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        return self._slots[node]
 
     def call(self, node: fx.Node) -> Call:
         """The operation as rules know it."""
@@ -144,10 +148,6 @@ class Problem:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return list(pytree.tree_leaves(tree))
 
 
 def is_getitem(node: fx.Node) -> bool:
