@@ -40,6 +40,16 @@ def trained(world: World, model: nn.Module, data: list[Any], loss: Any, **settin
     return losses
 
 
+def heard(
+    world: World, model: nn.Module, data: list[Any], loss: Any, layout: Any
+) -> dict[str, Any]:
+    """Losses of some steps, and what the run had to say."""
+    told: list[str] = []
+    with mock.patch.object(Recorder, "notice", lambda _, text: told.append(text)):
+        losses = trained(world, model, data, loss, layout=layout)
+    return {"losses": losses, "told": told}
+
+
 def of_transformers(world: World, layout: Any) -> dict[str, Any]:
     """A Llama whose configuration was left as it is: its layers are given a cache to write into."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,31 +74,34 @@ def of_transformers(world: World, layout: Any) -> dict[str, Any]:
 class Adapted(nn.Module):
     """A feed-forward block with an adapter, which it also asks for what it makes of a unit matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str) -> None:
         super().__init__()
+        self.unit = unit
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.inner, self.outer = nn.Linear(16, 2, bias=False), nn.Linear(2, 8, bias=False)
         self.magnitude = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         unit = torch.eye(16, dtype=x.dtype)
+        if self.unit == "computed":
+            unit = torch.diag(torch.ones(16, dtype=x.dtype))
         weight = self.down.weight + self.outer(self.inner(unit)).T
         scale = self.magnitude / weight.norm(dim=1).detach()
         hidden = functional.gelu(self.up(x))
         return x + scale * (self.down(hidden) + self.outer(self.inner(hidden)))
 
 
-def adapted(world: World, layout: Any) -> list[float]:
+def adapted(world: World, layout: Any, unit: str) -> dict[str, Any]:
     """Blocks with the pattern of DoRA: the unit matrix is as wide as what ranks would cut."""
     torch.manual_seed(0)
     plain = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-    model = nn.Sequential(*(Adapted() for _ in range(2)), *plain).double()
+    model = nn.Sequential(*(Adapted(unit) for _ in range(2)), *plain).double()
     drawn = torch.rand(12, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - targets).square().flatten(1).sum(1)
 
-    return trained(world, model, [(row, row.flip(0)) for row in drawn], loss, layout=layout)
+    return heard(world, model, [(row, row.flip(0)) for row in drawn], loss, layout)
 
 
 class Modulated(nn.Module):
@@ -243,8 +256,4 @@ def handing(world: World, layout: Any, how: str) -> dict[str, Any]:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - targets).square().flatten(1).sum(1)
 
-    told: list[str] = []
-    data = [(row, row.flip(0)) for row in drawn]
-    with mock.patch.object(Recorder, "notice", lambda _, text: told.append(text)):
-        losses = trained(world, model, data, loss, layout=layout)
-    return {"losses": losses, "told": told}
+    return heard(world, model, [(row, row.flip(0)) for row in drawn], loss, layout)

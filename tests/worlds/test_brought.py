@@ -30,10 +30,17 @@ def test_a_cache_that_was_left_on(worlds, ranks: int, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_block_whose_parts_do_not_run_stays_whole(worlds, ranks: int) -> None:
-    (alone,) = worlds(1).call("brought_case:adapted", layout="single")
-    for found in worlds(ranks).call("brought_case:adapted", layout={"tp": ranks}):
-        assert found == pytest.approx(alone, rel=1e-12)
+@pytest.mark.parametrize("unit", ["plain", "computed"])
+def test_a_layer_that_divides_by_norms_of_its_weights(worlds, ranks: int, unit: str) -> None:
+    """As DoRA does: it was whole, because of its unit matrix and of norms over what ranks cut.
+
+    A unit matrix that is not known as one is as wide as what ranks would cut: its parts do not run.
+    """
+    (alone,) = worlds(1).call("brought_case:adapted", layout="single", unit=unit)
+    for found in worlds(ranks).call("brought_case:adapted", layout={"tp": ranks}, unit=unit):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        whole = [line for line in found["told"] if "0.down.weight" in line or "0 (and" in line]
+        assert bool(whole) == (unit == "computed")
 
 
 @pytest.mark.parametrize("layout", ["fsdp", {"tp": 2}, {"pp": 2}], ids=str)

@@ -263,6 +263,10 @@ def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
             module.graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default:
             _write_attention(module.graph, node, masks, shared)
+    if any(str(node.target).startswith("aten.linalg") for node in module.graph.nodes):
+        from shoal.trace.weight_norms import write_for_parts  # few layers take norms of weights
+
+        write_for_parts(module.graph)
     module.graph.lint()
     module.recompile()
 

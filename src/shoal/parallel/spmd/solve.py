@@ -71,6 +71,10 @@ class _Search:
                 if choice != self.choices.get(name, Choice()):
                     changed = {**self.choices, name: choice}
                     options.append((self._label(changed), changed, name, choice))
+        if len(names) > 1:  # a fused weight, and the adapter that is added to it
+            for groups in SEGMENTS:
+                changed = {**self.choices, **dict.fromkeys(names, Choice("split", groups))}
+                options.append((self._label(changed), changed, names[0], Choice("split", groups)))
         found, changed, name, choice = min(options, key=lambda option: _cost(option[0]))
         gone = [name] if choice.kind == "whole" else []
         if len(found.conflicts) >= len(now.conflicts):
