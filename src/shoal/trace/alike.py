@@ -49,6 +49,11 @@ def loose_tensors(part: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def versions_of(part: nn.Module) -> dict[str, tuple[int, int]]:
+    """Say which tensors those are, and which versions of them."""
+    return {name: (id(t), t._version) for name, t in loose_tensors(part).items()}
+
+
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 

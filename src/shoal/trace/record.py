@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shoal.base.policies import BlocksPolicy
 from shoal.trace._torch import pytree
-from shoal.trace.alike import PLAIN, loose_tensors
+from shoal.trace.alike import PLAIN, versions_of
 from shoal.trace.blocks import FOUND, UNCALLED, find_blocks, stacked
 from shoal.trace.calls import Call
 from shoal.trace.draws import Draw, Drawing
@@ -260,10 +260,7 @@ class _Listener(StandIn):
     def __init__(self, name: str, block: nn.Module, seen: Seen, uses: Uses) -> None:
         self.seen, self.uses = seen, uses
         super().__init__(name, block)
-        self.loose = self._loose() if name in seen.copied else {}
-
-    def _loose(self) -> dict[str, tuple[int, int]]:
-        return {n: (id(t), t._version) for n, t in loose_tensors(self.block).items()}
+        self.loose = versions_of(block) if name in seen.copied else {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward, told."""
@@ -278,7 +275,7 @@ class _Listener(StandIn):
                     args, kwargs = pytree.tree_map_only(Tensor, _copied, (inputs, named))
                 leaves = pytree.tree_leaves((args, kwargs))
                 seen.handed_objects |= not all(isinstance(t, (Tensor, *PLAIN)) for t in leaves)
-                anew = [n for n, its in self._loose().items() if self.loose.get(n) != its]
+                anew = [n for n, its in versions_of(self.block).items() if self.loose.get(n) != its]
                 why = f"its {anew[0]} is set from outside in every pass" if anew else ""
                 call = Call(args, kwargs, (), why and f"{why}, which a graph does not follow")
         seen.begun.setdefault(name)

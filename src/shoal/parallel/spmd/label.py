@@ -174,6 +174,8 @@ class Labelling:
         rule = rules.find(call, tuple(wants), self.problem.degree, once)
         if rule is not None and rule.joint and not self.problem.shares:
             return None
+        if rule is not None and rule.averaged and not self.problem.averages:
+            return None
         if rule is not None and is_in_place(node) and not self._may_write(node, wants, rule):
             return None
         return rule

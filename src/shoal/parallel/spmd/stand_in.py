@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from shoal.parallel._torch import function_modes, pytree
 from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
 from shoal.parallel.spmd.labels import Label, Split
-from shoal.parallel.spmd.rewrite import between_exchanges
 from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of
 from shoal.parallel.spmd.split_block import BlockSplit
 from shoal.trace.alike import OF_TORCH, PLAIN
@@ -89,6 +88,8 @@ class Programs:
         if self.compiler is None:
             return split.run
         if id(split) not in self.compiled:
+            from shoal.parallel.spmd.other_programs import between_exchanges
+
             self.compiled[id(split)] = self.compiler(between_exchanges(split.run).forward)
         return self.compiled[id(split)]
 
@@ -97,7 +98,7 @@ class Programs:
 
         Errors: PlanError for inputs that the cut parameters cannot serve.
         """
-        from shoal.parallel.spmd.other_inputs import made_for  # the sample's kind needs none
+        from shoal.parallel.spmd.other_programs import made_for  # the sample's kind needs none
 
         return made_for(self.first, self.bare, name, block, leaves, structure)
 

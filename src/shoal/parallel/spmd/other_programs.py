@@ -1,4 +1,4 @@
-"""Makes a split layer's graph for another kind of input than the sample's, while the run goes on.
+"""Makes other programs of a split layer than the sample's: for other inputs, and for a compiler.
 
 The last micro-batch of an epoch is shorter, an evaluation's is longer, a flag has changed. The
 parameters stay cut as they are; a copy of the layer without numbers shows their whole shapes.
@@ -6,13 +6,14 @@ parameters stay cut as they are; a copy of the layer without numbers shows their
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree, unwatched
@@ -52,6 +53,28 @@ def made_for(
             f"{name}: cannot be split over layout.tp = {first.degree} for this input, "
             f"unlike the first one: {failure}; nearest: layout.tp=1"
         ) from failure
+
+
+def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
+    """The same program for a compiler, which makes code of what stands between the exchanges.
+
+    They, shared attention and a user's autograd functions are Python, and run as they are.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(run.graph, {}))
+    for node in graph.nodes:
+        if isinstance(node.target, FunctionType):
+            node.target = _uncompiled(node.target)
+    return fx.GraphModule(run, graph)
+
+
+def _uncompiled(function: FunctionType) -> Callable[..., Any]:
+    """The function, which the compiler leaves alone, under a name that generated code can hold."""
+    left: Any = torch.compiler.disable(function)
+    left.__name__ = left.__qualname__ = function.__name__
+    left.__module__ = function.__module__
+    named: Callable[..., Any] = left
+    return named
 
 
 def _as_whole(shard: Tensor) -> Tensor:
