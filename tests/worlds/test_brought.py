@@ -6,6 +6,15 @@ from typing import Any
 
 import pytest
 
+WHOLE = {
+    "written": ["it is handed a Kept, and a graph does not follow the tensors in it"],
+    "read": ["it is handed a Told, and a graph does not follow the tensors in it"],
+    "noted": ["its mixer.noted is set from outside in every pass, which a graph does not follow"],
+    "another's": ["it computes with a parameter that is not its own"],
+    "left": ["it leaves a tensor in its mixer.last, which a graph does not follow"],
+}
+"""What keeps a layer from being split as one, of those in `brought_case.Handing`."""
+
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
@@ -21,10 +30,17 @@ def test_a_cache_that_was_left_on(worlds, ranks: int, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_block_whose_parts_do_not_run_stays_whole(worlds, ranks: int) -> None:
-    (alone,) = worlds(1).call("brought_case:adapted", layout="single")
-    for found in worlds(ranks).call("brought_case:adapted", layout={"tp": ranks}):
-        assert found == pytest.approx(alone, rel=1e-12)
+@pytest.mark.parametrize("unit", ["plain", "computed"])
+def test_a_layer_that_divides_by_norms_of_its_weights(worlds, ranks: int, unit: str) -> None:
+    """As DoRA does: it was whole, because of its unit matrix and of norms over what ranks cut.
+
+    A unit matrix that is not known as one is as wide as what ranks would cut: its parts do not run.
+    """
+    (alone,) = worlds(1).call("brought_case:adapted", layout="single", unit=unit)
+    for found in worlds(ranks).call("brought_case:adapted", layout={"tp": ranks}, unit=unit):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        whole = [line for line in found["told"] if "0.down.weight" in line or "0 (and" in line]
+        assert bool(whole) == (unit == "computed")
 
 
 @pytest.mark.parametrize("layout", ["fsdp", {"tp": 2}, {"pp": 2}], ids=str)
@@ -33,3 +49,15 @@ def test_a_part_of_a_block_that_others_call(worlds, layout: Any) -> None:
     (alone,) = worlds(1).call("brought_case:conditioned", layout="single")
     for found in worlds(2).call("brought_case:conditioned", layout=layout):
         assert found == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("how", [*WHOLE, "counted", "number"])
+def test_what_layers_know_beside_their_inputs(worlds, layout: Any, how: str) -> None:
+    """A graph went on with what it saw first, in silence; a cache died in a traceback."""
+    (alone,) = worlds(1).call("brought_case:handing", layout="single", how=how)
+    for found in worlds(2).call("brought_case:handing", layout=layout, how=how):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        if "tp" in layout:
+            # What changes between passes alone needs another graph, and is no reason.
+            assert [line.partition("only: ")[2] for line in found["told"]] == WHOLE.get(how, [])

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def shapes_of(part: nn.Module) -> Any:
@@ -34,6 +37,21 @@ def attributes_of(part: nn.Module) -> Any:
         if key not in OF_TORCH or key == "training"
     ]
     return (*values, *hooked_inside(part))
+
+
+def loose_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """Find the tensors that are plain attributes in a layer: neither parameters nor buffers."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, inner in part.named_modules()
+        for key, value in vars(inner).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def versions_of(part: nn.Module) -> dict[str, tuple[int, int]]:
+    """Say which tensors those are, and which versions of them."""
+    return {name: (id(t), t._version) for name, t in loose_tensors(part).items()}
 
 
 OF_TORCH = frozenset(vars(nn.Module()))

@@ -19,18 +19,20 @@ class Call:
     args, kwargs   copies of its arguments; floating tensors that carry a gradient require one
     follows        for each call the layer whose output, untouched, is its first floating argument,
                    or ""
+    unseen         what the layer computes with beside its tensors and its arguments', in words
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     follows: tuple[str, ...]
+    unseen: str = ""
 
     def without_numbers(self) -> Call:
         """The same with tensors that have shapes only."""
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.to("meta"), (self.args, self.kwargs)
         )
-        return Call(args, kwargs, self.follows)
+        return Call(args, kwargs, self.follows, self.unseen)
 
 
 def bare(block: nn.Module) -> nn.Module:

@@ -23,10 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.trace._torch import pytree
-from shoal.trace.alike import attributes_of, shapes_of
+from shoal.trace.alike import PLAIN, attributes_of, shapes_of
 from shoal.trace.stand_in import StandIn
-
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 T = TypeVar("T")
 

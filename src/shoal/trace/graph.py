@@ -30,7 +30,8 @@ from shoal.trace._torch_graph import (
     make_fx,
     track_tensor_tree,
 )
-from shoal.trace.alike import hooked_inside
+from shoal.trace.alike import hooked_inside, loose_tensors
+from shoal.trace.untouched import attributes_kept
 
 aten = torch.ops.aten
 
@@ -119,10 +120,14 @@ def trace(
     ] + [_fake(fakes, t, t.shape) for t in (*buffers.values(), *inputs)]
     try:
         parts = opaque.installed(block, fakes) if opaque is not None else nullcontext()
-        with torch.enable_grad(), _whole_functions(), _whole_attention(masks), parts:
+        attention = _whole_attention(masks)
+        with attributes_kept(block), torch.enable_grad(), _whole_functions(), attention, parts:
             module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*flat)
+            left = [n for n, t in loose_tensors(block).items() if isinstance(t, FakeTensor)]
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
+    if left:
+        raise Untraceable(f"it leaves a tensor in its {left[0]}, which a graph does not follow")
     _tidy(module, masks, shared)
     kinds = [isinstance(leaf, Tensor) for leaf in outs["leaves"]]
     still = [None if isinstance(leaf, Tensor) else leaf for leaf in outs["leaves"]]
@@ -252,10 +257,16 @@ def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
             node.meta["val"] = getattr(module, str(node.target))
             if isinstance(node.meta["val"], FakeTensor):
                 raise Untraceable("it takes a weight's `.data`, of which a graph knows nothing")
+            if node.meta["val"].requires_grad:
+                raise Untraceable("it computes with a parameter that is not its own")
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default:
             _write_attention(module.graph, node, masks, shared)
+    if any(str(node.target).startswith("aten.linalg") for node in module.graph.nodes):
+        from shoal.trace.weight_norms import write_for_parts  # few layers take norms of weights
+
+        write_for_parts(module.graph)
     module.graph.lint()
     module.recompile()
 

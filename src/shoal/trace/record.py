@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal.base.policies import BlocksPolicy
 from shoal.trace._torch import pytree
+from shoal.trace.alike import PLAIN, versions_of
 from shoal.trace.blocks import FOUND, UNCALLED, find_blocks, stacked
 from shoal.trace.calls import Call
 from shoal.trace.draws import Draw, Drawing
@@ -158,6 +159,12 @@ class Record:
             finally:
                 for listener in listeners:
                     listener.take_away()
+        if seen.handed_objects:
+            from shoal.trace.unseen import without_holders  # few models hand objects around
+
+            seen.log = [
+                replace(one, call=one.call and without_holders(one.call)) for one in seen.log
+            ]
         return seen
 
 
@@ -199,6 +206,7 @@ class Seen:
     copied   modules whose first call's arguments are kept · begun  modules by their first call
     around   modules that are being called now
     last     the newest output of a module in `copied`, and whose it is
+    handed_objects   one of them was called with something that is neither tensor nor number
     """
 
     copied: frozenset[str]
@@ -208,6 +216,7 @@ class Seen:
     last: tuple[Tensor | None, str] = (None, "")
     draws: list[Draw] = field(default_factory=list)
     uses: TableUses = field(default_factory=TableUses)
+    handed_objects: bool = False
 
     def __len__(self) -> int:
         return len(self.log)
@@ -251,6 +260,7 @@ class _Listener(StandIn):
     def __init__(self, name: str, block: nn.Module, seen: Seen, uses: Uses) -> None:
         self.seen, self.uses = seen, uses
         super().__init__(name, block)
+        self.loose = versions_of(block) if name in seen.copied else {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward, told."""
@@ -263,7 +273,11 @@ class _Listener(StandIn):
             if name not in seen.begun:
                 with self.uses.untold():
                     args, kwargs = pytree.tree_map_only(Tensor, _copied, (inputs, named))
-                call = Call(args, kwargs, ())
+                leaves = pytree.tree_leaves((args, kwargs))
+                seen.handed_objects |= not all(isinstance(t, (Tensor, *PLAIN)) for t in leaves)
+                anew = [n for n, its in versions_of(self.block).items() if self.loose.get(n) != its]
+                why = f"its {anew[0]} is set from outside in every pass" if anew else ""
+                call = Call(args, kwargs, (), why and f"{why}, which a graph does not follow")
         seen.begun.setdefault(name)
         seen.around.append(name)
         try:

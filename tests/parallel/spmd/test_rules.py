@@ -50,6 +50,8 @@ BIASED = call(aten.linear.default, [Slot(0), Slot(1), Slot(2)], (3, 4, 8), (12, 
         (call(aten.softmax.int, [Slot(0), -1], (4, 6)), (Split(1),), None),
         (call(aten.softmax.int, [Slot(0), -1], (4, 6)), (Split(0),), Split(0)),
         (call(aten.sum.dim_IntList, [Slot(0), [-1]], (4, 6)), (Split(1),), PARTIAL),
+        (call(aten.mean.dim, [Slot(0), [-1]], (4, 6)), (Split(1),), PARTIAL),  # of shares
+        (call(aten.var.dim, [Slot(0), [-1]], (4, 6)), (Split(1),), None),
         (call(aten.add.Tensor, [Slot(0), Slot(1)], (4, 6), (4, 6)), (PARTIAL, WHOLE), None),
         (call(aten.add.Tensor, [Slot(0), Slot(1)], (4, 6), (4, 6)), (PARTIAL, PARTIAL), PARTIAL),
         (call(aten.sqrt.default, [Slot(0)], (4, 6)), (Split(0),), Split(0)),  # NaN unless positive

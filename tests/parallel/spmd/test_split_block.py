@@ -427,3 +427,68 @@ def test_whole_parameters_and_a_split_sequence(make, degree: int) -> None:
     assert split.partial == {name for name, _ in block.named_parameters()}
     other = again(split, block, (sample(3, 8, x.shape[-1]),), {})
     assert difference(other, block, (sample(3, 8, x.shape[-1]),)) < EXACT
+
+
+class NormedHeads(nn.Module):
+    """Queries that are normed over all heads at once (OLMo 2), or low-rank ones behind a norm."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.gain = nn.Linear(32, rank, bias=False), nn.Parameter(torch.ones(rank))
+        self.second = nn.Linear(rank, 32, bias=False) if rank < 32 else nn.Identity()
+        self.out = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.first(x)
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + 1e-6) * self.gain
+        heads = self.second(normed).unflatten(-1, (4, 8)).transpose(1, 2)
+        heads = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return x + self.out(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_norm_over_all_heads(degree: int) -> None:
+    """Its mean is a sum over the ranks: else all queries were whole."""
+    torch.manual_seed(0)
+    block, x = NormedHeads(32).double(), sample(3, 12, 32)
+    perturb(block)
+    split = split_block(block, (x,), {}, degree)
+    assert difference(split, block, (x,)) < EXACT
+    cut = {"first.weight": Split(0), "gain": Split(0), "out.weight": Split(1)}
+    assert split.parameters == cut
+    small = [one for one in split.exchanges if one.payload_bytes == 3 * 12 * 8]
+    assert len(small) == 2, "the mean forward, its gradient backward"
+    low = NormedHeads(16).double()
+    perturb(low)
+    split = split_block(low, (x,), {}, degree)
+    assert difference(split, low, (x,)) < EXACT
+    assert split.parameters == {"second.weight": Split(0), "out.weight": Split(1)}
+
+
+class FusedWithNorms(nn.Module):
+    """Fused q, k, v with an adapter, divided by the norms of the weights' sum, as DoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
+        self.inner, self.outer = nn.Linear(32, 4, bias=False), nn.Linear(4, 96, bias=False)
+        self.size = nn.Parameter(torch.ones(96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = self.outer(self.inner(torch.eye(32, dtype=x.dtype))).T
+        norms = torch.linalg.norm(self.qkv.weight + added.detach(), dim=1)
+        both = (self.size / norms.detach()).view(1, -1) * (self.qkv(x) + self.outer(self.inner(x)))
+        q, k, v = (one.unflatten(-1, (4, 8)).transpose(1, 2) for one in both.split(32, dim=-1))
+        seen = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(seen.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_fused_weight_and_its_adapter_are_cut_together(degree: int) -> None:
+    torch.manual_seed(0)
+    block, x = FusedWithNorms().double(), sample(3, 12, 32)
+    perturb(block)
+    split = split_block(block, (x,), {}, degree)
+    assert difference(split, block, (x,)) < EXACT
+    fused = dict.fromkeys(("qkv.weight", "outer.weight", "size"), Split(0, 3))
+    assert split.parameters == {**fused, "out.weight": Split(1)}

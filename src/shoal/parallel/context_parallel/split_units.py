@@ -144,6 +144,8 @@ class _Finder:
             return "it takes no hidden states [batch, tokens, dim]"
         if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
             return why
+        if call.unseen:
+            return call.unseen
         if names[0] not in self.inner:
             if any(_within(part, {names[0]}) for part in (*self.inner, *self.tables)):
                 return "tp divides its parts, each by itself"

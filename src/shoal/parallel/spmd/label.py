@@ -142,6 +142,9 @@ class Labelling:
         if any(label is None for label in wants):
             return None
         rule = self.rule(node, wants)
+        if rule is None and PARTIAL in wants:  # squares of a cut weight, summed: few numbers
+            wants = tuple(WHOLE if want == PARTIAL else want for want in wants)
+            rule = self.rule(node, wants)
         if rule is not None and not given:
             self.steps[node] = Step(wants, rule)
             self.labels[node] = rule.out
@@ -170,6 +173,8 @@ class Labelling:
         rules, call = self.problem.rules, self.problem.call(node)
         rule = rules.find(call, tuple(wants), self.problem.degree, once)
         if rule is not None and rule.joint and not self.problem.shares:
+            return None
+        if rule is not None and rule.averaged and not self.problem.averages:
             return None
         if rule is not None and is_in_place(node) and not self._may_write(node, wants, rule):
             return None
@@ -264,6 +269,8 @@ class Labelling:
             for one, label in zip(slots, values, strict=True)
         ]
         weights = [bool(self.problem.sources[one]) for one in slots]
+        if None in labels:  # a weight of parameters that do not fit each other
+            return self._whole_step(node)
         shapes = [_shape(one) for one in slots]
         split = [k for k, label in enumerate(labels) if isinstance(label, Split | Tiled)]
         split.sort(key=lambda k: (not self.cheap(slots[k]), -k))  # keys before queries
@@ -285,9 +292,10 @@ class Labelling:
         used = [one for one, want in zip(slots, step.wants, strict=True) if want != WHOLE]
         self._inherit(node, used)
         split = [one for one in slots if isinstance(self.label(one), Split | Tiled)]
+        unfit = [one for one in slots if self.label(one) is None]
         for one, want in zip(slots, step.wants, strict=True):
-            if one in split and want != self.label(one) and not self.cheap(one):
-                names = [name for other in (one, *split) for name in self._who_split(other)]
+            if one in unfit or (one in split and want != self.label(one) and not self.cheap(one)):
+                names = [name for other in (one, *split, *unfit) for name in self._who_split(other)]
                 self.conflicts.append(Conflict(node, one, tuple(dict.fromkeys(names))))
         if step.rule.out == PARTIAL and not any(self.problem.sources[one] for one in slots):
             self._weigh(node, used)

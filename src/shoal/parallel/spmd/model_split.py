@@ -218,6 +218,9 @@ class _Planner:
         if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
             return why
         part, call = self.module.get_submodule(names[0]), calls[names[0]]
+        if why := next((calls[n].unseen for n in names if n in calls and calls[n].unseen), ""):
+            self.untraced |= dict.fromkeys(names, why)
+            return why
         twin = bare(part)
         wishes = dict(self.relative(names[0]))
         along = self.sequence_dim(names, calls)

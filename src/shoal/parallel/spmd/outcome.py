@@ -2,7 +2,7 @@
 
 put together along dim d, in g segments   → Split(d, g)
 put together along two dims               → Tiled, the ranks as a grid
-added up                                  → Partial
+added up, or averaged                     → Partial
 equal                                     → Whole
 """
 
@@ -57,6 +57,13 @@ def label_of(
         if close(thin[0], join(thin[1:], label)) and close(whole, join(parts, label)):
             return label
     return None
+
+
+def is_average(whole: Any, parts: Sequence[Any]) -> bool:
+    """Whether ranks' results average to the whole one: a mean over what is split in equal parts."""
+    if not all(isinstance(t, Tensor) and t.shape == parts[0].shape for t in (whole, *parts)):
+        return False
+    return whole.is_floating_point() and close(whole, torch.stack(list(parts)).mean(0))
 
 
 def _thin(tensor: Tensor, dims: list[int]) -> Tensor:

@@ -26,6 +26,7 @@ class Problem:
 
     sequence_dim   of the first floating input, under sequence parallelism
     shares         its ranks are those that compute shared attention together, if anybody does
+    averages       means over what is split are sums over ranks (norms over all heads)
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Problem:
         shares: bool = True,
     ) -> None:
         self.traced, self.rules, self.degree, self.shares = traced, rules, degree, shares
-        self.sequence_dim = sequence_dim
+        self.sequence_dim, self.averages = sequence_dim, True
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         count, after = len(traced.parameters), len(traced.parameters) + len(traced.buffers)
         self.parameters = dict(zip(placeholders[:count], traced.parameters, strict=True))

@@ -72,28 +72,6 @@ def rewrite(
     return module, tuple(tuple(one.exchanges) for one in writer.sides)
 
 
-def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
-    """The same program for a compiler, which makes code of what stands between the exchanges.
-
-    They, shared attention and a user's autograd functions are Python, and run as they are.
-    """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(run.graph, {}))
-    for node in graph.nodes:
-        if isinstance(node.target, FunctionType):
-            node.target = _uncompiled(node.target)
-    return fx.GraphModule(run, graph)
-
-
-def _uncompiled(function: FunctionType) -> Callable[..., Any]:
-    """The function, which the compiler leaves alone, under a name that generated code can hold."""
-    left: Any = torch.compiler.disable(function)
-    left.__name__ = left.__qualname__ = function.__name__
-    left.__module__ = function.__module__
-    named: Callable[..., Any] = left
-    return named
-
-
 class _Side:
     """What the program of one axis needs: its labels, its ranks, its collectives so far."""
 
@@ -181,6 +159,10 @@ class _Writer:
         if target is aten.view.default and not all(side.is_plain(node) for side in self.sides):
             target = aten.reshape.default
         made = self.graph.call_function(target, tuple(args), kwargs)
+        for side, step in known:
+            if step.rule.averaged:
+                degree = side.problem.degree
+                made = self.graph.call_function(aten.div.Scalar, (made, degree))
         for side, step in known:
             for place in step.rule.writes:
                 self._complete(slots[place], handed[place], side, step.wants[place])

@@ -18,9 +18,9 @@ import torch
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.experiment import Call, Experiment, Value, run
-from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled, cut, divides
+from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Partial, Split, Tiled, cut, divides
 from shoal.parallel.spmd.node_arguments import Edit, divided, edits, numbers_in, renumbered
-from shoal.parallel.spmd.outcome import labels_of
+from shoal.parallel.spmd.outcome import is_average, labels_of
 from shoal.trace.graph import is_reference, shared_attention
 
 LARGE = 1 << 18
@@ -44,6 +44,7 @@ class Rule:
     edits    which arguments are divided
     masked   dropout: each rank takes its part of the whole mask
     writes   places of buffers that it changes
+    averaged the ranks' results average to the whole one: summed, each divided by their number
     joint    attention that the ranks compute together, each with its part of the sequence
     """
 
@@ -51,6 +52,7 @@ class Rule:
     edits: tuple[Edit, ...] = ()
     masked: bool = False
     writes: tuple[int, ...] = ()
+    averaged: bool = False
     joint: bool = False
 
 
@@ -129,6 +131,8 @@ class Rules:
             out = labels_of(whole.result, results, labels, degree)
             if out is not None:
                 return Rule(out, edit, writes=tuple(sorted(whole.changed)))
+            if is_average(whole.result, results) and not whole.changed:
+                return Rule(PARTIAL, edit, averaged=True)
         return None
 
 

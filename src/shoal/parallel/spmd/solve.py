@@ -28,12 +28,23 @@ def solve(
     overrides: Mapping[str, str] | None = None,
 ) -> tuple[Labelling, dict[str, str]]:
     """The best labelling found, and the reason why a parameter is whole, by its name."""
-    search = _Search(problem, _said(problem, overrides or {}))
+    found = _searched(problem, overrides or {})
+    if any(step.rule.averaged for step in found.best.steps.values()):
+        # A norm whose input may stay split can leave more whole behind it (low-rank queries).
+        problem.averages = False
+        other = _searched(problem, overrides or {})
+        problem.averages = _cost(found.best) < _cost(other.best)
+        found = found if problem.averages else other
+    found.check_said()
+    return found.best, found.reasons
+
+
+def _searched(problem: Problem, overrides: Mapping[str, str]) -> _Search:
+    search = _Search(problem, _said(problem, overrides))
     while search.best.conflicts and search.improve():
         pass
     search.take_back()
-    search.check_said()
-    return search.best, search.reasons
+    return search
 
 
 class _Search:
@@ -71,6 +82,10 @@ class _Search:
                 if choice != self.choices.get(name, Choice()):
                     changed = {**self.choices, name: choice}
                     options.append((self._label(changed), changed, name, choice))
+        if len(names) > 1:  # a fused weight, and the adapter that is added to it
+            for groups in SEGMENTS:
+                changed = {**self.choices, **dict.fromkeys(names, Choice("split", groups))}
+                options.append((self._label(changed), changed, names[0], Choice("split", groups)))
         found, changed, name, choice = min(options, key=lambda option: _cost(option[0]))
         gone = [name] if choice.kind == "whole" else []
         if len(found.conflicts) >= len(now.conflicts):

@@ -11,23 +11,17 @@ Equal blocks share their graphs: a graph holds no numbers of its block.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
-from shoal.base.errors import PlanError
-from shoal.parallel._torch import function_modes, pytree, unwatched
+from shoal.parallel._torch import function_modes, pytree
 from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
 from shoal.parallel.spmd.labels import Label, Split
-from shoal.parallel.spmd.rewrite import between_exchanges
 from shoal.parallel.spmd.sequence import Deal, handed_on, is_shard, local_of, whole_of
-from shoal.parallel.spmd.split_block import BlockSplit, again
-from shoal.parallel.spmd.steps import NotSplit
-from shoal.trace.graph import Untraceable
+from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.trace.alike import OF_TORCH, PLAIN
 from shoal.trace.stand_in import StandIn
 
 
@@ -47,6 +41,12 @@ class Insides:
             for key, p in part._parameters.items()
             if p is not None
         )
+        self.attributes = tuple(
+            (part, key, value, getattr(value, "_version", 0))
+            for part in self.parts
+            for key, value in vars(part).items()
+            if key not in OF_TORCH and isinstance(value, (*PLAIN, Tensor))
+        )
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer."""
@@ -61,7 +61,12 @@ class Insides:
         )
         modes = tuple(part.training for part in self.parts)
         formats = tuple(getattr(part, key).dtype for part, key in self.parameters)
-        return structure, told, modes, formats, tuple(map(type, function_modes()))
+        changed = tuple(  # a graph has them as constants
+            (place, _plain(now))
+            for place, (part, key, was, version) in enumerate(self.attributes)
+            if (now := vars(part).get(key)) is not was or getattr(now, "_version", 0) != version
+        )
+        return structure, told, modes, formats, changed, tuple(map(type, function_modes()))
 
 
 class Programs:
@@ -83,6 +88,8 @@ class Programs:
         if self.compiler is None:
             return split.run
         if id(split) not in self.compiled:
+            from shoal.parallel.spmd.other_programs import between_exchanges
+
             self.compiled[id(split)] = self.compiler(between_exchanges(split.run).forward)
         return self.compiled[id(split)]
 
@@ -91,22 +98,9 @@ class Programs:
 
         Errors: PlanError for inputs that the cut parameters cannot serve.
         """
-        wholes = [_as_whole(leaf) if is_shard(leaf) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(wholes, structure)
-        try:
-            # It may be needed in the middle of a forward pass that somebody follows.
-            with unwatched(), _like(self.bare, block):
-                try:
-                    return again(self.first, self.bare, args, kwargs)
-                except NotSplit:  # a sequence that does not divide: whole inputs and outputs
-                    if not self.first.parameters:
-                        raise  # nothing else was split
-                    return again(replace(self.first, sequence_dim=None), self.bare, args, kwargs)
-        except (Untraceable, NotSplit) as failure:
-            raise PlanError(
-                f"{name}: cannot be split over layout.tp = {self.first.degree} for this input, "
-                f"unlike the first one: {failure}; nearest: layout.tp=1"
-            ) from failure
+        from shoal.parallel.spmd.other_programs import made_for  # the sample's kind needs none
+
+        return made_for(self.first, self.bare, name, block, leaves, structure)
 
 
 class SplitForward(StandIn):
@@ -171,29 +165,8 @@ def summand(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:
 
 
 def _plain(value: Any) -> Hashable:
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return (type(value), value)
+    if isinstance(value, PLAIN):
+        return type(value), value
+    from shoal.trace.unseen import contents  # few layers are handed anything else, or keep tensors
 
-
-def _as_whole(shard: Tensor) -> Tensor:
-    """A tensor of the whole's shape; its numbers do not matter."""
-    shape, dtype, device = shard.shape, shard.dtype, shard.device
-    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=shard.requires_grad)
-
-
-@contextmanager
-def _like(bare: nn.Module, block: nn.Module) -> Iterator[None]:
-    """The copy in the block's modes and formats."""
-    for copied, own in zip(bare.modules(), block.modules(), strict=True):
-        copied.training = own.training
-    own_tensors = (*block.parameters(), *block.buffers())
-    for shown, own_tensor in zip((*bare.parameters(), *bare.buffers()), own_tensors, strict=True):
-        if isinstance(own_tensor, nn.Parameter):
-            number = torch.zeros((), dtype=own_tensor.dtype, device=own_tensor.device)
-            shown.data = number.expand(shown.shape)
-        else:
-            shown.data = own_tensor.detach().clone()
-    yield
+    return contents(value)

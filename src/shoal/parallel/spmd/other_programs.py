@@ -1,0 +1,100 @@
+"""Makes other programs of a split layer than the sample's: for other inputs, and for a compiler.
+
+The last micro-batch of an epoch is shorter, an evaluation's is longer, a flag has changed. The
+parameters stay cut as they are; a copy of the layer without numbers shows their whole shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel._torch import pytree, unwatched
+from shoal.parallel.spmd.sequence import is_shard
+from shoal.parallel.spmd.split_block import BlockSplit, again
+from shoal.parallel.spmd.steps import NotSplit
+from shoal.trace.alike import OF_TORCH, PLAIN
+from shoal.trace.graph import Untraceable
+
+
+def made_for(
+    first: BlockSplit, bare: nn.Module, name: str, block: nn.Module, leaves: list[Any], tree: Any
+) -> BlockSplit:
+    """Make the graph for a call's flat arguments, which `tree` holds together.
+
+    first   of the sample's kind of input · bare  the copy without numbers
+    Errors  PlanError for inputs that the cut parameters cannot serve, or that no graph follows
+    """
+    if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+        from shoal.trace.unseen import handed  # few models hand objects around
+
+        if why := max(map(handed, leaves)):
+            raise PlanError(f"{name}: unlike in the sample, {why}; nearest: the tensors themselves")
+    wholes = [_as_whole(leaf) if is_shard(leaf) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(wholes, tree)
+    try:
+        # It may be needed in the middle of a forward pass that somebody follows.
+        with unwatched(), _like(bare, block):
+            try:
+                return again(first, bare, args, kwargs)
+            except NotSplit:  # a sequence that does not divide: whole inputs and outputs
+                if not first.parameters:
+                    raise  # nothing else was split
+                return again(replace(first, sequence_dim=None), bare, args, kwargs)
+    except (Untraceable, NotSplit) as failure:
+        raise PlanError(
+            f"{name}: cannot be split over layout.tp = {first.degree} for this input, "
+            f"unlike the first one: {failure}; nearest: layout.tp=1"
+        ) from failure
+
+
+def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
+    """The same program for a compiler, which makes code of what stands between the exchanges.
+
+    They, shared attention and a user's autograd functions are Python, and run as they are.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(run.graph, {}))
+    for node in graph.nodes:
+        if isinstance(node.target, FunctionType):
+            node.target = _uncompiled(node.target)
+    return fx.GraphModule(run, graph)
+
+
+def _uncompiled(function: FunctionType) -> Callable[..., Any]:
+    """The function, which the compiler leaves alone, under a name that generated code can hold."""
+    left: Any = torch.compiler.disable(function)
+    left.__name__ = left.__qualname__ = function.__name__
+    left.__module__ = function.__module__
+    named: Callable[..., Any] = left
+    return named
+
+
+def _as_whole(shard: Tensor) -> Tensor:
+    """A tensor of the whole's shape; its numbers do not matter."""
+    shape, dtype, device = shard.shape, shard.dtype, shard.device
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=shard.requires_grad)
+
+
+@contextmanager
+def _like(bare: nn.Module, block: nn.Module) -> Iterator[None]:
+    """The copy in the block's modes and formats, with its plain attributes."""
+    for copied, own in zip(bare.modules(), block.modules(), strict=True):
+        copied.training = own.training
+        plain = {k: v for k, v in vars(own).items() if isinstance(v, (*PLAIN, Tensor))}
+        vars(copied).update((key, value) for key, value in plain.items() if key not in OF_TORCH)
+    own_tensors = (*block.parameters(), *block.buffers())
+    for shown, own_tensor in zip((*bare.parameters(), *bare.buffers()), own_tensors, strict=True):
+        if isinstance(own_tensor, nn.Parameter):
+            number = torch.zeros((), dtype=own_tensor.dtype, device=own_tensor.device)
+            shown.data = number.expand(shown.shape)
+        else:
+            shown.data = own_tensor.detach().clone()
+    yield
