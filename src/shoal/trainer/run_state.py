@@ -175,7 +175,7 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
     plan = run.program.plan
     record = {
         "step": run.step_count,
-        "data": run.feed.state,
+        "data": run.feed.gathered(),
         "seed": plan.seed,
         "layout": plan.layout.text(),
         "batch": plan.batch,
