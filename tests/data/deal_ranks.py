@@ -13,7 +13,7 @@ class Ranks:
 
     def __init__(self, degree: int, shards: list[Any], **settings: Any) -> None:
         self.words: list[Any] = [None] * degree
-        self.barrier = threading.Barrier(degree, timeout=20)
+        self.barrier = threading.Barrier(degree, timeout=60)
         self.at_work = threading.Lock()
         given: dict[str, Any] = {"batch": 8, "micro_batch": 2, "seed": 3, **settings}
         self.loaders = [
@@ -50,7 +50,7 @@ class Ranks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert len({len(one) for one in taken}) == 1
         return taken
 
