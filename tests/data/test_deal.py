@@ -124,6 +124,18 @@ def test_a_place_saves_reading_from_the_front() -> None:
         assert sum(shard.read for _, shard in shards.opened) == read
 
 
+def test_a_step_before_nothing_but_empty_shards_is_the_epochs_last() -> None:
+    order = Deal(138, 3, 0).order
+    lengths = [0] * 138
+    for number in order[:128]:
+        lengths[number] = 1
+    for degree in (1, 2):
+        ranks = Ranks(degree, [Shards(lengths) for _ in range(degree)], batch=128)
+        taken = ranks.epoch()
+        assert sorted(numbers(taken)) == list(range(128))
+        assert [[batch.after["epoch"] for batch in one] for one in taken] == [[1]] * degree
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_worker_changes_nothing(degree: int) -> None:
     kept = [Ranks(degree, [Shards(LENGTHS)] * degree, workers=n).epoch() for n in (0, 2)]

@@ -110,7 +110,7 @@ class Shards:
         """Shard `number` as an iterable with `state_dict()` and `load_state_dict()`."""
         shard = self.dataset.shard(num_shards=self.count, index=number)
         for depth, layer in enumerate(layers(shard)):
-            below = getattr(layer, "ex_iterable", None)
+            below: Any = getattr(layer, "ex_iterable", None)
             if type(below).__name__ == "InterleavedShardsExamplesIterable":
                 layer.ex_iterable = below.ex_iterable  # of one shard; it would sleep 1 s at its end
             if size := _buffer(layer):
