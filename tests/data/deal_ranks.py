@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from shoal.data.dealt_loader import DealtLoader
+from shoal.data.dealt_loader import DealtLoader, gathered
 
 
 class Ranks:
@@ -77,5 +77,5 @@ def numbers(taken: list[list[Any]]) -> list[int]:
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
     """What a checkpoint keeps of the ranks' states, as `Feed.gathered` does."""
-    places = {k: one for s in states for k, one in s["iterable"].get("places", {}).items()}
-    return {**states[0], "iterable": {**states[0]["iterable"], "places": places}}
+    words = [state["iterable"].get("places", {}) for state in states]
+    return gathered(states[0], lambda _: words)

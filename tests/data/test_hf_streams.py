@@ -132,10 +132,13 @@ def test_a_shuffle_without_seed_is_told_from_rank_to_rank_and_after_a_resume(fol
     with pytest.raises(ConfigError, match="of other files, or in another order"):
         Ranks(1, [other]).loaders[0].restore(taken[0][-1].after)
     given = {"batch": 4, "micro_batch": 2, "seed": 0, "degree": 2}
-    probes = [
-        next(iter(open_dealt(shards.dataset, lambda word: [word, [[], []]], given)[0])).probe
-        for shards in (one, other)
-    ]
+
+    def probe_of(data: Any) -> Any:
+        loader = open_dealt(data, lambda word: [word, [[], []]], print, given)
+        assert loader is not None
+        return next(iter(loader)).probe
+
+    probes = [probe_of(shards.dataset) for shards in (one, other)]
     assert probes[0] != probes[1]
 
 
@@ -143,8 +146,9 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
     given: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 0}
 
     def told(data: Any, degree: int = 2) -> tuple[bool, str]:
-        loader, line = open_dealt(data, alone, {**given, "degree": degree})
-        return loader is not None, line
+        lines: list[str] = []
+        loader = open_dealt(data, alone, lines.append, {**given, "degree": degree})
+        return loader is not None, "".join(lines)
 
     near = "nearest: the same without it, or with shuffle() before it"
     whole = "is read as one: each of 2 ranks reads all of it"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,9 +95,3 @@ def is_indexed(dataset: object) -> bool:
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-def is_streaming(dataset: Any) -> bool:
-    """Tell whether a dataset is an `IterableDataset` of `datasets`, without importing that."""
-    library = sys.modules.get("datasets")
-    return library is not None and isinstance(dataset, library.IterableDataset)

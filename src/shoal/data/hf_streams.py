@@ -14,7 +14,8 @@ which samples it held, no state of the library's says, so such a shard is resume
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,12 @@ WORDS = {
     "HorizontallyConcatenatedMultiSourcesExamplesIterable": "concatenate_datasets(axis=1)",
 }
 """What a user calls the others."""
+
+
+def is_streaming(dataset: Any) -> bool:
+    """Tell whether a dataset is an `IterableDataset` of `datasets`, without importing that."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(dataset, library.IterableDataset)
 
 
 def layers(dataset: Any) -> Iterator[Any]:
@@ -133,13 +140,15 @@ def _names(value: Any) -> Any:
 
 
 def open_dealt(
-    dataset: Any, gather: Gather, settings: dict[str, Any]
-) -> tuple[DealtLoader | None, str]:
-    """The loader of a streaming dataset whose shards are dealt to ranks, and a line to be told.
+    dataset: Any, gather: Gather, notice: Callable[[str], None], settings: dict[str, Any]
+) -> DealtLoader | None:
+    """The loader of a streaming dataset whose shards are dealt to ranks; None for all others.
 
+    notice     is told in a line where every rank reads all of a stream
     settings   keyword arguments of a loader
-    Gives      no loader where it must be read as one stream; "" where there is nothing to tell
     """
+    if not is_streaming(dataset):
+        return None
     shards, degree = Shards(dataset), settings["degree"]
     if shards.why:
         lines = [f"each of {degree} ranks reads all of it"] if degree > 1 else []
@@ -150,14 +159,17 @@ def open_dealt(
             )
         near = "nearest: the same without it, or with shuffle() before it"
         told = f"data.source: a stream with {shards.why} is read as one: {', and '.join(lines)}"
-        return None, f"{told}; {near}" if lines else ""
+        if lines:
+            notice(f"{told}; {near}")
+        return None
     loader = DealtLoader(shards, gather=gather, **settings)
     if not loader.is_whole:
-        return loader, ""
+        return loader
     streams = stream_count(shards.count)
     of = "file or row group" if shards.count == 1 else "files or row groups"
-    return loader, (
+    notice(
         f"data.source: each of {degree} ranks reads all of a stream of {shards.count} {of}, which "
         f"are dealt as {streams} streams; nearest: more files, or a data-parallel degree that "
         f"divides {streams}"
     )
+    return loader

@@ -58,14 +58,6 @@ class StepBatch:
     probe: tuple[Any, ...] = ()
     by_rank: tuple[int, ...] = ()
 
-    def most(self, ranks: int) -> int:
-        """Micro-batches of the busiest of so many data ranks."""
-        return max(self.by_rank) if self.by_rank else -(-self.total // ranks)
-
-    def fewest(self, ranks: int) -> int:
-        """Micro-batches of the rank that has the fewest."""
-        return min(self.by_rank) if self.by_rank else self.total // ranks
-
     @property
     def values(self) -> list[Any]:
         """The joined samples of each micro-batch, mostly (inputs, targets)."""

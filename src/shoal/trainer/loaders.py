@@ -8,6 +8,7 @@ the same dataset gives the same one, so `for batch in run.loader(data)` is a new
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
-from shoal.data.dataset import is_indexed, is_streaming
+from shoal.data.dataset import is_indexed
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.trainer.brought import whole_data
@@ -29,10 +30,7 @@ if TYPE_CHECKING:  # steps over batches of one's own do without
 
 
 class Feed:
-    """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON.
-
-    notice   is told, once for a loader, of streams that every rank reads whole
-    """
+    """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON."""
 
     def __init__(self, plan: Plan, world: World, seed: int, notice: Callable[[str], None]) -> None:
         self.plan = plan
@@ -71,41 +69,25 @@ class Feed:
         for known, (of, by, joined) in zip(self._loaders, self._settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
-        settings = {"batch": self.plan.batch, "workers": workers, "collate": collate}
-        loader = self._dealt(dataset, {**settings, **self._share()})
+        settings = {
+            "batch": self.plan.batch,
+            "workers": workers,
+            "collate": collate,
+            **self._share(),
+        }
+        loader: AnyLoader | None = None
+        if "datasets" in sys.modules:
+            from shoal.data.hf_streams import open_dealt
+
+            loader = open_dealt(dataset, self.world.gather_json, self.notice, settings)
+        if loader is None:  # it has a length, which may be unknown
+            loader = open_loader(dataset, **settings)
         place = len(self._loaders)
         if place < len(self.state) and self.state[place]:
             loader.restore(self.state[place])
         self._loaders.append(loader)
         self._settings.append((dataset, workers, collate))
         return loader
-
-    def _dealt(self, dataset: Any, settings: dict[str, Any]) -> AnyLoader:
-        """A loader for training; streams of files are dealt to ranks where they can be."""
-        if is_streaming(dataset):
-            from shoal.data.hf_streams import open_dealt  # others do without
-
-            loader, line = open_dealt(dataset, self.world.gather_json, settings)
-            if line:
-                self.notice(line)
-            if loader is not None:
-                return loader
-        return open_loader(dataset, **settings)
-
-    def gathered(self) -> list[dict[str, Any]]:
-        """`state` with what each rank knows alone, of the streams that it reads; all ranks call it.
-
-        Without that a shard would be read from its front after a resume, which costs time alone.
-        """
-        whole = []
-        for kept in self.state:
-            stream = kept.get("iterable")
-            if isinstance(stream, dict) and "places" in stream and self.world.size > 1:
-                told = self.world.gather_json(stream["places"])
-                places = {key: one for places in told for key, one in places.items()}
-                kept = {**kept, "iterable": {**stream, "places": places}}
-            whole.append(kept)
-        return whole
 
     def training(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
         """One epoch of steps: over a dataset, split over ranks here, or this rank's own batches.
