@@ -79,6 +79,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/compositions.py
 	$(BIN)/python tests/proof/families.py
 	.venv-proof/bin/python tests/proof/architectures.py
+	.venv-proof/bin/python tests/proof/bytes_read.py
 	$(BIN)/python tests/proof/exported.py
 	$(BIN)/python tests/proof/long_context.py
 	$(BIN)/python tests/proof/size.py

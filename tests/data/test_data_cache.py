@@ -65,6 +65,34 @@ def test_damage_is_found_and_mended(damage: str) -> None:
     assert names == ["thing-k", "thing-k.lock"]
 
 
+def test_files_are_verified_once_after_a_start_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, read = Builder(), []
+    real = cache._fingerprint
+    monkeypatch.setattr(cache, "_fingerprint", lambda path: read.append(path.name) or real(path))
+    folder, _ = open_cached("thing", "k", build)
+    read.clear()
+    for _ in range(3):
+        open_cached("thing", "k", build)
+    assert read == ["data.bin"]
+    monkeypatch.setattr(cache, "BOOT", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text("another start")
+    for _ in range(2):
+        open_cached("thing", "k", build)
+    assert read == ["data.bin"] * 2
+    kept = (folder / "data.bin").stat()
+    (folder / "data.bin").write_bytes(bytes(200))
+    os.utime(folder / "data.bin", ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    open_cached("thing", "k", build)
+    assert build.built == 2, "as large and as old as before, and still found"
+    (tmp_path / "boot_id").unlink()
+    read.clear()
+    for _ in range(2):
+        open_cached("thing", "k", build)
+    assert read == ["data.bin"] * 2, "where starts are not told"
+
+
 def test_a_builder_that_fails_leaves_nothing() -> None:
     def fail(folder: Path) -> dict[str, Any]:
         (folder / "half").touch()

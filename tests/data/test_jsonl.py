@@ -12,6 +12,7 @@ import pytest
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
+from shoal.data import rows
 from shoal.data.sources import open_source
 
 TEXTS = [f"line {n}: the tide comes in, the tide goes out, größe €{n % 7}\n" for n in range(200)]
@@ -48,6 +49,28 @@ def test_every_line_is_a_document_on_one_side(tmp_path: Path, name: str) -> None
     assert 20 <= len(held) <= 60
     assert [t for t in TEXTS if t in set(train)] == train, "in the file's order"
     assert source.description.endswith("20% of the rows held out")
+
+
+def test_both_sides_are_encoded_in_one_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    first = opened(f"jsonl:{path}")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "other"))
+    read: list[str] = []
+    real = rows.Rows.rows
+
+    def counted(document: rows.Rows, keys: Any = ()) -> Any:
+        for place, row in real(document, keys):
+            read.append(place)
+            yield place, row
+
+    monkeypatch.setattr(rows.Rows, "rows", counted)
+    source = opened(f"jsonl:{path}", tokenizer=first.train.spans[0].path[:-9] + "tokenizer.json")
+    assert len(read) < 1.1 * len(TEXTS), "first rows, for the form, and all once"
+    for part in ("train", "validation"):
+        ours, theirs = (texts(one, getattr(one, part)) for one in (source, first))
+        assert ours == theirs
 
 
 def test_lines_that_are_added_or_equal_move_no_other(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ SOURCES = {
     "images": [*IMAGES, "data.source=images:pictures"],
     "hf images": [*IMAGES, "data.source=hf:drawn"],
     "shards": [*IMAGES, "data.source=wds:shards/*.tar"],
+    "tokens": [*TEXT, "data.source=tokens:ids"],
 }
 NEEDS = {
     "parquet": "pyarrow",
@@ -52,6 +53,8 @@ def write(folder: Path) -> None:
         "more": [{"text": f"and {n * n * n} more"} for n in range(200)],
         "chat": [{"prompt": f"say {n}: ", "completion": f"{n * n}"} for n in range(300)],
     }
+    (folder / "ids").mkdir()
+    np.save(folder / "ids" / "train.npy", np.arange(9000, dtype=np.uint16) % 200)
     for name, some in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
 
@@ -128,3 +131,70 @@ def test_every_sample_once(tmp_path: Path, source: str, monkeypatch: pytest.Monk
         rounds = [Counter(part[at : at + size]) for at in range(0, len(part), size)]
         assert all(set(one.values()) == {1} for one in rounds)
         assert all(len(one) == size for one in rounds[:-1])
+
+
+STREAMED = """
+import glob, os, torch
+from torch import nn
+
+def data():
+    import datasets
+    files = sorted(glob.glob("parts/*.jsonl"))
+    made = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    return made.shuffle(seed=1, buffer_size=64) if os.path.exists("shuffled") else made
+
+def collate(rows):
+    ids = torch.tensor([row["id"] for row in rows])
+    with open(f"read-{os.getpid()}", "a") as file:
+        file.write("".join(f"{n} " for n in ids.tolist()))
+    draw = torch.Generator().manual_seed(int(ids[0]))
+    return torch.randn(len(rows), 8, generator=draw), ids % 4
+
+def build():
+    return nn.Linear(8, 4)
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_stream_of_files_over_a_kill_and_a_resize(tmp_path: Path, shuffled: bool) -> None:
+    """The steps of an uninterrupted run, loss by loss; and each file is read by one rank."""
+    pytest.importorskip("datasets")
+    (tmp_path / "parts").mkdir()
+    for part in range(8):
+        rows = [{"id": 20 * part + n} for n in range(20)]
+        (tmp_path / "parts" / f"{part}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    if shuffled:
+        (tmp_path / "shuffled").touch()
+    (tmp_path / "streamed.py").write_text(STREAMED)
+    words = [
+        "data.source=streamed:data", "data.collate=streamed:collate", "model.build=streamed:build",
+        "data.validation=0", *SMALL[1:], "optimizer.lr=0.01", "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+    ]  # fmt: skip
+    alone = [*words, "train.steps=40", "launch.processes=1"]
+    whole = CommandLine(tmp_path, *alone, name="whole")
+    code, output = whole.finish(180)
+    assert code == 0, output
+    read = [int(n) for file in tmp_path.glob("read-*") for n in file.read_text().split()]
+    assert sorted(read) == sorted([*range(160)] * 2), "two epochs of 160 samples in 40 steps of 8"
+    for file in tmp_path.glob("read-*"):
+        file.unlink()
+
+    command = CommandLine(tmp_path, *words, "train.steps=12", "launch.processes=2")
+    command.wait_for(lambda: command.steps() >= 5, 180)
+    command.kill(1)
+    code, output = command.finish(180)
+    assert code == 0, output
+    assert len(command.events("worker_died")) == 1
+    resumed = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=40", "launch.processes=4")
+    code, output = resumed.finish(180)
+    assert code == 0, output
+    runs = [{n: (loss, samples) for n, loss, *_, samples in trajectory(one.run)}
+            for one in (whole, command)]  # fmt: skip
+    assert runs[0].keys() == runs[1].keys() == set(range(1, 41))
+    for step, (loss, samples) in runs[0].items():
+        assert runs[1][step][1] == samples
+        assert runs[1][step][0] == pytest.approx(loss, rel=1e-5), step

@@ -2,10 +2,13 @@
 
     <cache>/<name>-<key>/   meta.json: what was made, and size and CRC-32 of every file beside it
     <cache>/<name>-<key>.lock        one process builds, the others wait and then read
+    <cache>/<name>-<key>.checked     files that were verified since the machine started
     <cache>/<name>-<key>.tmp-*       where it is built; renamed when complete, so never seen half
 
 The key is a hash of everything the content depends on. An entry whose files do not match its
-meta.json is made again. <cache> is $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
+meta.json is made again. What a crash left half-written its checksum tells, once after a start of
+the machine and for what was written since: else each rank of a run would read all of it. <cache> is
+$SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,9 @@ LOCK_WAIT_S = 600.0
 
 CHECKED_BYTES = 256 * 2**20
 """How much of each file is read to verify it (0.1 s); beyond that its size must do."""
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Another text after every start of the machine; where there is none, files are always verified."""
 
 
 def content_key(*parts: object) -> str:
@@ -114,10 +120,26 @@ def _read(final: Path) -> dict[str, Any] | None:
     """What is said of an entry, or None if it is missing or damaged."""
     try:
         meta = json.loads((final / "meta.json").read_text())
-        sound = all(_fingerprint(final / n) == list(f) for n, f in meta["files"].items())
-        return dict(meta["about"]) if sound else None
+        mark, checked = _mark(final, meta["files"]), final.with_name(f"{final.name}.checked")
+        if not mark or not checked.is_file() or checked.read_text() != mark:
+            if any(_fingerprint(final / n) != list(f) for n, f in meta["files"].items()):
+                return None
+            with suppress(OSError):  # a cache may be read-only
+                checked.write_text(mark)
+        return dict(meta["about"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _mark(final: Path, names: Iterable[str]) -> str:
+    """The machine's start, and size and times of an entry's files; "" where starts are not told."""
+    try:
+        boot = BOOT.read_text().strip()
+    except OSError:
+        return ""
+    stats = {name: (final / name).stat() for name in ("meta.json", *sorted(names))}
+    files = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()]
+    return json.dumps([boot, files])
 
 
 @contextmanager

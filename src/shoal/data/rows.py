@@ -102,10 +102,18 @@ class Rows(Document):
 
     def texts(self) -> Iterator[str]:
         """The texts of this side, in order. Errors: ConfigError, of any row of the file."""
+        return (text for held, text in self.sides() if held is self.held)
+
+    @property
+    def is_side(self) -> bool:
+        """Whether other rows of the file are on the other side."""
+        return self.share > 0
+
+    def sides(self) -> Iterator[tuple[bool, str]]:
+        """(whether it is held out, text) of every row. Errors: as `texts`."""
         for place, row in self.rows((self.field,)):
             text = text_of(row, self.field, place)
-            if not self.share or (place_of(text) < self.share) is self.held:
-                yield text
+            yield place_of(text) < self.share if self.share else self.held, text
 
     def sample(self, share: float) -> Iterator[str]:
         """Whole rows, evenly spread, of which there are about so large a share."""

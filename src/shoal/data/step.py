@@ -37,6 +37,7 @@ class StepBatch:
     position, next_position  where the step starts and ends in the stream, samples over all ranks
     total                    micro-batches of the whole step, over all ranks
     epoch                    pass over the data, from 0
+    by_rank                  micro-batches of each data rank; (): dealt in turn, rank 0 first
     after                    the loader's state once this step is committed; JSON values
     stream                   which loader made it: the loader's identity
     probe                    texts on the data that ranks compare, with a loader's first step; else
@@ -55,6 +56,7 @@ class StepBatch:
     after: dict[str, Any] = field(default_factory=dict)
     stream: int = 0
     probe: tuple[Any, ...] = ()
+    by_rank: tuple[int, ...] = ()
 
     @property
     def values(self) -> list[Any]:

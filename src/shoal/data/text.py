@@ -71,6 +71,15 @@ class Document:
         """What its texts depend on, as JSON values."""
         return [self.name, self.size_bytes, self.modified_ns]
 
+    @property
+    def is_side(self) -> bool:
+        """Whether other texts of the file are on the other side, and `sides` gives both."""
+        return False
+
+    def sides(self) -> Iterator[tuple[bool, str]]:
+        """(whether it is held out, text) of all texts of the file."""
+        raise NotImplementedError
+
     def unsplit(self) -> Document:
         """The document with all texts of its file, where it is one side of a split."""
         return self
@@ -191,9 +200,9 @@ def _build(
     tokenizer.save(str(folder / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     spans = {"train": list[TokenSpan](), "validation": list[TokenSpan]()}
-    for part, documents in (("train", train), ("validation", validation)):
-        if documents:
-            np.save(folder / f"{part}.npy", encode(tokenizer, documents), allow_pickle=False)
+    for part, ids in zip(spans, encode(tokenizer, train, validation), strict=True):
+        if ids is not None:
+            np.save(folder / f"{part}.npy", ids, allow_pickle=False)
             spans[part] = [whole_file(folder / f"{part}.npy", "npy")]
     if not spans["train"][0].tokens:
         raise ConfigError(f"data.source: {len(train)} files hold no text")
@@ -262,34 +271,51 @@ def _pieces(text: str) -> Iterator[str]:
         start = stop
 
 
-def encode(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray[Any, Any]:
-    """All texts one after another, each followed by the end-of-text token if there is one.
+def encode(
+    tokenizer: Any, train: Sequence[Document], validation: Sequence[Document]
+) -> list[np.ndarray[Any, Any] | None]:
+    """Tokens of all texts, each followed by the end-of-text token if there is one, by side.
 
-    Gives   ids [tokens], uint16 where the vocabulary allows, else uint32
+    Gives   ids [tokens] of each side, uint16 where the vocabulary allows, else uint32; None for a
+            side without documents. Files that have both sides are read once
     Limits  the result must fit in memory: 2 bytes per token, about half a byte per byte of text
     """
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     ends = [tokenizer.token_to_id(name) for name in END_NAMES]
     end = next(([i] for i in ends if i is not None), [])
     encode_all = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-    chunks: list[np.ndarray[Any, Any]] = []
+    chunks: tuple[list[np.ndarray[Any, Any]], ...] = ([], [])
 
-    def flush(pieces: list[str | None]) -> None:
-        texts = [p for p in pieces if p is not None]
+    def flush(pieces: list[tuple[int, str | None]]) -> None:
+        texts = [piece for _, piece in pieces if piece is not None]
         done = iter(encode_all(texts, add_special_tokens=False))
-        for piece in pieces:
-            chunks.append(np.asarray(end if piece is None else next(done).ids, dtype=dtype))
+        for side, piece in pieces:
+            chunks[side].append(np.asarray(end if piece is None else next(done).ids, dtype=dtype))
 
-    waiting: list[str | None] = []
+    waiting: list[tuple[int, str | None]] = []
     characters = 0
-    for document in counting("encode", len(documents), documents):
-        for text in document.texts():
-            for piece in _pieces(text):
-                waiting.append(piece)
-                characters += len(piece)
-                if characters >= ENCODE_CHARACTERS:
-                    flush(waiting)
-                    waiting, characters = [], 0
-            waiting.append(None)  # the text's end
+    for side, text in _texts(train, validation):
+        for piece in _pieces(text):
+            waiting.append((side, piece))
+            characters += len(piece)
+            if characters >= ENCODE_CHARACTERS:
+                flush(waiting)
+                waiting, characters = [], 0
+        waiting.append((side, None))  # the text's end
     flush(waiting)
-    return np.concatenate(chunks) if chunks else np.zeros(0, dtype=dtype)
+    return [
+        (np.concatenate(one) if one else np.zeros(0, dtype=dtype)) if documents else None
+        for one, documents in zip(chunks, (train, validation), strict=True)
+    ]
+
+
+def _texts(train: Sequence[Document], validation: Sequence[Document]) -> Iterator[tuple[int, str]]:
+    """(side, text) of all texts; of files that have both sides in one reading."""
+    files, others = ([document.path for document in side] for side in (train, validation))
+    if files == others and all(document.is_side for document in (*train, *validation)):
+        for document in counting("encode", len(train), train):
+            yield from ((int(held), text) for held, text in document.sides())
+        return
+    both = [(0, document) for document in train] + [(1, document) for document in validation]
+    for side, document in counting("encode", len(both), both):
+        yield from ((side, text) for text in document.texts())

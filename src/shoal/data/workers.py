@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ def as_it_is(value: Any) -> Any:
 
 def from_workers(
     dataset: Dataset[Any], spans: Iterable[Any] | None, workers: int, ahead: int
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """What `dataset` gives, in order, fetched by `workers` processes, `ahead` results each.
 
     spans   keys for dataset[key]; None for an iterable dataset

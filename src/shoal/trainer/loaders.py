@@ -8,7 +8,8 @@ the same dataset gives the same one, so `for batch in run.loader(data)` is a new
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,11 @@ if TYPE_CHECKING:  # steps over batches of one's own do without
 class Feed:
     """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON."""
 
-    def __init__(self, plan: Plan, world: World, seed: int) -> None:
+    def __init__(self, plan: Plan, world: World, seed: int, notice: Callable[[str], None]) -> None:
         self.plan = plan
         self.world = world
         self.seed = seed
+        self.notice = notice
         self.state: list[dict[str, Any]] = []
         self._loaders: list[AnyLoader] = []
         self._settings: list[tuple[Any, int, Any]] = []
@@ -67,9 +69,19 @@ class Feed:
         for known, (of, by, joined) in zip(self._loaders, self._settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
-        loader = open_loader(
-            dataset, batch=self.plan.batch, workers=workers, collate=collate, **self._share()
-        )
+        settings = {
+            "batch": self.plan.batch,
+            "workers": workers,
+            "collate": collate,
+            **self._share(),
+        }
+        loader: AnyLoader | None = None
+        if "datasets" in sys.modules:
+            from shoal.data.hf_streams import open_dealt
+
+            loader = open_dealt(dataset, self.world.gather_json, self.notice, settings)
+        if loader is None:  # it has a length, which may be unknown
+            loader = open_loader(dataset, **settings)
         place = len(self._loaders)
         if place < len(self.state) and self.state[place]:
             loader.restore(self.state[place])

@@ -175,7 +175,7 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
     plan = run.program.plan
     record = {
         "step": run.step_count,
-        "data": run.feed.state,
+        "data": _data_state(run.feed),
         "seed": plan.seed,
         "layout": plan.layout.text(),
         "batch": plan.batch,
@@ -190,6 +190,15 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         **run.extra_record,
     }
     return parts, record
+
+
+def _data_state(feed: Feed) -> list[dict[str, Any]]:
+    """Where the loaders stand, with what each rank knows alone of streams that it reads."""
+    if "datasets" not in sys.modules:
+        return feed.state
+    from shoal.data.dealt_loader import gathered
+
+    return [gathered(kept, feed.world.gather_json) for kept in feed.state]
 
 
 def model_parts(run: Kept) -> dict[str, Part]:

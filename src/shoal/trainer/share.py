@@ -32,7 +32,7 @@ def busiest(program: Program, batch: Any, own: int) -> int:
     if not _must_meet(program):
         return own
     if isinstance(batch, StepBatch):
-        return -(-batch.total // world.size)
+        return max(batch.by_rank, default=-(-batch.total // world.size))
     return world.all_reduce_max(own)
 
 
@@ -50,7 +50,7 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
     if not (_must_meet(program) and program.together):
         return spare
     if isinstance(batch, StepBatch):
-        fewest = batch.total // world.size
+        fewest = min(batch.by_rank, default=batch.total // world.size)
     else:
         fewest = -world.all_reduce_max(-int(own is not None))
     if fewest or not rounds or world.all_true(spare is not None):  # all ask, or none
