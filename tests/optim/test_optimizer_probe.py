@@ -8,10 +8,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.base.policies import WHOLE_STEPS
+from shoal.optim.accept import ELEMENT_WISE, Slicing, slicing_of
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.optim.probe import Slicing, probe
+from shoal.optim.probe import probe
 
 YES = Slicing("", "", "")
 
@@ -43,6 +44,24 @@ SLICED = {
 @pytest.mark.parametrize("name", SLICED)
 def test_elementwise_rules_work_on_pieces(name: str) -> None:
     assert probe(SLICED[name](parameters())) == YES
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_what_is_known_without_asking_is_what_the_probe_finds(name: str) -> None:
+    optimizer = getattr(torch.optim, name)(parameters())
+    assert slicing_of(optimizer) == probe(optimizer) == YES
+
+
+def test_a_known_name_with_another_step_is_asked() -> None:
+    class SGD(torch.optim.SGD):  # of somebody else's module
+        def step(self, closure=None):
+            torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+            return super().step(closure)
+
+    assert slicing_of(SGD(parameters())).flat
+    patched = torch.optim.SGD(parameters())
+    patched.step = lambda closure=None: None
+    assert slicing_of(patched) != YES
 
 
 class EagerSums(torch.optim.Optimizer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,6 +16,33 @@ from torch import nn
 from shoal.base.errors import ConfigError, PlanError
 
 Parameters = Mapping[str, nn.Parameter]
+
+ELEMENT_WISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
+"""Of torch.optim, whatever their options: a step on a piece is the piece of a step."""
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
+
+    flat    a rank steps a 1-D piece of a parameter · rows  … some rows of it
+    apart   a rank steps some parameters whole, without seeing the others
+    """
+
+    flat: str
+    rows: str
+    apart: str
+
+
+def slicing_of(optimizer: torch.optim.Optimizer) -> Slicing:
+    """Tell how ranks may share an optimizer's step: known of `ELEMENT_WISE`, else by experiment."""
+    kind = type(optimizer)
+    plain = kind.__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    if plain and kind.__name__ in ELEMENT_WISE:
+        return Slicing("", "", "")
+    from shoal.optim.probe import probe  # most runs have one of those
+
+    return probe(optimizer)
 
 
 def rebind(

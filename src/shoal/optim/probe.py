@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shoal.fabric.device import is_accelerator
+from shoal.optim.accept import Slicing
 from shoal.optim.twin import UnfitError, make_twin, without_hooks
 
 STEPS = 12
@@ -37,19 +38,6 @@ SIZES = (0.01, 100.0, 1.0)
 """Of the gradients, in turn: limits on norms are met, whatever they are likely to be."""
 FORMATS = ((torch.float64, 1e-12), (torch.float32, 1e-5))
 """Number formats to try, with the largest difference as a share of the largest value."""
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
-
-    flat    a rank steps a 1-D piece of a parameter · rows  … some rows of it
-    apart   a rank steps some parameters whole, without seeing the others
-    """
-
-    flat: str
-    rows: str
-    apart: str
 
 
 @dataclass(frozen=True)

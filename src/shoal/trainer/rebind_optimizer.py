@@ -1,6 +1,6 @@
 """Gives the optimizer what this rank steps: whole parameters, or its part of each.
 
-Whether a part may be stepped alone is asked of the optimizer by experiment before anything is cut.
+Whether a part may be stepped alone is found out before anything is cut (`optim/accept.py`).
 zero1 and zero2 deal whole parameters to owners where the answer is no; fsdp cuts every parameter,
 so there it is a refusal.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,10 +16,8 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
 from shoal.base.shards import Shard
+from shoal.optim.accept import Slicing, slicing_of
 from shoal.parallel.program import Program
-
-if TYPE_CHECKING:  # whole parameters ask no optimizer
-    from shoal.optim.probe import Slicing
 
 
 def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, list[str]]:
@@ -32,9 +29,7 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
     stage = plan.layout.zero
     if not stage and not program.cuts and program.pipe.size == 1:
         return plan, []
-    from shoal.optim.probe import probe
-
-    allowed = probe(optimizer)
+    allowed = slicing_of(optimizer)
     name = type(optimizer).__name__
     _check_division(program, allowed)
     if not stage:
