@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.base.policies import WHOLE_STEPS
-from shoal.optim.accept import ELEMENT_WISE, Slicing, slicing_of
+from shoal.base.shards import Slicing
+from shoal.optim.accept import ELEMENT_WISE, slicing_of
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW

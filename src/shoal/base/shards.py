@@ -127,3 +127,16 @@ def check_savable(dtypes: Mapping[str, str], where: str) -> None:
                 f"{where}: {name} is {dtype}, which checkpoints cannot hold; they hold "
                 f"{', '.join(DTYPES)}"
             )
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
+
+    flat    a rank steps a 1-D piece of a parameter · rows  … some rows of it
+    apart   a rank steps some parameters whole, without seeing the others
+    """
+
+    flat: str
+    rows: str
+    apart: str

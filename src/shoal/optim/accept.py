@@ -8,30 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.base.shards import Slicing
 
 Parameters = Mapping[str, nn.Parameter]
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 """Of torch.optim, whatever their options: a step on a piece is the piece of a step."""
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
-
-    flat    a rank steps a 1-D piece of a parameter · rows  … some rows of it
-    apart   a rank steps some parameters whole, without seeing the others
-    """
-
-    flat: str
-    rows: str
-    apart: str
 
 
 def slicing_of(optimizer: torch.optim.Optimizer) -> Slicing:

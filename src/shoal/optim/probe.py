@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base.shards import Slicing
 from shoal.fabric.device import is_accelerator
-from shoal.optim.accept import Slicing
 from shoal.optim.twin import UnfitError, make_twin, without_hooks
 
 STEPS = 12

@@ -15,8 +15,8 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
-from shoal.base.shards import Shard
-from shoal.optim.accept import Slicing, slicing_of
+from shoal.base.shards import Shard, Slicing
+from shoal.optim.accept import slicing_of
 from shoal.parallel.program import Program
 
 
