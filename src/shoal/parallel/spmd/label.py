@@ -306,7 +306,7 @@ class Labelling:
         split = [one for one in used if isinstance(self.label(one), Split | Tiled)]
         self.summed += size if split else 0
         if split and size * SMALL > max(self.problem.size(one) for one in split):
-            self.conflicts.append(Conflict(node, split[0], self._who_split(split[0])))
+            self.conflicts.append(Conflict(node, split[0], self._who_split(split[0]), dear=True))
 
     def _inherit(self, node: fx.Node, used: list[fx.Node]) -> None:
         """Note who split a value, and whether it is cut along the sequence only."""

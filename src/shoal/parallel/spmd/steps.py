@@ -38,13 +38,15 @@ class Step:
 class Conflict:
     """A split value that must be gathered, the operation that needs it, and who split it.
 
-    output   its place among the layer's results, if it is one
+    output   its place among the layer's results, if it is one · dear  it need not be gathered: it
+             is summed over ranks, which costs more than its size is worth
     """
 
     node: fx.Node
     value: fx.Node
     origins: tuple[str, ...]
     output: int | None = None
+    dear: bool = False
 
 
 @dataclass(frozen=True)
