@@ -599,6 +599,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_", TORCH_FN(simgpu::set_nothing));
   m.impl("record_stream", TORCH_FN(simgpu::record_stream));
   m.impl("native_dropout", TORCH_FN(simgpu::dropout));
+  // Of torch's own pieces otherwise, which round as the CPU's kernel does on some processors only.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&simgpu::fallback>());
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
