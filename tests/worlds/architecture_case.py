@@ -37,6 +37,8 @@ def prove(world: World, folder: str, name: str, layout: dict[str, int]) -> dict[
         return {
             "verdict": "not made",
             "reason": why,
+            "said": "",
+            "cause": None,
             "trajectories": [],
             "notices": [],
             "shares": {},
