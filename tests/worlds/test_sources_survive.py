@@ -94,6 +94,20 @@ def write_formats(folder: Path, source: str) -> None:
                 tar.addfile(info, io.BytesIO(b"%d" % (n % 3)))
 
 
+def killed_and_resized(folder: Path, words: list[str]) -> CommandLine:
+    """Train on two ranks, of which one is killed and restarted, then resume on four, to step 40."""
+    command = CommandLine(folder, *words, "train.steps=12", "launch.processes=2")
+    command.wait_for(lambda: command.steps() >= 5, 180)
+    command.kill(1)
+    code, output = command.finish(180)
+    assert code == 0, output
+    assert len(command.events("worker_died")) == 1
+    resumed = CommandLine(folder, "--resume", "runs/run", "train.steps=40", "launch.processes=4")
+    code, output = resumed.finish(180)
+    assert code == 0, output
+    return command
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_sample_once(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +116,7 @@ def test_every_sample_once(tmp_path: Path, source: str, monkeypatch: pytest.Monk
         pytest.importorskip(NEEDS[source])
         write_formats(tmp_path, source)
     words = [*SMALL, *SOURCES[source]]
-    command = CommandLine(tmp_path, *words, "train.steps=12", "launch.processes=2")
-    command.wait_for(lambda: command.steps() >= 5, 180)
-    command.kill(1)
-    code, output = command.finish(180)
-    assert code == 0, output
-    assert len(command.events("worker_died")) == 1
-    resumed = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=40", "launch.processes=4")
-    code, output = resumed.finish(180)
-    assert code == 0, output
+    command = killed_and_resized(tmp_path, words)
     spans = [samples for *_, samples in trajectory(command.run)]
     assert len(spans) == 40
     assert spans[0][0] == 0
@@ -183,15 +189,7 @@ def test_a_stream_of_files_over_a_kill_and_a_resize(tmp_path: Path, shuffled: bo
     for file in tmp_path.glob("read-*"):
         file.unlink()
 
-    command = CommandLine(tmp_path, *words, "train.steps=12", "launch.processes=2")
-    command.wait_for(lambda: command.steps() >= 5, 180)
-    command.kill(1)
-    code, output = command.finish(180)
-    assert code == 0, output
-    assert len(command.events("worker_died")) == 1
-    resumed = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=40", "launch.processes=4")
-    code, output = resumed.finish(180)
-    assert code == 0, output
+    command = killed_and_resized(tmp_path, words)
     runs = [{n: (loss, samples) for n, loss, *_, samples in trajectory(one.run)}
             for one in (whole, command)]  # fmt: skip
     assert runs[0].keys() == runs[1].keys() == set(range(1, 41))

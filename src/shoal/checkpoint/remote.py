@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ClusterError, ConfigError, ShoalError
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, nearest
 from shoal.checkpoint import folders
 from shoal.checkpoint.faults import Damaged, explain
 from shoal.checkpoint.hub_folder import HUB
@@ -47,10 +47,14 @@ def check_remote(address: Any) -> None:
         raise ConfigError(
             f"{where}: needs fsspec, which is not installed; nearest: pip install 'shoal[data]'"
         ) from None
+    protocol = address.partition("://")[0].rpartition("::")[2]
     try:
-        fsspec.get_filesystem_class(address.partition("://")[0].rpartition("::")[2])
-    except (ImportError, ValueError) as error:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:  # which says what to install
         raise ConfigError(f"{where}: {error}") from error
+    except ValueError as error:
+        near = nearest(protocol, fsspec.available_protocols()) or "s3"
+        raise ConfigError(f"{where}: {error}; nearest: {near}://…") from error
 
 
 class RemoteFolder:

@@ -216,10 +216,10 @@ def recorded_event(device: torch.device) -> Any:
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
     """float64 numbers on a device, [numbers], without the host waiting for the copy."""
-    return brought(torch.tensor(numbers, dtype=torch.float64), device)
+    return to_device(torch.tensor(numbers, dtype=torch.float64), device)
 
 
-def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device, without the host waiting for what the device still has to do.
 
     From memory that is not pinned the driver copies at once, when the stream has come so far. torch

@@ -26,7 +26,7 @@ from torch import nn
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
 from shoal.fabric import World
-from shoal.fabric.device import brought, what_is_missing
+from shoal.fabric.device import to_device, what_is_missing
 from shoal.machine.memory import is_read_as_used, read_ahead
 from shoal.parallel import ALONG_AXES, compare_weights, dropout_rng, precision
 from shoal.parallel._torch import BatchNorm, pytree
@@ -315,6 +315,6 @@ def _to_device(program: Program) -> Program:
     program.notices.extend(line for line in [what_is_missing(device)] if line)
 
     def move(leaf: Any) -> Any:
-        return brought(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+        return to_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
     return replace(program, prepare=(*program.prepare, lambda b: pytree.tree_map(move, b)))
