@@ -55,7 +55,7 @@ def told(**arguments: Any) -> str:
         ({"num_epochs": 3}, "shoal.parallelize has no argument num_epochs; nearest: for epoch in run.epochs(…)"),
         ({"remote": "memory://far"}, 'remote = memory://far: copies what is written into the run folder; nearest: folder="runs/mine"'),
         ({"remote": Path("/mnt/far"), "folder": "runs/x"}, "checkpoint.remote = /mnt/far: an address is wanted, as s3://bucket/run; nearest: file:///mnt/far"),
-        ({"remote": "s4://far", "folder": "runs/x"}, "checkpoint.remote = s4://far: Protocol not known: s4"),
+        ({"remote": "s4://far", "folder": "runs/x"}, "checkpoint.remote = s4://far: Protocol not known: s4; nearest: s3://…"),
         ({"layuot": "ddp"}, "shoal.parallelize has no argument layuot; nearest: layout"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
