@@ -1,9 +1,10 @@
 """Notes what a forward pass does with the rows of embeddings and linear layers.
 
 Uses are seen in the record's forward pass, operation by operation: the forward of a plain
-nn.Embedding or nn.Linear, or an output that hands hidden states and weight to the loss (fields
-`hidden`, `weight` and `vocabulary`, as shoal.models.loss.Unprojected has). `find_tables.py` decides
-by them which rows may be dealt to the ranks.
+nn.Embedding or nn.Linear, a lookup in the forward of an embedding that does more (Gemma scales what
+it finds), or an output that hands hidden states and weight to the loss (fields `hidden`, `weight`
+and `vocabulary`, as shoal.models.loss.Unprojected has). `find_tables.py` decides by them which rows
+may be dealt to the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Tables:
     """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
 
     split        parameter (first name) → why · whole  the other candidates → why not
-    embeddings   names of the modules that look up split tables
+    embeddings   names of the modules that look up split tables · own_forwards  those of them that
+                 compute with what they find
     heads        names of those that multiply by them
     to_loss      name of the module whose weight the model's output hands to the loss, or ""
     hidden       the hidden states that it hands over, without data
@@ -37,6 +39,7 @@ class Tables:
     split: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
+    own_forwards: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     to_loss: str = ""
     hidden: Tensor | None = None
@@ -50,14 +53,19 @@ def for_loss(value: Any) -> bool:
 
 
 def is_table(part: nn.Module) -> TypeGuard[Table]:
-    """A layer whose forward is torch's own and reads single rows only."""
+    """A linear layer whose forward is torch's, or an embedding that reads single rows only."""
     if not isinstance(part, Table) or "forward" in part.__dict__:
         return False
     if isinstance(part, nn.Linear):
         return type(part).forward is nn.Linear.forward
-    if type(part).forward is not nn.Embedding.forward:
+    if not isinstance(part._parameters.get("weight"), nn.Parameter) or part.weight.dim() != 2:
         return False
     return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
+
+
+def has_own_forward(part: nn.Module) -> bool:
+    """Whether an embedding is of a class that computes with what it looks up."""
+    return isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,12 @@ class Uses(TorchDispatchMode):
 
     def __init__(self, tables: Mapping[str, Table]) -> None:
         super().__init__()
-        self.weights = {name: {id(p) for p in t.parameters()} for name, t in tables.items()}
+        self.weights = {
+            name: {id(p) for p in ([t.weight] if has_own_forward(t) else t.parameters())}
+            for name, t in tables.items()
+        }
         self.watched = set().union(*self.weights.values())
+        self.looked_up = {id(t.weight) for t in tables.values() if has_own_forward(t)}
         self.used: dict[int, str] = {}
         self.outputs: dict[str, Tensor] = {}
         self.allowed: set[int] = set()
@@ -94,7 +106,10 @@ class Uses(TorchDispatchMode):
     ) -> Any:
         """Run the operation, and note it."""
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if id(leaf) in self.watched and id(leaf) not in self.allowed:
+            if id(leaf) not in self.watched:
+                continue
+            looks_up = func.overloadpacket is torch.ops.aten.embedding
+            if id(leaf) not in self.allowed or (id(leaf) in self.looked_up and not looks_up):
                 self.used.setdefault(id(leaf), str(func.overloadpacket).split(".")[-1])
         return func(*args, **(kwargs or {}))
 
