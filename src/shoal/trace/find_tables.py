@@ -105,7 +105,7 @@ class _Candidates:
             return "the user's wish"
         for tensor in (weight, *biases):
             if id(tensor) in self.uses.used:
-                return f"also read by {self.uses.used[id(tensor)]} outside of its own layer"
+                return self.uses.used[id(tensor)]
         if id(weight) in self.homes:
             return f"also held by {self.homes[id(weight)]}"
         if id(weight) not in self.uses.handed and not any(

@@ -72,7 +72,7 @@ def has_own_forward(part: nn.Module) -> bool:
 class TableUses:
     """What one forward pass showed of embeddings and linear layers.
 
-    used     weights (by id) that something else than their own layer read → that operation
+    used     weights (by id) that are read in another way too → which: "also read by linear …"
     handed   weights that the outputs hand to the loss · hidden  what they are multiplied with there
     outputs  what each layer gave, without data
     """
@@ -96,10 +96,11 @@ class Uses(TorchDispatchMode):
             for name, t in tables.items()
         }
         self.watched = set().union(*self.weights.values())
-        self.looked_up = {id(t.weight) for t in tables.values() if has_own_forward(t)}
+        self.looked_up = {id(t.weight): n for n, t in tables.items() if has_own_forward(t)}
         self.used: dict[int, str] = {}
         self.outputs: dict[str, Tensor] = {}
         self.allowed: set[int] = set()
+        self.found = False  # in the call under way, rows were looked up by its own forward
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,16 +109,31 @@ class Uses(TorchDispatchMode):
         for leaf in pytree.tree_leaves((args, kwargs)):
             if id(leaf) not in self.watched:
                 continue
-            looks_up = func.overloadpacket is torch.ops.aten.embedding
-            if id(leaf) not in self.allowed or (id(leaf) in self.looked_up and not looks_up):
-                self.used.setdefault(id(leaf), str(func.overloadpacket).split(".")[-1])
+            what = str(func.overloadpacket).split(".")[-1]
+            if id(leaf) not in self.allowed:
+                self.used.setdefault(id(leaf), f"also read by {what} outside of its own layer")
+            elif id(leaf) in self.looked_up and self.allowed is not self.watched:
+                return self._inside(self.looked_up[id(leaf)], id(leaf), what, func, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+    def _inside(
+        self, name: str, weight: int, what: str, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """An operation on a table in a forward of its own class: one lookup is understood."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is not torch.ops.aten.embedding or self.found:
+            again = "again " if self.found else ""
+            self.used.setdefault(weight, f"its own forward reads it {again}by {what}")
+        else:
+            self.outputs[name] = torch.empty_like(result, device="meta")
+        self.found = True
+        return result
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """A layer is called: it may read its own weights."""
         outer = self.allowed
-        self.allowed = self.weights.get(name, outer)
+        self.allowed, self.found = self.weights.get(name, outer), False
         try:
             yield
         finally:
@@ -134,7 +150,7 @@ class Uses(TorchDispatchMode):
 
     def gave(self, name: str, output: Any) -> None:
         """What a layer gave."""
-        if name in self.weights:
+        if name in self.weights and name not in self.looked_up.values():
             self.outputs[name] = torch.empty_like(output, device="meta")
 
     def of(self, outputs: Any) -> TableUses:
@@ -145,5 +161,5 @@ class Uses(TorchDispatchMode):
                 handed.add(id(leaf.weight))
                 hidden = torch.empty_like(leaf.hidden, device="meta")
             elif id(leaf) in self.watched:
-                self.used.setdefault(id(leaf), "the model's outputs")
+                self.used.setdefault(id(leaf), "also read by the model's outputs")
         return TableUses(self.used, frozenset(handed), hidden, self.outputs)

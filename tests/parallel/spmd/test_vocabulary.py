@@ -110,6 +110,8 @@ class Scaled(nn.Embedding):
             found = F.embedding(ids, weight=self.weight, padding_idx=padding)
         elif self.way == "torch":
             found = torch.embedding(self.weight, ids, self.padding_idx or -1)
+        elif self.way == "twice":
+            return super().forward(ids), super().forward(ids + 1)
         else:
             found = self.weight[ids]
         return found * self.scale.to(self.weight.dtype)
@@ -148,7 +150,7 @@ class Model(nn.Module):
         super().__init__()
         self.other = other
         self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(6, 8)
-        if other in ("super", "index"):
+        if other in ("super", "index", "twice"):
             self.tokens = Scaled(20, 8, way=other)
         if other == "renormed":
             self.tokens = nn.Embedding(20, 8, max_norm=1.0)
@@ -160,7 +162,10 @@ class Model(nn.Module):
             self.copy = nn.ParameterList([self.tokens.weight])
 
     def forward(self, ids: Tensor) -> Any:
-        h = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        found = self.tokens(ids % 19)
+        h = (found[0] if self.other == "twice" else found) + self.positions(
+            torch.arange(ids.shape[1])
+        )
         for layer in self.layers:
             h = layer(h)
         if self.other == "by hand":
@@ -170,6 +175,7 @@ class Model(nn.Module):
         return self.head(h)
 
 
+TWICE = {"tokens.weight": "its own forward reads it again by embedding"}
 REASONS = {
     "": ({"tokens.weight", "head.weight", "head.bias"}, {}),
     "tied": ({"tokens.weight", "head.bias"}, {}),
@@ -180,8 +186,9 @@ REASONS = {
     "super": ({"tokens.weight", "head.weight", "head.bias"}, {}),
     "index": (
         {"tokens.weight", "head.weight", "head.bias"},
-        {"tokens.weight": "also read by index"},
+        {"tokens.weight": "its own forward reads it by index"},
     ),
+    "twice": ({"tokens.weight", "head.weight", "head.bias"}, TWICE),
     "renormed": ({"head.weight", "head.bias"}, {}),
 }
 
