@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -51,28 +52,30 @@ def end_well(script: str) -> None:
     assert not any(codes), f"7: a gloo thread outlived close; -6: the exit aborted; {codes} {words}"
 
 
-def test_a_second_world_in_the_same_processes() -> None:
-    """k-fold: close, then parallelize again under one launcher; old addresses must not be met."""
-    again = SCRIPT.replace(
-        "names = ",
-        """
-run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8)
+AGAIN = """
+run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8, layout="fsdp")
 for batch in run.loader(Data()):
     run.step(batch)
 run.close()
-names = """,
-    )
-    end_well(again)
+names = """
+"""FSDP keeps groups with the model, which lives on, and DTensor's caches keep the mesh for ever."""
 
 
-def test_close_ends_every_gloo_thread() -> None:
-    end_well(SCRIPT)
+def test_worlds_one_after_another_in_the_same_processes() -> None:
+    """k-fold: close, then parallelize again under one launcher, sharded; a run that saved first.
+
+    Old addresses must not be met, and no gloo thread of either world, nor of the saves' own, is left.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        saves = SCRIPT.replace("batch=8)", f"batch=8, folder={folder!r})")
+        saves = saves.replace("run.close()", "run.save(wait=False)\nrun.close()")
+        end_well(saves.replace("names = ", AGAIN))
 
 
-def test_a_sharded_model_and_its_mesh_hold_no_group() -> None:
-    """The model lives on: FSDP keeps groups with it, DTensor's caches keep the mesh for ever."""
-    sharded = SCRIPT.replace("batch=8)", "layout='fsdp', batch=8)")
-    end_well(sharded)
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["auto", "fsdp"])
+def test_close_ends_every_gloo_thread(layout: str) -> None:
+    end_well(SCRIPT.replace("batch=8)", f"layout={layout!r}, batch=8)"))
 
 
 @pytest.mark.proof

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import resume_case
@@ -33,15 +32,6 @@ SHARDS: Legs = [
     (4, {"tp": 2, "dp_shard": 2}, 1),
     (4, {"tp": 2, "dp_shard": 2, "zero": 1}, 1),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As in the processes of a world, so that sums are taken in the same order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_legs(

@@ -38,7 +38,12 @@ def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("attributes", "fsdp"), ("often", "fsdp"), ("attributes", "fsdp no")]
+    ("name", "layout"),
+    [
+        ("attributes", "fsdp"),
+        pytest.param("often", "fsdp", marks=pytest.mark.proof),
+        ("attributes", "fsdp no"),
+    ],
 )
 def test_what_fsdp_holds_is_foreseen(worlds, name: str, layout: str) -> None:
     """Of blocks that no list holds, on four ranks; a late thread of gloo holds more on one of them.
