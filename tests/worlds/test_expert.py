@@ -14,6 +14,7 @@ EXACT = 1e-12
 
 ROWS = [
     (2, "moe with capacity", "ep2"),
+    (2, "own one-sided", "ep2"),  # one of the ranks never gets a token
     (4, "moe", "ddp4 ep2"),
     (4, "moe", "fsdp4 ep2"),
     (4, "own", "hsdp ep4"),
@@ -22,7 +23,6 @@ ROWS = [
     (2, "own list, busy ones", "ep2"),  # ranks call different experts, and some none at all
 ]
 LONG = [
-    (2, "own one-sided", "ep2"),  # one of the ranks never gets a token
     (4, "moe", "ep4"),
     (4, "own list, busy ones", "zero1 ep2"),
     (4, "moe", "zero1 ep2"),

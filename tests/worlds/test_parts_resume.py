@@ -82,6 +82,7 @@ def test_a_grid_goes_on_over_all_layouts(chain, tmp_path: Path) -> None:
     assert_unbroken(chain["fused adamw"], CHAIN, alone(tmp_path, "fused", "adamw", 5))
 
 
+@pytest.mark.proof  # bits: ddp (test_survival.py); a grid, to 1e-10: the legs above
 def test_the_same_grid_goes_on_bit_for_bit(worlds, chain, tmp_path: Path) -> None:
     ((ranks,),) = run_legs(worlds, tmp_path, [("fused", "adamw")], [(4, GRID, 3)]).values()
     first, second = chain["fused adamw"][:2]

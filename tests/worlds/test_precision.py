@@ -41,7 +41,7 @@ def trained(worlds):
 
 
 ROWS = [(layout, precision) for layout in LAYOUTS for precision in ("bf16", "fp16")]
-LONG = [("zero1", "fp16"), ("zero2", "bf16")]
+LONG = [("zero1", "fp16"), ("zero2", "bf16"), ("fsdp", "fp16")]
 
 
 @pytest.mark.parametrize(
