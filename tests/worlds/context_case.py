@@ -233,6 +233,8 @@ def keys_held(world: World, samples: int) -> list[float]:
     from shoal.fabric.ring import Ring
     from shoal.parallel.context_parallel import ring
 
+    gc.collect()
+    gc.freeze()  # only what is made from here on needs a look
     size, tokens = world.size, 8
     draw = torch.Generator().manual_seed(5)
     shape = (samples, size * tokens, 4, 8)

@@ -6,9 +6,12 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import pytest
+
+from cli_run import lines
+from shoal.checkpoint.listing import find, verify
 
 SCRIPT = """
 import sys, torch
@@ -60,16 +63,34 @@ run.close()
 names = """
 """FSDP keeps groups with the model, which lives on, and DTensor's caches keep the mesh for ever."""
 
+FORGETS = """
+if any("gloo" in n for n in names):
+    sys.exit(7)
+run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8, folder=FOLDER)
+for batch in run.loader(Data()):
+    run.step(batch)
+run.save(wait=False)
+"""
 
-def test_worlds_one_after_another_in_the_same_processes() -> None:
-    """k-fold: close, then parallelize again under one launcher, sharded; a run that saved first.
 
-    Old addresses must not be met, and no gloo thread of either world, nor of the saves' own, is left.
+def test_worlds_one_after_another_in_the_same_processes(tmp_path: Path) -> None:
+    """k-fold: close, then parallelize again under one launcher: plain, sharded, and never closed.
+
+    Old addresses must not be met, and no gloo thread of a closed world, nor of its saves, is left.
+    What was not closed still saves, and tells.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        saves = SCRIPT.replace("batch=8)", f"batch=8, folder={folder!r})")
-        saves = saves.replace("run.close()", "run.save(wait=False)\nrun.close()")
-        end_well(saves.replace("names = ", AGAIN))
+    first, last = tmp_path / "first", tmp_path / "last"
+    closes, _, _ = SCRIPT.replace("batch=8)", f"batch=8, folder={str(first)!r})").partition(
+        "sys.exit"
+    )
+    closes = closes.replace("run.close()", "run.save(wait=False)\nrun.close()")
+    end_well(closes.replace("names = ", AGAIN) + FORGETS.replace("FOLDER", repr(str(last))))
+    for folder in (first, last):
+        (saved,) = find(folder / "checkpoints")
+        assert verify(saved.path) == []
+        assert [line["event"] for line in lines(folder / "events.jsonl")].count(
+            "checkpoint_saved"
+        ) == 1
 
 
 @pytest.mark.proof

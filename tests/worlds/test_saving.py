@@ -175,6 +175,7 @@ def test_close_ends_every_gloo_thread_of_the_twin(tmp_path) -> None:
     assert os.listdir(tmp_path / "checkpoints") == ["step-2"]
 
 
+@pytest.mark.proof  # of a run, after two that were closed: test_exit.py
 def test_a_script_that_forgets_close_still_saves_and_tells(tmp_path) -> None:
     codes, words = two_processes(FORGETS, tmp_path)
     assert codes == [0, 0], words
