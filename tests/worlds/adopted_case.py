@@ -12,8 +12,8 @@ from shoal.models.catalog import build
 from shoal.parallel import shared_build
 
 
-def built(world: World) -> tuple[list[str], list[float], str]:
-    """Devices that this rank's builder was asked to build on, losses, where the group is from."""
+def built(world: World) -> tuple[list[str], list[float], str, bool]:
+    """Devices that this rank's builder was asked to build on, losses, whose group, if with a store."""
     made: list[str] = []
 
     def make() -> torch.nn.Module:
@@ -26,7 +26,7 @@ def built(world: World) -> tuple[list[str], list[float], str]:
         )
     tokens = torch.arange(8 * 16).view(8, 16) % 32
     losses = [run.step(one).loss for one in run.loader([(row, (row + 1) % 32) for row in tokens])]
-    came_from = run.world.started_by
+    came_from, with_store = run.world.started_by, run.world.store is not None
     run.close()
     world.barrier()  # the group is as it was
-    return made, losses, came_from
+    return made, losses, came_from, with_store

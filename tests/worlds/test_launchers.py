@@ -174,7 +174,7 @@ def test_a_group_that_was_there_before_builds_once_per_machine_too(worlds) -> No
     assert first[0] == ["cpu"]
     assert second[0] == ["meta"]
     assert first[1] == second[1]
-    assert first[2] == second[2] == "an existing process group"
+    assert first[2:] == second[2:] == ["an existing process group", True]
 
 
 @pytest.mark.proof
