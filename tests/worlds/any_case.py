@@ -136,6 +136,13 @@ def examples() -> dict[str, Any]:
     return {**found, **more, **{f"hf {n}, 6 heads": example for n, example in SIX_HEADS.items()}}
 
 
+def example_of(model: str) -> Any:
+    """One of them; transformers is not imported, for seconds, where it is not one of its own."""
+    from user_modules import EXAMPLES
+
+    return EXAMPLES[model] if model in EXAMPLES else examples()[model]
+
+
 def models() -> list[str]:
     """Every row of the table."""
     return [*OURS, *examples()]
@@ -147,7 +154,7 @@ def split_share(model: str, degree: int) -> float:
         build, data = _our_model(model)
         few, call = torch.utils.data.default_collate([data[k] for k in range(3)]), "single"
     else:
-        example = examples()[model]
+        example = example_of(model)
         build, data = example.build, Samples(example.inputs)
         few, call = joined([data[k] for k in range(3)]), "single"
         call = "kwargs" if isinstance(data.whole, dict) else call
@@ -171,7 +178,7 @@ def trial_of(model: str) -> Trial:
     """What both sides train."""
     if model in OURS:
         return _our_trial(model)
-    example = examples()[model]
+    example = example_of(model)
 
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -216,7 +216,7 @@ class Handing(nn.Module):
         super().__init__()
         self.how, self.passes = how, 0
         self.shared, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Handed(layer, how, self.shared) for layer in range(4))
+        self.blocks = nn.ModuleList(Handed(layer, how, self.shared) for layer in range(2))
         self.told, self.numbered = Told(torch.ones(1, 1, 1, dtype=torch.float64)), Numbered(1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ class Handing(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, handed)
         if self.how == "written":
-            hidden = hidden + handed.keys[0] + handed.keys[3]
+            hidden = hidden + handed.keys[0] + handed.keys[1]
         elif self.how == "left":
             hidden = hidden * sum(block.mixer.last for block in self.blocks)
         return self.head(hidden)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,6 +34,26 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     made = Worlds(tmp_path_factory.mktemp("worlds"))
     yield made
     close_all(list(made.by_size.values()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """As in the processes of a world: sums in the same order, and none that spins beside them."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def planted(worlds: Worlds) -> Callable[..., list[dict[str, Any]]]:
+    """Gives every rank's report on a planted bug: trained once for all who read of it."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def ask(size: int, call: str, **asked: Any) -> list[dict[str, Any]]:
+        key = f"{size} {call} {sorted(asked.items())}"
+        if key not in known:
+            known[key] = worlds(size).call(call, **asked)
+        return known[key]
+
+    return ask
 
 
 @pytest.fixture(scope="session")

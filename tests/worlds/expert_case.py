@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import any_case
 import cases
-from inside_causes import INSIDE
+from inside_causes import explained
 from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import Traffic, World, start_world
 from shoal.fabric.axes import along
@@ -218,10 +218,8 @@ def battery(model: str, steps: int) -> Battery:
     return replace(made, optimizers={SGD: made.optimizers[SGD]})
 
 
-def prove(
-    world: World, model: str, layout: str, steps: int = 5, inside: Any = ()
-) -> dict[str, Any]:
-    """The report of a model on a layout, with what the run told; `inside` as `Battery` takes it."""
+def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, Any]:
+    """The report of a model on a layout, with what the run told."""
     torch.set_num_threads(1)
     told: list[str] = []
 
@@ -234,7 +232,7 @@ def prove(
         mock.patch.object(Recorder, "notice", hear),
         mock.patch.object(any_case, "BATCH", BATCH),
     ):
-        report = replace(battery(model, steps), inside=inside).prove(world, LAYOUTS[layout])
+        report = explained(battery(model, steps), world, LAYOUTS[layout])
     return {**report, "notices": list(dict.fromkeys(told))}
 
 
@@ -289,10 +287,10 @@ BUGS = {
 }
 
 
-def planted(world: World, bug: str, layout: str, users: bool = False) -> dict[str, Any]:
-    """The report on a layout with a planted bug; for users without our tests' own looks."""
+def planted(world: World, bug: str, layout: str) -> dict[str, Any]:
+    """The report on a layout with a planted bug."""
     with BUGS[bug]():
-        return prove(world, "moe", layout, steps=3, inside=() if users else INSIDE)
+        return prove(world, "moe", layout, steps=3)
 
 
 # ---- what a run does beside training

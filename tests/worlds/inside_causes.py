@@ -14,12 +14,17 @@ its name. What can be wrong is known by subject:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from forward_mistakes import wrong_loss
 from inside_data_parallel import never_summed, sync_each, tie, whole_scale
 from inside_divided import border, dropped, factor, replicas, tie_twice
 from inside_experts import experts
 from inside_norms import norm_of_parts
+from shoal.fabric import World
+from shoal.proof import Battery
+from shoal.proof.causes import explain
 from shoal.proof.clue import Clue
 from shoal.proof.evidence import Evidence, Look
 from shoal.proof.sums import Sums
@@ -57,3 +62,21 @@ def wrong_gradient(evidence: Evidence) -> Clue | None:
 
 INSIDE: tuple[Look, ...] = (wrong_loss, norm_of_parts, wrong_gradient)
 """What `Battery(inside=…)` takes."""
+
+
+@dataclass
+class AsUsers:
+    """A look that names nothing, and keeps what users are told of the same difference."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, evidence: Evidence) -> None:
+        clue = explain(evidence)
+        self.told = {**asdict(clue), "text": clue.text()}
+
+
+def explained(battery: Battery, world: World, layout: Any) -> dict[str, Any]:
+    """A report whose cause is named by the looks above; on rank 0 "users" is what users are told."""
+    users = AsUsers()
+    report = replace(battery, inside=(users, *INSIDE)).prove(world, layout)
+    return {**report, "users": users.told}

@@ -63,11 +63,11 @@ class Own(nn.Module):
         return logits
 
 
-def model_of(name: str, dropout: float) -> nn.Module:
+def model_of(name: str, dropout: float, layers: int) -> nn.Module:
     """A small one by name."""
     if name == "own":
         return Own(dropout)
-    sizes = {**SIZES, **MORE[name], "dropout": dropout}
+    sizes = {**SIZES, **MORE[name], "dropout": dropout, "layers": layers}
     return build(name, sizes, vocabulary=VOCABULARY, sequence=SEQUENCE)
 
 
@@ -75,7 +75,8 @@ def fate(world: World, folder: str, model: str, words: dict[str, Any]) -> dict[s
     """Steps of a cold start, of a warm one that goes on from its checkpoint, and of one process."""
     torch.set_num_threads(1)
     words = dict(words)
-    told = dict(model=model, dropout=words.pop("dropout", 0.0), words=words)
+    layers = words.pop("layers", SIZES["layers"])
+    told = dict(model=model, layers=layers, dropout=words.pop("dropout", 0.0), words=words)
     only = {k: v for k, v in words.items() if k in ("precision", "clip", "loss_scale")}
     # What is done to graphs of a backward pass takes seconds, so only where it is what is asked.
     backend = "aot_eager" if "schedule" in words["layout"] else "eager"
@@ -103,6 +104,7 @@ def _steps(
     folder: Path | None,
     *,
     model: str,
+    layers: int,
     dropout: float,
     words: dict[str, Any],
     resume: bool = False,
@@ -111,7 +113,7 @@ def _steps(
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, VOCABULARY, (n, SEQUENCE), generator=generator) for n in ROWS]
     run = parallelize(
-        lambda: model_of(model, dropout),
+        lambda: model_of(model, dropout, layers),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         batch=ROWS[0],
         micro_batch=MICRO_BATCH,

@@ -108,10 +108,10 @@ def held_and_foreseen(
     return [one(world, name, layout, rounds, known) for layout in layouts]
 
 
-def gathered(world: World, name: str) -> dict[str, Any]:
+def gathered(world: World, name: str, starts: int) -> dict[str, Any]:
     """What fsdp gathers at once in a step, in elements, beside the plan's; lines at the start.
 
-    And the most that a start holds, beside what is foreseen of it.
+    And the most that a start holds, of so many that are looked at, beside what is foreseen of it.
     """
     known, samples_ = facts(name), samples(name, 2, world.rank)
 
@@ -132,7 +132,7 @@ def gathered(world: World, name: str) -> dict[str, Any]:
             undo()
         gc.collect()  # else the next one may begin with this one's shards: modules are cycles
 
-    start_bytes = peak_extra_bytes(begin_and_end, world.device, times=5)
+    start_bytes = peak_extra_bytes(begin_and_end, world.device, times=starts) if starts else 0
     told = logging.handlers.QueueHandler(queue.SimpleQueue())  # rank 0's lines go through logging
     logging.getLogger("shoal").addHandler(told)
     run = begin()

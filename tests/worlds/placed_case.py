@@ -103,7 +103,7 @@ def _model(name: str) -> tuple[Any, Any, Any]:
     """What builds it, its samples in fp32, its loss (None: ours)."""
     if name in any_case.OURS:
         return *any_case._our_model(name), None
-    example = any_case.examples()[name]
+    example = any_case.example_of(name)
     data = any_case.Samples(example.inputs)
     if data.whole.is_floating_point():
         data.whole = data.whole.float()

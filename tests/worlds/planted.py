@@ -18,7 +18,7 @@ import torch
 
 import cases
 import trajectory
-from inside_causes import INSIDE
+from inside_causes import explained
 from shoal.fabric import World
 from shoal.parallel import batch_norm
 from shoal.parallel.data_parallel.buckets import BucketReducer
@@ -37,19 +37,15 @@ def prove(
     precision: str = "fp64",
     steps: int = 5,
     layout: str = "ddp",
-    users: bool = False,
     in_files: bool = False,
     by_blocks: bool = False,
 ) -> dict[str, Any]:
     """The report on a layout with a planted bug; SGD alone, as every step of it is judged.
 
-    users   as users get it: without our tests' own looks at what may be wrong inside
     in_files, by_blocks  as for large models
     """
     torch.set_num_threads(1)
     battery = trajectory.battery(case, precision, steps, "sgd")
-    if not users:
-        battery = replace(battery, inside=INSIDE)
     deep = partial(cases.GPT, layers=4) if by_blocks else cases.GPT
     with BUGS[bug](world), patch.object(cases, "GPT", deep):
         return prove_large(battery, world, layout, in_files, by_blocks)
@@ -67,7 +63,7 @@ def prove_large(
         battery = replace(battery, twins={})
     battery = replace(battery, by_blocks=by_blocks)
     with patch.object(shelf, "IN_MEMORY_BYTES", 0 if in_files else shelf.IN_MEMORY_BYTES):
-        return battery.prove(world, layout)
+        return explained(battery, world, layout)
 
 
 @contextmanager

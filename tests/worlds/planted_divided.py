@@ -17,7 +17,6 @@ from unittest.mock import patch
 import torch
 
 import any_case
-from inside_causes import INSIDE
 from planted import prove_large
 from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
@@ -54,20 +53,17 @@ def prove(
     bug: str,
     model: str,
     layout: dict[str, Any],
-    users: bool = False,
     in_files: bool = False,
     by_blocks: bool = False,
 ) -> dict[str, Any]:
     """The report on a layout with a planted bug, at the first step.
 
-    users   as users get it: without our tests' own looks at what may be wrong inside
     in_files, by_blocks  as for large models
     """
     torch.set_num_threads(1)
     unchecked = patch.object(tensor_parallel, "checked", lambda module, split, axis, strict: split)
     with unchecked, BUGS[bug]():
-        asked = replace(battery(model), inside=() if users else INSIDE)
-        return prove_large(asked, world, layout, in_files, by_blocks)
+        return prove_large(battery(model), world, layout, in_files, by_blocks)
 
 
 @contextmanager

@@ -25,11 +25,11 @@ def train(
     world: World,
     layout: str,
     precision: str,
-    steps: int = 6,
+    steps: int = 3,
     case: str = "llama",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a case; losses, norms, what is kept in which format, and whether all agree."""
+    """Train a case for an epoch; losses, what is kept in which format, and whether all agree."""
     run = shoal.parallelize(
         cases.build(case),
         lambda p: torch.optim.AdamW(p, lr=0.003, fused=True),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from shoal.base.errors import ClusterError
 from shoal.base.shards import Shard
+from shoal.checkpoint import shardfile
 from shoal.checkpoint.listing import find, read_manifest, verify
 from shoal.checkpoint.read import load
 from shoal.checkpoint.write import Piece
@@ -284,3 +287,19 @@ def the_last_one_is_waited_for(world: World, folder: str) -> dict[str, Any]:
         "events": [(event, fields["step"]) for event, fields in told.events],
         "notices": told.notices,
     }
+
+
+def a_rank_dies_in_a_save(world: World, folder: str) -> NoReturn:
+    """Rank 1 is killed where it would write its file; rank 0 writes down what it then heard, and ends."""
+    root, told = Path(folder) / "checkpoints", Told(world)
+    begin(told, world, root, 1, keep=1)
+    told.saving.settle()
+    if world.rank == 1:
+        shardfile.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    begin(told, world, root, 2, keep=1)
+    try:
+        told.saving.settle()
+    except ClusterError as failure:
+        (Path(folder) / "text").write_text(str(failure))
+        os._exit(1)
+    os._exit(0)

@@ -26,9 +26,9 @@ SAMPLE = [
     ("gpt", "tp2 pp2"),
     pytest.param("hf llama", "tp2 pp2", marks=pytest.mark.proof),
     ("gpt", "tp2 fsdp2"),
-    ("attributes", "tp2 fsdp2"),
+    pytest.param("attributes", "tp2 fsdp2", marks=pytest.mark.proof),
     ("stages", "pp2 fsdp2"),
-    ("hf gpt2", "pp2 fsdp2"),
+    pytest.param("hf gpt2", "pp2 fsdp2", marks=pytest.mark.proof),
     pytest.param("our llama", "tp2 pp2 dp2", marks=pytest.mark.proof),  # 8 processes
 ]
 
@@ -63,7 +63,7 @@ GATES = "5 scalar parameters have no rows to cut, first: scale; they stay whole 
     ("ranks", "layout"),
     [
         (2, {"dp_shard": 2, "zero": 3}),
-        (4, {"tp": 2, "dp_shard": 2, "zero": 3}),
+        pytest.param(4, {"tp": 2, "dp_shard": 2, "zero": 3}, marks=pytest.mark.proof),
         (4, {"pp": 2, "dp_shard": 2, "zero": 3}),
     ],
     ids=str,

@@ -42,7 +42,9 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pp in fp16, full": ("moe", {"layout": {"pp": 2}, "recompute": "full", **FP16}),
     "own module, tp, full": ("own", {"layout": {"tp": 2}, "recompute": "full", "dropout": 0.1}),
-    "compiled tp": ("gpt", {"layout": {"tp": 2}, "compile": "blocks", "dropout": 0.1}),
+    "compiled tp": (
+        "gpt", {"layout": {"tp": 2}, "compile": "blocks", "dropout": 0.1, "layers": 1},
+    ),
     "compiled cp": ("llama", {"layout": {"cp": 2}, "compile": "blocks", "dropout": 0.1}),
     "compiled tp, full": (
         "own", {"layout": {"tp": 2}, "compile": "blocks", "recompute": "full"},

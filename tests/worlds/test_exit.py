@@ -6,8 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from cli_run import lines
+from shoal.checkpoint.listing import find, verify
 
 SCRIPT = """
 import sys, torch
@@ -51,28 +55,48 @@ def end_well(script: str) -> None:
     assert not any(codes), f"7: a gloo thread outlived close; -6: the exit aborted; {codes} {words}"
 
 
-def test_a_second_world_in_the_same_processes() -> None:
-    """k-fold: close, then parallelize again under one launcher; old addresses must not be met."""
-    again = SCRIPT.replace(
-        "names = ",
-        """
-run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8)
+AGAIN = """
+run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8, layout="fsdp")
 for batch in run.loader(Data()):
     run.step(batch)
 run.close()
-names = """,
+names = """
+"""FSDP keeps groups with the model, which lives on, and DTensor's caches keep the mesh for ever."""
+
+FORGETS = """
+if any("gloo" in n for n in names):
+    sys.exit(7)
+run = shoal.parallelize(nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), batch=8, folder=FOLDER)
+for batch in run.loader(Data()):
+    run.step(batch)
+run.save(wait=False)
+"""
+
+
+def test_worlds_one_after_another_in_the_same_processes(tmp_path: Path) -> None:
+    """k-fold: close, then parallelize again under one launcher: plain, sharded, and never closed.
+
+    Old addresses must not be met, and no gloo thread of a closed world, nor of its saves, is left.
+    What was not closed still saves, and tells.
+    """
+    first, last = tmp_path / "first", tmp_path / "last"
+    closes, _, _ = SCRIPT.replace("batch=8)", f"batch=8, folder={str(first)!r})").partition(
+        "sys.exit"
     )
-    end_well(again)
+    closes = closes.replace("run.close()", "run.save(wait=False)\nrun.close()")
+    end_well(closes.replace("names = ", AGAIN) + FORGETS.replace("FOLDER", repr(str(last))))
+    for folder in (first, last):
+        (saved,) = find(folder / "checkpoints")
+        assert verify(saved.path) == []
+        assert [line["event"] for line in lines(folder / "events.jsonl")].count(
+            "checkpoint_saved"
+        ) == 1
 
 
-def test_close_ends_every_gloo_thread() -> None:
-    end_well(SCRIPT)
-
-
-def test_a_sharded_model_and_its_mesh_hold_no_group() -> None:
-    """The model lives on: FSDP keeps groups with it, DTensor's caches keep the mesh for ever."""
-    sharded = SCRIPT.replace("batch=8)", "layout='fsdp', batch=8)")
-    end_well(sharded)
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["auto", "fsdp"])
+def test_close_ends_every_gloo_thread(layout: str) -> None:
+    end_well(SCRIPT.replace("batch=8)", f"layout={layout!r}, batch=8)"))
 
 
 @pytest.mark.proof

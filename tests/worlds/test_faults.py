@@ -9,15 +9,23 @@ from pathlib import Path
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.listing import find, verify
 
 TWO = "launch.processes=2"
 
 
-def test_nan_on_one_rank_is_skipped_by_all_and_named(tmp_path: Path) -> None:
-    command = CommandLine(tmp_path, *TOY_ARGUMENTS, TWO, "data.source=toy:poisoned")
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> tuple[CommandLine, str]:
+    """A whole run with a sample that turns the loss into NaN, and what it said."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    command = CommandLine(folder, *TOY_ARGUMENTS, TWO, "data.source=toy:poisoned")
     code, output = command.finish()
     assert code == 0, output
+    return command, output
+
+
+def test_nan_on_one_rank_is_skipped_by_all_and_named(poisoned: tuple[CommandLine, str]) -> None:
+    command, output = poisoned
     skipped = command.events("step_skipped")
     rows = lines(command.run / "metrics.jsonl")
     assert [e["step"] for e in skipped] == [r["step"] for r in rows if r["skipped"]]
@@ -32,24 +40,18 @@ def test_nan_on_one_rank_is_skipped_by_all_and_named(tmp_path: Path) -> None:
     assert "skipped" in output
 
 
-def test_nan_for_ever_stops_with_a_clear_message(tmp_path: Path) -> None:
-    arguments = (*TOY_ARGUMENTS, TWO, "data.source=toy:all_poison", "train.skip_limit=3")
-    code, output = CommandLine(tmp_path, *arguments, "data.validation=0").finish()
-    assert code == 3, output
-    assert "non-finite loss or gradient on rank 0, rank 1, 3 steps in a row" in output
-    assert "restarting" not in output
-
-
-def test_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path) -> None:
-    whole = CommandLine(tmp_path, *TOY_ARGUMENTS, TWO)
-    assert whole.finish()[0] == 0
+def test_damaged_newest_checkpoint_is_named_and_the_previous_one_used(
+    poisoned: tuple[CommandLine, str],
+) -> None:
+    """The steps that are done again, one that is skipped may be among them, come out alike."""
+    whole = poisoned[0]
     expected = trajectory(whole.run), final_hashes(whole.run)
     newest = find(whole.run / "checkpoints")[0].path
     victim = newest / "rank-1.safetensors"
     raw = bytearray(victim.read_bytes())
     raw[-100] ^= 1
     victim.write_bytes(raw)
-    code, output = CommandLine(tmp_path, "--resume", "runs/run").finish()
+    code, output = CommandLine(whole.folder, "--resume", "runs/run").finish()
     assert code == 0, output
     assert "rank-1.safetensors" in output
     (damaged,) = [
@@ -60,7 +62,17 @@ def test_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path: 
     assert (trajectory(whole.run), final_hashes(whole.run)) == expected
 
 
-def test_full_disk_in_a_save_does_not_stop_training(tmp_path: Path) -> None:
+@pytest.mark.proof  # on one process, without the command: tests/trainer/test_numbers.py
+def test_nan_for_ever_stops_with_a_clear_message(tmp_path: Path) -> None:
+    arguments = (*TOY_ARGUMENTS, TWO, "data.source=toy:all_poison", "train.skip_limit=3")
+    code, output = CommandLine(tmp_path, *arguments, "data.validation=0").finish()
+    assert code == 3, output
+    assert "non-finite loss or gradient on rank 0, rank 1, 3 steps in a row" in output
+    assert "restarting" not in output
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_full_disk_in_a_save_does_not_stop_training(tmp_path: Path, resumed: bool) -> None:
     """The run folder lies on a tmpfs that is filled up while the run goes."""
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -86,8 +98,10 @@ def test_full_disk_in_a_save_does_not_stop_training(tmp_path: Path) -> None:
         assert saved[0] == 6
         assert saved[-1] == 24, "saving works again once there is room"
         assert len(trajectory(command.run)) == 24
-        resumed = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=26")
-        assert resumed.finish()[0] == 0
+        assert verify(find(command.run / "checkpoints")[0].path) == []
+        if resumed:
+            again = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=26")
+            assert again.finish()[0] == 0
     finally:
         subprocess.run(["umount", "-l", str(runs)], check=False)
 

@@ -41,6 +41,7 @@ def plain() -> Told:
     return told
 
 
+@pytest.mark.proof  # that all of them lie in files: the last test
 def test_states_of_three_times_the_private_memory_train(plain: Told) -> None:
     """What cannot be written to a file counts: RLIMIT_DATA, over the whole life of the process."""
     assert train(**IN_FILES, limit_bytes=LIMIT_BYTES) == plain
@@ -77,7 +78,10 @@ def test_states_of_three_times_a_memory_cgroups_limit_train_and_resume(
     assert {**told, "losses": 0} == {**plain, "losses": 0}
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "layout",
+    [*(pytest.param(n, marks=pytest.mark.proof) for n in ("ddp", "zero1")), "zero2", "fsdp"],
+)
 def test_every_layout_keeps_its_bits_in_files(worlds, layout: str) -> None:
     """What lies in files, a rank's own parts of weights and moments, are the numbers without."""
     policies = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from cli_run import CommandLine, lines
-from shoal.cli.main import app
+from shoal.cli.main import app, main
 from shoal.config.load import load
 
 SMALL = [
@@ -104,16 +103,18 @@ def test_it_writes_on_and_opens_as_transformers_llama(
     assert tokenizer.decode(ids[0]) == likeliest.removesuffix("\n")
 
 
-def test_checkpoint_verbs(first: tuple[CommandLine, str]) -> None:
+def test_checkpoint_verbs(
+    first: tuple[CommandLine, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(first[0].folder)
+
     def shoal(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "shoal", "checkpoint", *arguments],
-            cwd=first[0].folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return done.returncode, done.stdout + done.stderr
+        monkeypatch.setattr(sys, "argv", ["shoal", "checkpoint", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
 
     code, listed = shoal("list", "runs/run")
     assert code == 0

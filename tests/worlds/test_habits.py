@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 LAYOUTS: list[tuple[int, Any]] = [
-    (2, "ddp"),
     (4, "ddp"),
     (4, "fsdp"),
     (2, {"tp": 2}),
-    (2, {"pp": 2}),
     (4, {"pp": 2, "dp_shard": 2}),
     (2, {"cp": 2}),
-    (4, {"cp": 2, "tp": 2}),
+    *(
+        pytest.param(*row, marks=pytest.mark.proof)
+        for row in ((2, "ddp"), (2, {"pp": 2}), (4, {"cp": 2, "tp": 2}))
+    ),
 ]
 
 

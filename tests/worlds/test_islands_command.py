@@ -74,6 +74,7 @@ def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:
     assert "island 0:" not in output, "it waits for nobody, and nothing is wrong with it"
 
 
+@pytest.mark.proof  # what is said, and its status: tests/trainer/test_island_ends.py
 def test_an_island_that_learnt_nothing_is_no_success(tmp_path: Path) -> None:
     """Its loss counts no target. The other's rounds move the merged weights, and both keep them."""
     (tmp_path / "mute.py").write_text(

@@ -128,6 +128,7 @@ def test_a_restart_by_torchrun_before_the_first_checkpoint(tmp_path: Path) -> No
     assert [e["attempt"] for e in started] == [0, 0, 1, 1]
 
 
+@pytest.mark.proof  # the line: tests/cli/test_user_code.py; no restart: test_faults.py
 def test_a_builder_that_the_module_lacks_is_one_line(tmp_path: Path) -> None:
     """It is found only by importing, so the workers find it: no restart, status 2."""
     from cli_run import CommandLine
@@ -167,6 +168,16 @@ dist.destroy_process_group()
 """
 
 
+def test_a_group_that_was_there_before_builds_once_per_machine_too(worlds) -> None:
+    """Ranks wait for the one that builds at the group's own store, whose waits may take long."""
+    first, second = worlds(2).call("adopted_case:built")
+    assert first[0] == ["cpu"]
+    assert second[0] == ["meta"]
+    assert first[1] == second[1]
+    assert first[2:] == second[2:] == ["an existing process group", True]
+
+
+@pytest.mark.proof
 def test_a_group_that_the_script_made_builds_once_per_machine_too(tmp_path: Path) -> None:
     """Ranks wait for the one that builds at the group's own store, whose waits may take long."""
     (tmp_path / "script.py").write_text(ADOPTED)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import resume_case
 from shoal.fabric import start_world
@@ -26,19 +25,10 @@ WHOLE_LEGS = [(2, "zero2"), (3, "zero1"), (4, "ddp"), (1, "single")]
 BOUND = 1e-10
 SLICED = [(case, name) for case in ("llama", "mlp") for name in resume_case.SLICED]
 WHOLE = [(case, name) for case in ("llama", "mlp") for name in resume_case.WHOLE]
-SHORT = {("llama", "adamw"), ("llama", "muon")}
-"""Rows of the larger model that `make test` runs; `make proof` runs them all."""
+SHORT = {("llama", "adamw"), *(("mlp", name) for name in ("sgd", "adamw", "adafactor", "muon"))}
+"""Rows that `make test` runs, of each kind of state one; `make proof` runs them all."""
 
 Legs = list[dict[str, list[Any]]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As in the processes of a world, so that sums are taken in the same order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_legs(worlds, folder: Path, wanted: list[tuple[str, str]], legs: list[Any]) -> Legs:
@@ -60,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_long(row: tuple[str, str]) -> bool:
-    return row[0] == "llama" and row not in SHORT
+    return row not in SHORT
 
 
 def wanted(rows: list[tuple[str, str]], request: pytest.FixtureRequest) -> list[tuple[str, str]]:

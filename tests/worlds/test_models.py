@@ -12,7 +12,7 @@ ROWS = [
         case,
         layout,
         # Where fsdp gathers a model block by block, ddp sums the same gradients.
-        marks=[pytest.mark.proof] if layout == "ddp" and case != "foreign" else [],
+        marks=[pytest.mark.proof] if layout == "ddp" or case == "gpt" else [],
     )
     for case in models_case.ARGUMENTS
     for layout in ("ddp", "fsdp")

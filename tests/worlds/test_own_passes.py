@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+
+def long(*row: Any) -> Any:
+    """A row that `make proof` runs: others hold most of it."""
+    return pytest.param(*row, marks=pytest.mark.proof)
+
+
 HOW = ["one loss", "two losses", "two passes", "two counts"]
 LAYOUTS: list[tuple[int, Any, list[str]]] = [
     (1, "single", HOW),
@@ -14,16 +20,17 @@ LAYOUTS: list[tuple[int, Any, list[str]]] = [
     (4, "ddp", ["two losses"]),
     (4, "zero1", ["one loss"]),
     (4, "zero2", HOW),
-    (2, "fsdp", HOW),
+    (2, "fsdp", ["two losses", "two passes"]),
     (4, "fsdp", ["two counts"]),
     (4, {"dp_replicate": 2, "dp_shard": 2}, ["two passes"]),
-    (2, {"tp": 2}, HOW),
+    (2, {"tp": 2}, ["two passes"]),
     (4, {"tp": 2, "dp_shard": 2}, ["two passes"]),
-    (4, {"tp": 2, "dp_replicate": 2}, ["two losses"]),
+    (4, {"tp": 2, "dp_replicate": 2}, []),
 ]
-"""Which ways `make test` takes: all where sums are taken in another way, else one."""
+"""Which ways `make test` takes: all where a process is alone or sums its parts as they come, those with
+several backward passes where hooks gather and free, else one."""
 ROWS = [
-    pytest.param(ranks, layout, how, marks=[] if how in short else [pytest.mark.proof])
+    (ranks, layout, how) if how in short else long(ranks, layout, how)
     for ranks, layout, short in LAYOUTS
     for how in HOW
 ]
@@ -41,7 +48,7 @@ def test_it_equals_plain_torch(worlds, ranks: int, layout: Any, how: str) -> Non
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("layout", ["ddp", long("zero1"), "zero2"])
 def test_a_penalty_on_a_gradient(worlds, layout: str) -> None:
     """Differentiated twice, before anything is summed."""
     (plain,) = worlds(1).call("own_passes_case:plain", how="penalty")
@@ -49,7 +56,9 @@ def test_a_penalty_on_a_gradient(worlds, layout: str) -> None:
         assert found["losses"] == pytest.approx(plain["losses"], rel=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", {"tp": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", ["ddp", "zero2", "fsdp", long({"tp": 2, "dp_shard": 2})], ids=str
+)
 def test_dropout_is_that_of_one_process(worlds, layout: Any) -> None:
     """Masks belong to micro-batches, wherever their loop runs."""
     settings = {"how": "one loss", "dropout": 0.3}
@@ -62,8 +71,8 @@ def test_dropout_is_that_of_one_process(worlds, layout: Any) -> None:
     ("ranks", "name", "layout", "settings"),
     [
         (2, "gpt", {"cp": 2}, {}),
-        (4, "gpt", {"cp": 2, "tp": 2}, {}),
-        pytest.param(4, "gpt", {"cp": 2, "dp_shard": 2}, {}, marks=pytest.mark.proof),
+        long(4, "gpt", {"cp": 2, "tp": 2}, {}),
+        long(4, "gpt", {"cp": 2, "dp_shard": 2}, {}),
         (2, "moe", {"strategy": "ep"}, {}),
         (2, "gpt", "ddp", {"recompute": "full"}),
         (2, "gpt", "fsdp", {"recompute": "selective"}),
@@ -84,8 +93,13 @@ def test_other_techniques_are_as_in_a_step(
         assert got == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        *(("ddp", "bf16"), ("zero2", "fp16"), ("fsdp", "bf16")),
+        *(long("ddp", "fp16"), long("zero2", "bf16"), long("fsdp", "fp16")),
+    ],
+)
 def test_formats_are_those_of_a_step(worlds, layout: str, precision: str) -> None:
     """Autocast around the loop's passes, masters, loss scale: to the last digit."""
     settings = {"layout": layout, "precision": precision}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import resume_case
@@ -33,15 +32,6 @@ SHARDS: Legs = [
     (4, {"tp": 2, "dp_shard": 2}, 1),
     (4, {"tp": 2, "dp_shard": 2, "zero": 1}, 1),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As in the processes of a world, so that sums are taken in the same order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_legs(
@@ -92,6 +82,7 @@ def test_a_grid_goes_on_over_all_layouts(chain, tmp_path: Path) -> None:
     assert_unbroken(chain["fused adamw"], CHAIN, alone(tmp_path, "fused", "adamw", 5))
 
 
+@pytest.mark.proof  # bits: ddp (test_survival.py); a grid, to 1e-10: the legs above
 def test_the_same_grid_goes_on_bit_for_bit(worlds, chain, tmp_path: Path) -> None:
     ((ranks,),) = run_legs(worlds, tmp_path, [("fused", "adamw")], [(4, GRID, 3)]).values()
     first, second = chain["fused adamw"][:2]

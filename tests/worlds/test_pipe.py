@@ -8,15 +8,18 @@ SAME = 1e-12
 SCHEDULES = [
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zbv", 1), ("dualpipe", 1)
 ]  # fmt: skip
-COUNTS = [(2, 5), (4, 3)]
-MORE = [(2, 2), (4, 4), (4, 9), (4, 1)]
-"""By `make proof`: every schedule's lists are checked for all counts in tests/planner."""
+COUNTS = [(4, 3), (2, 5), (2, 2), (4, 4), (4, 9), (4, 1)]
+"""All but the first by `make proof`: every schedule's lists are checked for all counts in
+tests/planner, and on two ranks a derived pipeline runs each below."""
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches"),
-    [*COUNTS, *(pytest.param(*c, marks=pytest.mark.proof) for c in MORE)],
+    ("schedule", "chunks", "ranks", "micro_batches"),
+    [
+        pytest.param(*one, *count, marks=[] if count == COUNTS[0] else [pytest.mark.proof])
+        for count in COUNTS
+        for one in SCHEDULES
+    ],
 )
 def test_a_pipeline_equals_one_process(
     worlds, schedule: str, chunks: int, ranks: int, micro_batches: int
@@ -42,19 +45,23 @@ def test_a_derived_pipeline_equals_one_process(worlds, schedule: str, chunks: in
     assert max(one["loss"] for one in told) <= SAME
 
 
-@pytest.mark.parametrize("frozen", [1, 2])
-def test_frozen_stages_send_and_get_no_gradients(worlds, frozen: int) -> None:
-    for schedule in ("1f1b", "zero-bubble"):
-        told = worlds(4).call(
-            "pipe_case:equality", schedule=schedule, micro_batches=5, frozen=frozen
-        )
-        assert max(one["far"] for one in told) <= SAME
-        assert [one["sent"][1] for one in told] == [one["payload"] for one in told]
+@pytest.mark.parametrize(
+    ("frozen", "schedule"),
+    [
+        *((1, "1f1b"), (2, "zero-bubble")),
+        *(pytest.param(*row, marks=pytest.mark.proof) for row in ((2, "1f1b"), (1, "zero-bubble"))),
+    ],
+)
+def test_frozen_stages_send_and_get_no_gradients(worlds, frozen: int, schedule: str) -> None:
+    told = worlds(4).call("pipe_case:equality", schedule=schedule, micro_batches=5, frozen=frozen)
+    assert max(one["far"] for one in told) <= SAME
+    assert [one["sent"][1] for one in told] == [one["payload"] for one in told]
 
 
 PLANTED = ["dropped micro-batch", "stage order", "running average"]
 
 
+@pytest.mark.proof  # each is named: test_planted_divided.py
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_bugs_show(worlds, planted: str) -> None:
     told = worlds(4).call("pipe_case:equality", schedule="1f1b", micro_batches=5, planted=planted)

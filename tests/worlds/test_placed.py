@@ -13,44 +13,43 @@ from placed_rows import Told, told_of
 from shoal.base.plan import Plan
 
 DEADLINE_S = 300
-TWO: list[Any] = ["ddp", "zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2}, {"cp": 2}]
 FOUR: list[Any] = [
-    "hsdp", {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2},
-    {"cp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2, "zero": 1},
+    "hsdp", {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"cp": 2, "dp_shard": 2},
+    {"pp": 2, "dp_shard": 2, "zero": 1},
 ]  # fmt: skip
+MORE_OF_TWO: list[Any] = ["zero1", "fsdp", {"tp": 2}, {"pp": 2}, {"cp": 2}]
 MORE_OF_FOUR: list[Any] = [
-    "zero2", {"tp": 4}, {"pp": 4}, {"tp": 2, "dp_shard": 2, "zero": 1},
+    "zero2", {"tp": 4}, {"pp": 4}, {"tp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2},
     {"pp": 2, "dp_shard": 2, "zero": 2},
 ]  # fmt: skip
 SHORT: list[tuple[int, dict[str, Any]]] = [
-    *((2, {"model": "our gpt", "layout": layout}) for layout in TWO),
+    *((2, {"model": "our gpt", "layout": layout}) for layout in ("ddp", "zero2")),
     *((4, {"model": "our gpt", "layout": layout}) for layout in FOUR),
-    (4, {"model": "our llama", "layout": {"tp": 4}}),
-    *((4, {"model": "our moe", "layout": layout}) for layout in
-      ({"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "ep": 2, "pp": 2})),
-    *((4, {"model": "our llama", "layout": layout, "precision": "bf16"}) for layout in
-      ("zero1", "fsdp")),
+    (4, {"model": "our moe", "layout": {"dp_shard": 4, "ep": 2}}),
+    (4, {"model": "our llama", "layout": "zero1", "precision": "bf16"}),
     (4, {"model": "our gpt", "layout": {"pp": 4, "schedule": "dualpipe"}, "micro_batches": 8}),
-    *((4, {"model": model, "layout": "fsdp"}) for model in
-      ("our resnet", "attributes", "recurrent")),
-    (4, {"model": "recurrent", "layout": "fsdp", "blocks": "block"}),
-    *((4, {"model": "rezero", "layout": layout}) for layout in ("fsdp", {"tp": 2, "dp_shard": 2})),
+    (4, {"model": "our resnet", "layout": "fsdp"}),
+    (4, {"model": "rezero", "layout": {"tp": 2, "dp_shard": 2}}),
     (4, {"model": "our gpt", "layout": "fsdp", "blocks": ["blocks.?.mlp", "blocks.*.attention"]}),
-    (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
     (4, {"model": "recurrent", "layout": "fsdp", "reshard": "no"}),
     (4, {"model": "our gpt", "layout": "fsdp", "reshard": "node", "per_node": 2}),
     (4, {"model": "our llama", "layout": "zero2", "frozen": "attention", "defer_sync": True}),
 ]  # fmt: skip
-"""Each axis, each pair of them on four ranks, each kind of model and each policy, once."""
+"""Each axis, pairs of them on four ranks, each kind of model and each policy, once."""
 LONG: list[tuple[int, dict[str, Any]]] = [
+    *((2, {"model": "our gpt", "layout": layout}) for layout in MORE_OF_TWO),
     *((4, {"model": "our gpt", "layout": layout}) for layout in MORE_OF_FOUR),
     *((4, {"model": "our llama", "layout": layout}) for layout in
-      ({"pp": 4}, *FOUR[1:3], MORE_OF_FOUR[3])),
+      ({"tp": 4}, {"pp": 4}, *FOUR[1:3], MORE_OF_FOUR[3])),
     *((4, {"model": "our moe", "layout": layout}) for layout in
-      ({"dp_replicate": 4, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 2})),
+      ({"dp_replicate": 2, "ep": 2, "pp": 2}, {"dp_replicate": 4, "ep": 2},
+       {"dp_shard": 4, "ep": 2, "zero": 2})),
     *((4, {"model": "our llama", "layout": layout, "precision": "bf16"}) for layout in
-      ("ddp", "zero2")),
-    *((4, {"model": model, "layout": "fsdp"}) for model in ("stages", "nested")),
+      ("ddp", "zero2", "fsdp")),
+    *((4, {"model": model, "layout": "fsdp"}) for model in
+      ("attributes", "recurrent", "rezero", "stages", "nested")),
+    (4, {"model": "recurrent", "layout": "fsdp", "blocks": "block"}),
+    (4, {"model": "our llama", "layout": "fsdp", "frozen": "attention"}),
     *((4, {"model": model, "layout": layout}) for model in ("recurrent", "rezero") for layout in
       ("hsdp", {"pp": 2, "dp_shard": 2})),
     (4, {"model": "our llama", "layout": "fsdp", "reshard": "no", "frozen": "attention"}),

@@ -24,8 +24,8 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("bug", "case", "size", "cause", "words"), PLANTED)
-def test_a_planted_bug_is_named(worlds, bug, case, size, cause, words) -> None:
-    (report, *others) = worlds(size).call("planted:prove", bug=bug, case=case)
+def test_a_planted_bug_is_named(planted, bug, case, size, cause, words) -> None:
+    (report, *others) = planted(size, "planted:prove", bug=bug, case=case)
     assert all(o["verdict"] == "different" for o in [report, *others]), verdict_line(report)
     told = report["cause"]
     assert told["name"] == cause, told["text"]
@@ -33,8 +33,8 @@ def test_a_planted_bug_is_named(worlds, bug, case, size, cause, words) -> None:
     assert told["text"] in proof_text(report)
 
 
-def test_a_stale_shard_is_named(worlds) -> None:
-    report = worlds(2).call("planted:prove", bug="stale shard", case="mlp", layout="zero1")[0]
+def test_a_stale_shard_is_named(planted) -> None:
+    report = planted(2, "planted:prove", bug="stale shard", case="mlp", layout="zero1")[0]
     assert report["cause"]["name"] == "stale shard", report["cause"]["text"]
 
 

@@ -113,9 +113,9 @@ def processes(layout: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("bug", "model", "layout", "cause", "words"), PLANTED, ids=[f"{p[0]}-{p[2]}" for p in PLANTED]
 )
-def test_a_planted_bug_is_named(worlds, bug, model, layout, cause, words) -> None:
-    (report, *others) = worlds(processes(layout)).call(
-        "planted_divided:prove", bug=bug, model=model, layout=layout
+def test_a_planted_bug_is_named(planted, bug, model, layout, cause, words) -> None:
+    (report, *others) = planted(
+        processes(layout), "planted_divided:prove", bug=bug, model=model, layout=layout
     )
     assert all(one["verdict"] == "different" for one in [report, *others])
     told = report["cause"]
@@ -127,9 +127,13 @@ def test_a_planted_bug_is_named(worlds, bug, model, layout, cause, words) -> Non
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("gpt", TP), ("gpt", PLAIN), ("gpt", PP), ("one head", PLAIN), ("untied", PP)],
+    [
+        *(("gpt", TP), ("gpt", PP)),
+        *(pytest.param(*row, marks=pytest.mark.proof) for row in
+          (("gpt", PLAIN), ("one head", PLAIN), ("untied", PP))),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_nothing_is_found_where_nothing_is_planted(worlds, model, layout) -> None:
     for report in worlds(2).call(
         "planted_divided:prove", bug="nothing", model=model, layout=layout

@@ -19,6 +19,17 @@ from shoal.view.proof import verdict_line
 DATA, DIVIDED = "planted:prove", "planted_divided:prove"
 PLAIN = {"tp": 2, "sequence_parallel": "off"}
 
+
+def some(rows: list[Any], short: tuple[str, ...]) -> list[Any]:
+    """Rows, of which `make test` takes those with one of these bugs."""
+    marks = [[] if row[1]["bug"] in short else [pytest.mark.proof] for row in rows]
+    return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
+
+
+FILED_SHORT = ("frozen updated", "batch norm drift", "backward not summed", "dropped")
+"""What each kind of evidence is found in: weights, buffers, gradients apart, micro-batches again."""
+CUT_SHORT = ("tie twice", "row bias")
+
 # what is asked, name of the cause
 FILED: list[tuple[str, dict[str, Any], str]] = [
     (DATA, {"bug": "mean of means", "case": "mlp"}, "mean of means"),
@@ -34,7 +45,9 @@ FILED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "asked", "cause"), FILED, ids=[f[1]["bug"] for f in FILED])
+@pytest.mark.parametrize(
+    ("what", "asked", "cause"), some(FILED, FILED_SHORT), ids=[f[1]["bug"] for f in FILED]
+)
 def test_a_planted_bug_is_named_from_files(worlds, what, asked, cause) -> None:
     told = worlds(2).call(what, **asked, in_files=True)[0]
     assert told["verdict"] == "different"
@@ -54,7 +67,9 @@ CUT: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "asked", "cause"), CUT, ids=[c[1]["bug"] for c in CUT])
+@pytest.mark.parametrize(
+    ("what", "asked", "cause"), some(CUT, CUT_SHORT), ids=[c[1]["bug"] for c in CUT]
+)
 def test_a_planted_bug_is_named_by_blocks(worlds, what, asked, cause) -> None:
     told = worlds(2).call(what, **asked, by_blocks=True)[0]
     assert told["verdict"] == "different"

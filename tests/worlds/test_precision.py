@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 
-import precision_case
 from cli_run import TOY_ARGUMENTS, CommandLine
 from shoal.trainer.loss_scale import GROWTH_EVERY, LEAST, LossScale
 
@@ -14,9 +14,15 @@ LAYOUTS = ("ddp", "zero1", "zero2", "fsdp")
 
 
 @pytest.fixture(scope="module")
-def reference():
-    """One process per format, each trained once."""
-    return {p: precision_case.train(precision_case.alone(), "single", p) for p in ("bf16", "fp16")}
+def alone(worlds):
+    """What one process computes, in its one thread as the processes of a world: asked once."""
+
+    @functools.cache
+    def ask(precision: str, case: str = "llama") -> dict:
+        given = {"layout": "single", "precision": precision, "case": case}
+        return worlds(1).call("precision_case:train", **given)[0]
+
+    return ask
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +41,16 @@ def trained(worlds):
 
 
 ROWS = [(layout, precision) for layout in LAYOUTS for precision in ("bf16", "fp16")]
-LONG = [("zero1", "fp16"), ("zero2", "bf16")]
+LONG = [("zero1", "fp16"), ("zero2", "bf16"), ("fsdp", "fp16")]
 
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [pytest.param(*row, marks=[pytest.mark.proof] if row in LONG else []) for row in ROWS],
 )
-def test_layouts_agree_with_one_process(trained, reference, layout: str, precision: str) -> None:
+def test_layouts_agree_with_one_process(trained, alone, layout: str, precision: str) -> None:
     told = trained(layout, precision)
-    expected = reference[precision]
+    expected = alone(precision)
     for answer in told:
         assert answer["agree"], "ranks ended with different weights"
         assert answer["stepped"] == answer["kept"] == ["torch.float32"]
@@ -57,9 +63,9 @@ def test_layouts_agree_with_one_process(trained, reference, layout: str, precisi
 
 
 @pytest.mark.parametrize("case", ["gpt", "cnn"])
-def test_norms_whose_weights_are_gathered_narrow(worlds, case: str) -> None:
+def test_norms_whose_weights_are_gathered_narrow(worlds, alone, case: str) -> None:
     """Under fsdp a LayerNorm, or a BatchNorm, has float32 inputs and bf16 weights."""
-    expected = precision_case.train(precision_case.alone(), "single", "bf16", case=case)
+    expected = alone("bf16", case)
     for answer in worlds(2).call(
         "precision_case:train", layout="fsdp", precision="bf16", case=case
     ):

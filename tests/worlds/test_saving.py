@@ -141,21 +141,6 @@ saving.start(folder / "checkpoints", 1, [piece], {}, keep=1)
 assert gloo()
 """
 
-DIES = """
-saving.start(folder / "checkpoints", 1, [piece], {}, keep=1)
-saving.settle()
-if world.rank == 1:
-    shardfile.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-saving.start(folder / "checkpoints", 2, [piece, Piece(Shard.whole("v", (9,), "float32"),
-             torch.ones(9))], {}, keep=1)
-try:
-    saving.settle()
-except ClusterError as failure:
-    (folder / "text").write_text(str(failure))
-    os._exit(1)
-os._exit(0)
-"""
-
 
 def two_processes(script: str, folder: Path) -> tuple[list[int], list[str]]:
     """(exit codes, standard errors) of two ranks that run a script."""
@@ -183,12 +168,14 @@ def two_processes(script: str, folder: Path) -> tuple[list[int], list[str]]:
     return [p.returncode for p in processes], words
 
 
+@pytest.mark.proof  # beside two worlds of runs: test_exit.py
 def test_close_ends_every_gloo_thread_of_the_twin(tmp_path) -> None:
     codes, words = two_processes(CLOSES, tmp_path)
     assert codes == [0, 0], f"7: a gloo thread outlived close; -6: the exit aborted; {words}"
     assert os.listdir(tmp_path / "checkpoints") == ["step-2"]
 
 
+@pytest.mark.proof  # of a run, after two that were closed: test_exit.py
 def test_a_script_that_forgets_close_still_saves_and_tells(tmp_path) -> None:
     codes, words = two_processes(FORGETS, tmp_path)
     assert codes == [0, 0], words
@@ -197,9 +184,11 @@ def test_a_script_that_forgets_close_still_saves_and_tells(tmp_path) -> None:
     assert told == ["checkpoint_saved"]
 
 
-def test_a_rank_that_dies_in_a_save_ends_the_others_wait(tmp_path) -> None:
-    codes, words = two_processes(DIES, tmp_path)
-    assert codes == [1, -signal.SIGKILL], words
+def test_a_rank_that_dies_in_a_save_ends_the_others_wait(worlds, tmp_path) -> None:
+    world = worlds(2)
+    world.ask("saving_case:a_rank_dies_in_a_save", folder=str(tmp_path))
+    codes = [process.wait(60) for process in world.processes]
+    assert codes == [1, -signal.SIGKILL], [path.read_text() for path in world.log_paths]
     assert (
         (tmp_path / "text")
         .read_text()

@@ -141,11 +141,11 @@ PLANTED: list[tuple[int, str, dict[str, Any], str, list[str]]] = [
     ids=[f"{row[2]['bug']}-{row[2].get('layout', 'ddp')}" for row in PLANTED],
 )
 def test_a_user_reads_where_how_much_and_what_to_do(
-    worlds, size, call, asked, parameter, words
+    planted, size, call, asked, parameter, words
 ) -> None:
-    report = worlds(size).call(call, **asked, users=True)[0]
+    report = planted(size, call, **asked)[0]
     assert report["verdict"] == "different"
-    told = report["cause"]
+    told = report["users"]
     assert told["parameter"] == parameter, told["text"]
     for part in words:
         assert part in told["text"], told["text"]
