@@ -1,0 +1,154 @@
+"""What a fork of `forks.py` runs: a program in its folder, which begins and ends as by itself.
+
+as_program.py ASKED OUTPUT     ASKED: a JSON file with `cwd` and the `words` after `python`
+
+Shoal's process that forks workers is forked in turn where the program starts one: it would import
+what is here already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+SERVER = "shoal.launch.fork_server"
+
+
+def main(asked: str, out: str) -> NoReturn:
+    """Be the program."""
+    told = json.loads(Path(asked).read_text())
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    for name in [name for name, text in os.environ.items() if not text]:
+        del os.environ[name]  # the server wants a RANK; "" says that there is none
+    os.chdir(told["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    subprocess.Popen = Server  # type: ignore[misc]  # a class in a class's place
+    code = 1
+    try:
+        be(told["words"])
+        code = 0
+    except SystemExit as ended:
+        code = status(ended)
+    except BaseException as failure:
+        code = uncaught(failure)
+    with contextlib.suppress(Exception):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Functions of `atexit` from before the fork did not run: reports end in a status here.
+    if "simulated_cuda" in sys.modules:
+        sys.modules["simulated_cuda"]._verdict()
+    os._exit(code)
+
+
+def be(words: list[str]) -> None:
+    """Run what `python WORD …` runs."""
+    how, *rest = words
+    if how == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), module.__dict__)
+    else:
+        sys.path.insert(0, str(Path(how).resolve().parent))
+        sys.argv = words
+        runpy.run_path(how, run_name="__main__")
+
+
+def status(ended: SystemExit) -> int:
+    """The status that Python gives, after the words that it says."""
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    sys.stderr.write(f"{ended.code}\n")
+    return 1
+
+
+def uncaught(failure: BaseException) -> int:
+    """Tell an exception to the hook that is in place; the status."""
+    trace = failure.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        trace = trace.tb_next
+    try:
+        sys.excepthook(type(failure), failure, trace)
+    except SystemExit as ended:
+        return status(ended)
+    return 130 if isinstance(failure, KeyboardInterrupt) else 1
+
+
+class Server(subprocess.Popen):
+    """A process; where Shoal's that forks workers is asked for, a fork of this one."""
+
+    def __init__(self, args: Any, **settings: Any) -> None:
+        self.forked = list(args)[1:3] == ["-m", SERVER]
+        if not self.forked:
+            super().__init__(args, **settings)
+            return
+        self.args, self.returncode = args, None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            serve(args, **settings)
+
+    def kill(self) -> None:
+        """End it if it runs."""
+        if not self.forked:
+            super().kill()
+        elif self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its status; of a fork without a timeout, as nobody gives one."""
+        if self.forked and self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode if self.forked else super().wait(timeout)
+
+
+def serve(
+    args: Any, *, env: Any, stdout: Any, pass_fds: Any, preexec_fn: Any, **_: Any
+) -> NoReturn:
+    """Be the process that forks workers: what `subprocess` and Python would make of it."""
+    code = 1
+    try:
+        os.setsid()
+        preexec_fn()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(1, 2)
+        for file in map(int, os.listdir("/proc/self/fd")):
+            if file > 2 and file not in pass_fds:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+        os.environ.clear()
+        os.environ.update(env)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        sys.argv = args[2:]
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
