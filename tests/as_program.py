@@ -2,8 +2,8 @@
 
 as_program.py ASKED OUTPUT     ASKED: a JSON file with `cwd` and the `words` after `python`
 
-Shoal's process that forks workers is forked in turn where the program starts one: it would import
-what is here already.
+What the program starts of Shoal's own, workers and the process that forks them, is forked in turn: it
+would import what is here already.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any, NoReturn
-
-SERVER = "shoal.launch.fork_server"
 
 
 def main(asked: str, out: str) -> NoReturn:
@@ -32,7 +31,7 @@ def main(asked: str, out: str) -> NoReturn:
         del os.environ[name]  # the server wants a RANK; "" says that there is none
     os.chdir(told["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    subprocess.Popen = Server  # type: ignore[misc]  # a class in a class's place
+    subprocess.Popen = Ours  # type: ignore[misc]  # a class in a class's place
     code = 1
     try:
         be(told["words"])
@@ -94,11 +93,12 @@ def uncaught(failure: BaseException) -> int:
     return 130 if isinstance(failure, KeyboardInterrupt) else 1
 
 
-class Server(subprocess.Popen):
-    """A process; where Shoal's that forks workers is asked for, a fork of this one."""
+class Ours(subprocess.Popen):
+    """A process; where a module of Shoal's is asked for, as its supervisor starts them, a fork."""
 
     def __init__(self, args: Any, **settings: Any) -> None:
-        self.forked = list(args)[1:3] == ["-m", SERVER]
+        words = list(args)
+        self.forked = words[1:2] == ["-m"] and words[2].startswith("shoal.")
         if not self.forked:
             super().__init__(args, **settings)
             return
@@ -107,26 +107,38 @@ class Server(subprocess.Popen):
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            serve(args, **settings)
+            serve(words, **settings)
 
-    def kill(self) -> None:
-        """End it if it runs."""
-        if not self.forked:
-            super().kill()
-        elif self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def poll(self) -> int | None:
+        """Its status once it has ended."""
+        if self.forked and self.returncode is None:
+            ended, how = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(how) if ended else None
+        return self.returncode if self.forked else super().poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its status; of a fork without a timeout, as nobody gives one."""
-        if self.forked and self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode if self.forked else super().wait(timeout)
+        """Its status; subprocess.TimeoutExpired where it does not end."""
+        if not self.forked:
+            return super().wait(timeout)
+        until_s = time.monotonic() + (1e9 if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Send one if it runs."""
+        if not self.forked:
+            super().send_signal(sig)
+        elif self.poll() is None:
+            os.kill(self.pid, sig)
 
 
 def serve(
-    args: Any, *, env: Any, stdout: Any, pass_fds: Any, preexec_fn: Any, **_: Any
+    words: list[str], *, env: Any, stdout: Any, pass_fds: Any, preexec_fn: Any, **_: Any
 ) -> NoReturn:
-    """Be the process that forks workers: what `subprocess` and Python would make of it."""
+    """Be that module's process: what `subprocess` and Python would make of it."""
     code = 1
     try:
         os.setsid()
@@ -143,10 +155,16 @@ def serve(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        sys.argv = args[2:]
-        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+        sys.argv = words[2:]
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         code = 0
+    except SystemExit as ended:
+        code = status(ended)
+    except BaseException as failure:
+        code = uncaught(failure)
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -8,12 +8,15 @@ measuring it anew in each of some 100 commands would take 5 CPU-seconds each.
 
 One thread computes: two lanes have two cores, and threads that wait for a core spin meanwhile.
 
+What is imported and collected is no garbage: a million objects that were looked at again and again.
+
 Under PYTHONDONTWRITEBYTECODE each of some 300 processes would compile Shoal anew: 1.1 CPU-seconds.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -42,8 +45,15 @@ atexit.register(shutil.rmtree, os.environ["SHOAL_CACHE"], ignore_errors=True)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep how long each file took."""
+    gc.disable()
     if not os.environ.get("SIM_LIBRARY"):  # on simulated devices a test of another file runs them
         config.pluginmanager.register(FileTimes())
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage begin, with what tests make."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

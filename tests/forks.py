@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,8 +37,9 @@ class Forks:
     def __init__(self, environ: Mapping[str, str], imports: Sequence[str] = IMPORTS) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="forks-"))
         (self.folder / "logs").mkdir()
-        path = os.pathsep.join((environ.get("PYTHONPATH", ""), str(HERE)))
-        self.environ = {**environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        paths = [*filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), str(HERE)]
+        path = {"PYTHONPATH": os.pathsep.join(paths)}
+        self.environ = {**environ, **path, "OMP_NUM_THREADS": "1"}
         self.server = ForkServer(imports, self.environ, self.folder)
         self.started = 0
 
@@ -112,6 +114,7 @@ class Forks:
     def close(self) -> None:
         """End the server and what it started."""
         self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Running:
