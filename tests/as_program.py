@@ -1,6 +1,7 @@
 """What a fork of `forks.py` runs: a program in its folder, which begins and ends as by itself.
 
-as_program.py ASKED OUTPUT     ASKED: a JSON file with `cwd` and the `words` after `python`
+as_program.py ASKED OUTPUT     ASKED: a JSON file with `cwd` and the `words` after `python`; OUTPUT: a
+                               file, or "" where output goes with errors
 
 What the program starts of Shoal's own, workers and the process that forks them, is forked in turn: it
 would import what is here already.
@@ -26,7 +27,8 @@ from typing import Any, NoReturn
 def main(asked: str, out: str) -> NoReturn:
     """Be the program."""
     told = json.loads(Path(asked).read_text())
-    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    if out:
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     for name in [name for name, text in os.environ.items() if not text]:
         del os.environ[name]  # the server wants a RANK; "" says that there is none
     os.chdir(told["cwd"])
@@ -136,7 +138,7 @@ class Ours(subprocess.Popen):
 
 
 def serve(
-    words: list[str], *, env: Any, stdout: Any, pass_fds: Any, preexec_fn: Any, **_: Any
+    words: list[str], *, env: Any, stdout: Any, preexec_fn: Any, pass_fds: Any = (), **_: Any
 ) -> NoReturn:
     """Be that module's process: what `subprocess` and Python would make of it."""
     code = 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,11 +45,17 @@ class Forks:
         self.started = 0
 
     def start(
-        self, words: Sequence[str], environ: Mapping[str, str] | None = None, cwd: Path = HERE
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        cwd: Path = HERE,
+        *,
+        merged: bool = False,
     ) -> Running:
         """Start what `python WORD …` would be: a file, `-m` and a module, or `-c` and a text.
 
         environ    what the program's own is to differ by
+        merged     its errors stand in its output, where they were said
         """
         until_s = time.monotonic() + START_S
         while not (self.server.ready or self.server.cannot) and time.monotonic() < until_s:
@@ -61,10 +68,10 @@ class Forks:
         )
         place = {"RANK": "", **(environ or {})}
         asked.write_text(json.dumps({"cwd": str(cwd), "words": list(map(str, words))}))
-        command = [sys.executable, "-m", "as_program", str(asked), str(out)]
+        command = [sys.executable, "-m", "as_program", str(asked), "" if merged else str(out)]
         with error.open("wb") as file:
             forked = self.server.fork(command, place, file.fileno(), lambda pid: None)
-        return Running(forked, out, error)
+        return Running(forked, error if merged else out, error)
 
     def run(
         self,
@@ -122,14 +129,27 @@ class Running:
 
     def __init__(self, forked: Forked, out: Path, error: Path) -> None:
         self.forked, self.out, self.error = forked, out, error
-        self.returncode = -1
+        self.pid, self.returncode = forked.pid, -1
+
+    def poll(self) -> int | None:
+        """Its status once it has ended."""
+        return self.forked.poll()
+
+    def wait(self, timeout: float = 400.0) -> int:
+        """Its status; subprocess.TimeoutExpired where it does not end."""
+        self.returncode = self.forked.wait(timeout)
+        return self.returncode
 
     def communicate(self, timeout: float = 400.0) -> tuple[str, str]:
         """What it wrote, when it has ended; subprocess.TimeoutExpired where it does not."""
-        self.returncode = self.forked.wait(timeout)
+        self.wait(timeout)
         return self.out.read_text(), self.error.read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Send one if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it if it runs."""
-        if self.forked.poll() is None:
-            os.kill(self.forked.pid, 9)
+        self.send_signal(signal.SIGKILL)

@@ -59,9 +59,9 @@ def test_a_pipeline_without_memory_says_so_and_ends(forks: Any, tmp_path: Path) 
     until_s = time.monotonic() + 100
     ranks = started(words[0], 2, words[1:], {}, forks.start)
     try:
-        while all(rank.forked.poll() is None for rank in ranks) and time.monotonic() < until_s:
+        while all(rank.poll() is None for rank in ranks) and time.monotonic() < until_s:
             time.sleep(0.05)
-        (first,) = [rank for rank in ranks if rank.forked.poll() is not None][:1]
+        (first,) = [rank for rank in ranks if rank.poll() is not None][:1]
         _, said = first.communicate()
     finally:
         for rank in ranks:
