@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shoal
-from rows import rows
+from proof_rows import rows
 from shoal.base.errors import PlanError
 from shoal.parallel import compiling
 from shoal.parallel.compiling import parity

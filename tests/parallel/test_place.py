@@ -12,7 +12,7 @@ import torch
 from zoo import LAYOUTS, any_case, model_of
 
 from forks import Forks
-from rows import rows
+from proof_rows import rows
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rows import rows
+from proof_rows import rows
 
 FORMATS: tuple[dict[str, Any], ...] = (
     {"precision": "fp64", "micro_batch": 1, "model": {"dim": 256, "layers": 3}},

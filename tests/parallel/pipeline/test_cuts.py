@@ -14,7 +14,7 @@ from hf_modules import HF_EXAMPLES
 from torch import nn
 from user_modules import EXAMPLES, Example, made
 
-from rows import chosen, rows
+from proof_rows import chosen, rows
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.record import Record

@@ -11,7 +11,7 @@ from chain import Chain, assert_equal_to_whole
 from hf_modules import HF_EXAMPLES
 from user_modules import EXAMPLES, Example, made, numbers, tokens
 
-from rows import rows
+from proof_rows import rows
 from shoal.models.catalog import build
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut

@@ -8,7 +8,7 @@ import pytest
 import torch
 from zoo import any_case, model_of
 
-from rows import rows
+from proof_rows import rows
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd import rules, split_block
 from shoal.parallel.spmd.experiment import Call, Experiment, Slot, Value

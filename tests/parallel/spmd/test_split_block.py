@@ -10,7 +10,7 @@ from blocks import MLP, GPTBlock, PerHead, Residual
 from threads import counts, difference, perturb, simulate, whole_pass
 from torch import nn
 
-from rows import chosen, rows
+from proof_rows import chosen, rows
 from shoal.base.errors import PlanError
 from shoal.models.llama import Llama
 from shoal.parallel.spmd import autograd_collectives

@@ -13,7 +13,7 @@ from threads import counts, difference
 from torch import nn
 from user_modules import made
 
-from rows import chosen, rows
+from proof_rows import chosen, rows
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.split_block import again, split_block
 from shoal.trace.graph import Untraceable
