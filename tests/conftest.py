@@ -6,17 +6,23 @@ such a choice, and its tests of Ctrl-C would wait in vain.
 What a machine was measured to be is kept for all commands of a session, and not for the next one:
 measuring it anew in each of some 100 commands would take 5 CPU-seconds each.
 
+One thread computes: two lanes have two cores, and threads that wait for a core spin meanwhile.
+
+What is imported and collected is no garbage: a million objects that were looked at again and again.
+
 Under PYTHONDONTWRITEBYTECODE each of some 300 processes would compile Shoal anew: 1.1 CPU-seconds.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +30,12 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 from file_times import FileTimes
+from forks import Forks
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -37,5 +45,22 @@ atexit.register(shutil.rmtree, os.environ["SHOAL_CACHE"], ignore_errors=True)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep how long each file took."""
+    gc.disable()
     if not os.environ.get("SIM_LIBRARY"):  # on simulated devices a test of another file runs them
         config.pluginmanager.register(FileTimes())
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage begin, with what tests make."""
+    gc.enable()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Forks]:
+    """Programs forked from one process with all imports: programs.run("-m", "shoal", "prove")."""
+    made = Forks(
+        {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    )
+    yield made
+    made.close()

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -153,17 +154,42 @@ print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "shoal"
 """
 
 
-def _loaded(script: str, *arguments: str) -> list[Path]:
-    """Files of ours that a script's process has loaded in the end; it prints them."""
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]
+EACH_IN_A_FORK = """
+import json, os, sys
+import torch, torch._dynamo, torch.distributed.fsdp, torch.fx.experimental.proxy_tensor
+
+assert not any(name.split(".")[0] == "shoal" for name in sys.modules)
+for script, *arguments in json.loads(sys.argv[1]):
+    if (pid := os.fork()) == 0:
+        sys.argv[1:] = arguments
+        exec(script, {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    print("--", flush=True)
+"""
+"""Scripts of which each finds torch imported, and nothing of ours."""
 
 
-def test_what_a_reader_of_the_plain_path_must_load() -> None:
+@pytest.fixture(scope="module")
+def loaded() -> Callable[..., list[Path]]:
+    """Gives the files of ours that a script's process has loaded in the end; it prints them."""
+    asked = [[OWN_LOOP], *([FOUR_RANKS, kind, json.dumps(layout)] for kind, layout in DIVIDED)]
+    command = [sys.executable, "-c", EACH_IN_A_FORK, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = dict(zip(map(tuple, asked), done.stdout.split("--\n"), strict=False))
+
+    def files(*script: str) -> list[Path]:
+        return [Path(line) for line in told[script].splitlines() if line.endswith(".py")]
+
+    return files
+
+
+def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Path]]) -> None:
     """A loop of one's own under ddp imports what it uses: a quarter of the source."""
     files = [
-        path for path in _loaded(OWN_LOOP) if path.name != "single.py"
+        path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
     assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000
@@ -242,20 +268,22 @@ run.close()
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("Layer", {"tp": 2, "pp": 2}),
-        ("Attention", {"cp": 2, "tp": 2}),
-        ("Attention", {"cp": 2, "pp": 2}),
-        ("Mixture", {"ep": 2, "dp_shard": 2, "zero": 2, "pp": 2}),
-    ],
-)
-def test_what_a_rank_of_a_divided_model_loads(kind: str, layout: dict[str, int]) -> None:
+DIVIDED: list[tuple[str, dict[str, int]]] = [
+    ("Layer", {"tp": 2, "pp": 2}),
+    ("Attention", {"cp": 2, "tp": 2}),
+    ("Attention", {"cp": 2, "pp": 2}),
+    ("Mixture", {"ep": 2, "dp_shard": 2, "zero": 2, "pp": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), DIVIDED)
+def test_what_a_rank_of_a_divided_model_loads(
+    kind: str, layout: dict[str, int], loaded: Callable[..., list[Path]]
+) -> None:
     """Parts of layers, sequences, experts and stages, with a loader: no search, no one else's."""
     files = [
         path
-        for path in _loaded(FOUR_RANKS, kind, json.dumps(layout))
+        for path in loaded(FOUR_RANKS, kind, json.dumps(layout))
         # Of a rank that waits for others for seconds: a slow machine.
         if path.name not in ("frames.py", "hang.py")
     ]

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forks import Forks
 
 SCRIPT = Path(__file__).with_name("checkpoint_world.py")
 CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, programs: Forks
+) -> dict[str, dict[str, str]]:
     """check → {rank: traceback}."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("world"))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = programs.run(str(SCRIPT), str(tmp_path_factory.mktemp("world")), timeout=120)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stderr
     return {line["check"]: line["failures"] for line in lines}

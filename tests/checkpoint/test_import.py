@@ -17,6 +17,7 @@ import torch
 from checkpoint_cases import save_step
 from hostile_pickles import hostile
 
+from forks import Forks
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.checkpoint.import_weights import Imported, import_weights
 
@@ -145,9 +146,10 @@ def test_a_folder_of_transformers(kind: str, shards: int, tmp_path: Path) -> Non
             import_weights(source, tmp_path / "out")
 
 
-def test_two_ranks_of_dcp(tmp_path: Path) -> None:
+def test_two_ranks_of_dcp(tmp_path: Path, programs: Forks) -> None:
     """fsdp2's own shards of 7 and 3 rows over 2 ranks, columns, copies; then every way to break."""
-    subprocess.run([sys.executable, str(DCP), str(tmp_path)], check=True, timeout=120)
+    done = programs.run(str(DCP), str(tmp_path), timeout=120)
+    assert done.returncode == 0, done.stderr
     source, whole = tmp_path / "dcp", safetensors.torch.load_file(tmp_path / "whole.safetensors")
     assert len([*source.glob("*.distcp")]) == 4
     done = import_weights(source, tmp_path / "out")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shoal
+from forks import Forks
 from shoal.base.facts import MachineFacts
 from shoal.cli import compare_measure, main
 from shoal.cli.compare_rows import NOISE, check_memory, needed_bytes, plan_rows
@@ -251,22 +249,14 @@ def data():
 """
 
 
-def test_a_real_comparison(tmp_path: Path) -> None:
+def test_a_real_comparison(tmp_path: Path, programs: Forks) -> None:
     """Rows on 1 and 2 processes; rank 1 is killed in the first row of two, the others go on."""
     (tmp_path / "toy.py").write_text(TOY)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     arguments = [
         "model.build=toy:build", "data.source=toy:data", "train.batch=8", "--json",
         "--layouts", "zero1,parameter-server,ddp,fsdp", "--processes", "1,2", "--steps", "3",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "compare", *arguments],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = programs.run("-m", "shoal", "compare", *arguments, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     folder = tmp_path / "compare" / "custom-toy-1"

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import shoal
+from forks import Forks
 
-COMMAND = [sys.executable, "-m", "shoal", "plan"]
+GUARD = """
+import sys
+class NoTorch:
+    def find_spec(self, name, *rest):
+        if name.partition('.')[0] == 'torch':
+            raise ImportError('torch was imported')
+assert 'torch' not in sys.modules
+sys.meta_path.insert(0, NoTorch())
+sys.argv = ['shoal', 'plan', *sys.argv[1:]]
+from shoal.cli.main import main
+main()
+"""
+BARE = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "HOME": "/"}
+
+
+@functools.cache
+def light() -> Forks:
+    """What commands are forked from: it has imported this one, and no torch."""
+    source = str(Path(shoal.__file__).parents[1])  # the source that is tested
+    return Forks({**BARE, "PYTHONPATH": source}, ("shoal.cli.main", "shoal.cli.plan"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    light().close()
 
 
 def plan(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command; no torch may be imported for a model known by name."""
-    guard = (
-        "import sys\n"
-        "class NoTorch:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name.partition('.')[0] == 'torch':\n"
-        "            raise ImportError('torch was imported')\n"
-        "sys.meta_path.insert(0, NoTorch())\n"
-        "sys.argv = ['shoal', 'plan', *sys.argv[1:]]\n"
-        "from shoal.cli.main import main\n"
-        "main()\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", guard, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=folder,
-        env={
-            **{"PATH": "/usr/bin:/bin", "COLUMNS": "100", "HOME": str(folder or "/")},
-            "PYTHONPATH": str(Path(shoal.__file__).parents[1]),  # the source that is tested
-        },
-    )
+    place = {"HOME": str(folder or "/")}
+    return light().run("-c", GUARD, *words, cwd=folder or Path.cwd(), environ=place, timeout=60)
 
 
 def test_a_plan_fits_one_screen(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from forks import Forks
 from shoal.view.proof import proof_text, verdict_line
 
 USER = '''
@@ -60,22 +62,24 @@ def mean_loss(outputs, targets):
 BASE = ["data.source=user:data", "train.batch=16", "train.micro_batch=4", "launch.processes=2"]
 
 
-def prove(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    (folder / "user.py").write_text(USER)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "prove", *BASE, *arguments],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    return done.returncode, done.stdout, done.stderr
+Prove = Callable[..., tuple[int, str, str]]
 
 
-def test_equal_is_exit_0_and_leaves_nothing(tmp_path: Path) -> None:
-    code, out, err = prove(tmp_path, "model.build=user:build")
+@pytest.fixture
+def prove(tmp_path: Path, programs: Forks) -> Prove:
+    """Run the command in `tmp_path`; its status, and what it prints and tells."""
+    (tmp_path / "user.py").write_text(USER)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        words = ("-m", "shoal", "prove", *BASE, *arguments)
+        done = programs.run(*words, cwd=tmp_path, timeout=90)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_equal_is_exit_0_and_leaves_nothing(tmp_path: Path, prove: Prove) -> None:
+    code, out, err = prove("model.build=user:build")
     assert code == 0, out + err
     first, verdict = [line for line in out.splitlines() if not line.startswith("phase=")][:2]
     assert "proving ddp (dp_replicate = 2) on 2 processes against one, in float64" in first
@@ -86,8 +90,8 @@ def test_equal_is_exit_0_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_leans_on_its_rank_is_exit_3(tmp_path: Path) -> None:
-    code, out, err = prove(tmp_path, "model.build=user:leaning", "--json", "--quick")
+def test_a_model_that_leans_on_its_rank_is_exit_3(tmp_path: Path, prove: Prove) -> None:
+    code, out, err = prove("model.build=user:leaning", "--json", "--quick")
     assert code == 3, out + err
     report = json.loads(out)
     assert report["verdict"] == "different"
@@ -102,9 +106,9 @@ def test_a_model_that_leans_on_its_rank_is_exit_3(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_cannot_run_in_float64_is_exit_1(tmp_path: Path) -> None:
+def test_what_cannot_run_in_float64_is_exit_1(tmp_path: Path, prove: Prove) -> None:
     (tmp_path / "runs").mkdir()
-    code, out, err = prove(tmp_path, "model.build=user:single", "--quick")
+    code, out, err = prove("model.build=user:single", "--quick")
     assert code == 1, out + err
     assert (
         "not proven: the model does not run in this precision: RuntimeError: "
@@ -113,9 +117,9 @@ def test_what_cannot_run_in_float64_is_exit_1(tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_by_blocks_says_what_was_not_seen(tmp_path: Path) -> None:
+def test_by_blocks_says_what_was_not_seen(prove: Prove) -> None:
     deep = ["model.name=llama", "model.dim=16", "model.heads=2", "model.layers=5", "layout.tp=2"]
-    code, out, err = prove(tmp_path, *deep, "data.source=synthetic", "--by-blocks", "--quick")
+    code, out, err = prove(*deep, "data.source=synthetic", "--by-blocks", "--quick")
     assert code == 0, out + err
     assert "\nequal, by blocks: tp " in out
     assert "\n  by blocks: the first 2 of 5 in blocks (1 kind) and both ends; not seen: " in out
@@ -123,11 +127,11 @@ def test_by_blocks_says_what_was_not_seen(tmp_path: Path) -> None:
     assert "blocks.2." not in out
 
 
-def test_what_the_user_must_mend_is_exit_2(tmp_path: Path) -> None:
-    code, out, err = prove(tmp_path, "model.build=user:build", "model.loss=user:mean_loss")
+def test_what_the_user_must_mend_is_exit_2(tmp_path: Path, prove: Prove) -> None:
+    code, out, err = prove("model.build=user:build", "model.loss=user:mean_loss")
     assert code == 2, out + err
     assert "shoal: loss returned a mean: " in err
-    code, _, err = prove(tmp_path, "model.build=user:build", "train.batch=17")
+    code, _, err = prove("model.build=user:build", "train.batch=17")
     assert code == 2
     assert "nearest legal: train.batch=16" in err
     assert not (tmp_path / "runs").exists()
@@ -199,10 +203,9 @@ def test_not_proven_has_its_reason(reason: str) -> None:
     assert verdict_line(told) == f"not proven: {reason}"
 
 
-def test_the_layout_that_is_asked_for_is_proven(tmp_path: Path) -> None:
+def test_the_layout_that_is_asked_for_is_proven(prove: Prove) -> None:
     """With a policy of the layout's side; one process then computes every activation once."""
     code, out, err = prove(
-        tmp_path,
         "model.build=user:build",
         "layout.strategy=fsdp",
         "memory.recompute=full",

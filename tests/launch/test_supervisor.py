@@ -62,7 +62,14 @@ class Run:
         return (self.folder / "logs" / f"rank-{rank}.log").read_text()
 
 
-@pytest.fixture(params=[(), ("json",)], ids=["programs", "forked"])
+KINDS = {"programs": (), "forked": ("json",)}
+BOTH = pytest.mark.parametrize("run", KINDS.values(), ids=KINDS, indirect=True)
+"""Where how a worker is started may matter: words and logs, restarts, signals."""
+
+
+@pytest.fixture(
+    params=[pytest.param((), marks=pytest.mark.proof), ("json",)], ids=["programs", "forked"]
+)
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
     return Run(tmp_path, request.param)
 
@@ -87,6 +94,7 @@ def to_self(number: int) -> Callable[[], None]:
 UP = "(folder / f'up-{rank}').touch()\n"
 
 
+@BOTH
 def test_all_workers_finish_and_their_words_are_in_their_logs(run: Run) -> None:
     outcome = run("print('hello from', rank)\nprint('to stderr', file=sys.stderr)")
     assert outcome == Outcome("finished", 0, 1, "")
@@ -116,6 +124,7 @@ sys.exit(run_worker(main))
     assert died["traceback"].startswith("their own traceback\n")
 
 
+@BOTH
 def test_a_killed_worker_is_named_and_all_start_again(run: Run) -> None:
     body = """
 step(attempt)
@@ -325,11 +334,13 @@ def test_a_stale_report_is_not_taken_for_a_new_failure(run: Run) -> None:
     assert run("").status == "finished"
 
 
+@BOTH
 def test_a_command_that_does_not_exist_is_one_line(run: Run) -> None:
     with pytest.raises(ClusterError, match="rank 0: its process cannot be started: no-such-prog"):
         supervise(["no-such-program"], processes=2, folder=run.folder, restarts=1, emit=run.emit)
 
 
+@BOTH
 def test_sigterm_reaches_every_worker_once_and_they_may_save(run: Run) -> None:
     body = (
         """

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from shoal.base.facts import MachineFacts, usable_cores
+from shoal.base.facts import MachineFacts
 from shoal.fabric import World
 from shoal.fabric.process_info import Place
 from shoal.machine import measure as machine
@@ -171,16 +171,16 @@ def test_a_file_of_no_version_is_measured_again(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def threads_of_a_run(monkeypatch):
-    """As many threads as a run of one process has, whatever ran before in this process."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+def one_thread(monkeypatch):
+    """A run that was told to have one: two that wait for a busy core spin for seconds."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
-    torch.set_num_threads(usable_cores())
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads_of_a_run")
+@pytest.mark.usefixtures("one_thread")
 def test_one_process_measures_and_remembers(tmp_path):
     world = World(Place(), torch.device("cpu"), None)
     tiny = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from forks import Forks
 from shoal.base.errors import ConfigError, PlanError
 from shoal.checkpoint.import_weights import import_weights
 from shoal.cli.main import app
@@ -267,7 +266,7 @@ def shoal(*words: str) -> str:
 
 
 def test_shoal_trains_it_on_text_samples_it_and_exports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Forks
 ) -> None:
     """The main job, end to end: two steps on text, and back to the library."""
     docs = Path(__file__).resolve().parents[2] / "docs"
@@ -278,11 +277,7 @@ def test_shoal_trains_it_on_text_samples_it_and_exports_it(
         "model.name=hf:tiny", f"data.source=text:{docs}/*.md", "data.tokenizer=bpe:512", "data.sequence=64", "train.steps=2",
         "data.validation=0.005", "launch.processes=1", "run.name=run", "optimizer.average=0.5",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "train", *words],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    done = programs.run("-m", "shoal", "train", *words, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in (tmp_path / "runs/run/events.jsonl").open()]
     (validated,) = [event for event in events if event["event"] == "validated"]

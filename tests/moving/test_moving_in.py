@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DistributedSampler
+
+from forks import Forks
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "moving-in.md"
@@ -100,7 +100,7 @@ def test_the_plain_loop_runs_and_learns_as_much(tmp_path: Path) -> None:
 
 @dataclass
 class Ended:
-    """What torchrun's processes left: rank 0's lines, standard error, each rank's weights."""
+    """What the processes left: rank 0's lines, standard error, each rank's weights."""
 
     out: str
     err: str
@@ -118,31 +118,18 @@ class Ended:
         return ranks[0]
 
 
-def torchrun(processes: int, folder: Path, *scripts: Path) -> Ended:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--local-addr=127.0.0.1", f"--nproc_per_node={processes}"),
-            *(str(HERE / "watched.py"), str(folder), *map(str, scripts)),
-        ],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err[-3000:]
-    return Ended(out, err, folder, processes)
+def torchrun(programs: Forks, processes: int, folder: Path, *scripts: Path) -> Ended:
+    """Run scripts, one after the other, as so many ranks of torchrun."""
+    words = (str(HERE / "watched.py"), str(folder), *map(str, scripts))
+    place = {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks = programs.world(processes, *words, cwd=folder, environ=place, timeout=DEADLINE_S)
+    err = "".join(rank.stderr for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0] * processes, err[-3000:]
+    return Ended("".join(rank.stdout for rank in ranks), err, folder, processes)
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def on_two(tmp_path_factory: pytest.TempPathFactory, programs: Forks) -> Ended:
     folder = tmp_path_factory.mktemp("two")
     wrapped = folder / "wrapped.py"  # the new Accelerate script by somebody who kept a line of DDP
     wrapped.write_text(
@@ -150,7 +137,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         .read_text()
         .replace("model = Net()\n", "model = nn.parallel.DistributedDataParallel(Net())\n")
     )
-    return torchrun(2, folder, *(script("after", kind) for kind in KINDS), wrapped)
+    return torchrun(programs, 2, folder, *(script("after", kind) for kind in KINDS), wrapped)
 
 
 @dataclass
@@ -204,9 +191,9 @@ def printed(out: str) -> list[float]:
 
 
 @pytest.mark.proof
-def test_the_ddp_script_on_four_processes(tmp_path: Path) -> None:
+def test_the_ddp_script_on_four_processes(programs: Forks, tmp_path: Path) -> None:
     """It trains, prints on rank 0 the loss of all ranks, and ends where one process ends."""
-    ended = torchrun(4, tmp_path, script("after", "ddp"))
+    ended = torchrun(programs, 4, tmp_path, script("after", "ddp"))
     alone = one_process(4)
     assert_close(ended.weights(script("after", "ddp")), alone.weights)
     told = printed(ended.out)
@@ -217,19 +204,19 @@ def test_the_ddp_script_on_four_processes(tmp_path: Path) -> None:
     assert "rank 0's are used" in ended.err
 
 
-def plain_torchrun(processes: int, folder: Path, *scripts: Path) -> Ended:
+def plain_torchrun(programs: Forks, processes: int, folder: Path, *scripts: Path) -> Ended:
     """Of scripts without Shoal: gloo aborts about one of their exits in twenty (docs/lab-log.md)."""
     try:
-        return torchrun(processes, folder, *scripts)
+        return torchrun(programs, processes, folder, *scripts)
     except AssertionError as ended:
         if "terminate called without an active exception" not in str(ended):
             raise
-        return torchrun(processes, folder, *scripts)
+        return torchrun(programs, processes, folder, *scripts)
 
 
-def test_the_old_and_the_new_ddp_script(on_two: Ended, tmp_path: Path) -> None:
+def test_the_old_and_the_new_ddp_script(on_two: Ended, programs: Forks, tmp_path: Path) -> None:
     """The same weights; but the old one prints the loss of rank 0's own 32 samples."""
-    old = plain_torchrun(2, tmp_path, script("before", "ddp"))
+    old = plain_torchrun(programs, 2, tmp_path, script("before", "ddp"))
     alone = one_process(2)
     assert_close(old.weights(script("before", "ddp")), alone.weights)
     assert_close(on_two.weights(script("after", "ddp")), alone.weights)

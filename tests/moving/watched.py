@@ -1,6 +1,6 @@
 """Runs scripts as `python SCRIPT` would, and notes which weights each rank ends with.
 
-Start: torchrun … watched.py FOLDER SCRIPT [SCRIPT …]. Several scripts run one after the other in the
+Start, as each rank of torchrun: watched.py FOLDER SCRIPT [SCRIPT …]. Several scripts run one after the other in the
 same processes, since importing torch costs more than they do. The generator is seeded differently on
 every rank, as if nobody had, but so that the test knows what rank 0 builds; numbers are float64, so
 that equality says more than agreement to rounding.

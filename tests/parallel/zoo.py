@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -17,11 +16,6 @@ sys.path.append(str(Path(__file__).parents[1] / "worlds"))
 import any_case
 
 LAYOUTS = any_case.LAYOUTS
-MODELS = [
-    name if name in any_case.OURS else pytest.param(name, marks=pytest.mark.proof)
-    for name in any_case.models()
-]
-"""All of them; `make test` takes ours."""
 
 
 def model_of(name: str) -> tuple[torch.nn.Module, Any, str]:

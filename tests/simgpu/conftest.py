@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,14 @@ ROOT = HERE.parents[1]
 DEADLINE_S = 400.0
 sys.path.insert(0, str(HERE))
 
-from forks import Forks  # noqa: E402
 from ranks import on_cpu  # noqa: E402
+
+from forks import Forks, Running  # noqa: E402
+
+IMPORTS = (
+    *("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch.distributed.fsdp"),
+    *("shoal.trainer.parallelize", "shoal.parallel.offload", "shoal.proof.quick"),
+)
 
 collect_ignore = [str(one) for one in HERE.rglob("*.py") if not one.name.startswith("test_")]
 """Programs that run on the device: nothing of them can be imported without it."""
@@ -50,10 +56,27 @@ def environ(library: str) -> dict[str, str]:
     }
 
 
+class Here(Forks):
+    """Programs of this folder: run("planted.py", "all", SIM_MODE="lazy")."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        super().__init__(environ, IMPORTS)
+
+    def start(self, words: Sequence[str], environ: Mapping[str, str]) -> Running:
+        """A program with its arguments; environ: what its own is to differ by."""
+        return super().start([str(HERE / words[0]), *words[1:]], environ, HERE)
+
+    def run(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        """The same, waited for."""
+        running = self.start(words, settings)
+        out, error = running.communicate()
+        return subprocess.CompletedProcess(words, running.returncode, out, error)
+
+
 @pytest.fixture(scope="session")
 def forks(environ: dict[str, str]) -> Iterator[Forks]:
     """Programs on simulated devices, forked from one that has imported all."""
-    made = Forks(environ)
+    made = Here(environ)
     yield made
     made.close()
 
@@ -61,7 +84,7 @@ def forks(environ: dict[str, str]) -> Iterator[Forks]:
 @pytest.fixture(scope="session")
 def cpu_forks() -> Iterator[Forks]:
     """The same without a device."""
-    made = Forks(on_cpu())
+    made = Here(on_cpu())
     yield made
     made.close()
 

@@ -23,7 +23,7 @@ def on_cpu() -> dict[str, str]:
     return {**without, "PYTHONPATH": path}
 
 
-def started(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+def alone(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
     """A program of this folder in a process of its own."""
     return subprocess.Popen(
         [sys.executable, str(HERE / words[0]), *words[1:]],
@@ -36,19 +36,14 @@ def world(
     size: int,
     words: Sequence[str],
     environ: Mapping[str, str],
-    start: Callable[..., Any] = started,
+    start: Callable[..., Any] = alone,
 ) -> dict[str, Any]:
     """Run a program as `size` ranks; the last line of rank 0, and as `said` what all wrote beside it.
 
-    start    of a rank: `started`, or `Forks.start`, for which environ is what differs
+    start    of a rank: `alone`, or `Forks.start`, for which environ is what differs
     Errors   AssertionError with the ranks' last words where one fails
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size))
-    ranks = [start((program, *words), {**environ, **meets, **sizes, **own}) for own in places]
+    ranks = started(program, size, words, environ, start)
     try:
         told = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
     finally:
@@ -58,3 +53,19 @@ def world(
     answer: dict[str, Any] = json.loads(told[0][0].splitlines()[-1])
     answer["said"] = "".join(e for _, e in told)
     return answer
+
+
+def started(
+    program: str,
+    size: int,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    start: Callable[..., Any],
+) -> list[Any]:
+    """The ranks of a program, that have begun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size))
+    return [start((program, *words), {**environ, **meets, **sizes, **own}) for own in places]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import started
 
 ROWS = Path(__file__).resolve().parents[2] / "benchmarks" / "planner" / "devices.py"
 GATE = 0.08
@@ -34,31 +37,37 @@ def held_to_the_gate(rows: list[Any]) -> None:
     assert all(16 * rank["parameters"] >= 64 * 2**20 for row in rows for rank in row["ranks"])
 
 
-def test_a_device_holds_what_was_foreseen(environ: dict[str, str], tmp_path: Path) -> None:
-    rows = measured(environ, tmp_path / "o.json", "--rows", ",".join(SHORT), deadline_s=240)
+def test_a_device_holds_what_was_foreseen(forks: Any, tmp_path: Path) -> None:
+    words = (str(ROWS), "--worker", str(tmp_path / "rows.json"), "--rows", ",".join(SHORT))
+    ranks = started(words[0], 2, words[1:], {}, forks.start)
+    told = [rank.communicate(240.0) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == len(SHORT)
+    for row in rows:
+        held, foreseen = (
+            max(max(rank.get(name, math.inf) for name in names) for rank in row["ranks"])
+            for names in (("held",), ("foreseen_step", "foreseen_start"))
+        )
+        row["off"] = foreseen / held - 1
     held_to_the_gate(rows)
 
 
-TOGETHER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from processes import run_together
-run_together(sys.argv[2:], 2, deadline_s=100)
-"""
-
-
-def test_a_pipeline_without_memory_says_so_and_ends(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_pipeline_without_memory_says_so_and_ends(forks: Any, tmp_path: Path) -> None:
     """Not so by nature: an allocator that finds none waits for its device, so for what is posted."""
-    words = [str(ROWS.parents[1]), str(ROWS), "--limited", "gpt", "pp", "peak", str(tmp_path / "o")]
-    done = subprocess.run(
-        [sys.executable, "-c", TOGETHER, *words],
-        env=environ, capture_output=True, text=True, timeout=130, check=False,
-    )  # fmt: skip
-    assert "OutOfMemoryError: CUDA out of memory" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith("ended with 1"), done.stderr[-2000:]
+    words = (str(ROWS), "--limited", "gpt", "pp", "peak", str(tmp_path / "o"))
+    until_s = time.monotonic() + 100
+    ranks = started(words[0], 2, words[1:], {}, forks.start)
+    try:
+        while all(rank.poll() is None for rank in ranks) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        (first,) = [rank for rank in ranks if rank.poll() is not None][:1]
+        _, said = first.communicate()
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert first.returncode == 1
+    assert "OutOfMemoryError: CUDA out of memory" in said
 
 
 @pytest.mark.proof

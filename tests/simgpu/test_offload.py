@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from proof_rows import rows
+
 FORMATS: tuple[dict[str, Any], ...] = (
     {"precision": "fp64", "micro_batch": 1, "model": {"dim": 256, "layers": 3}},
     {"precision": "bf16", "recompute": "full", "model": {"dim": 384, "layers": 2}},
@@ -18,6 +20,8 @@ LIMIT_BYTES = 2**28
 
 POLICIES = ("optimizer", "parameters", "activations")
 SCHEDULES = (("lazy", 0), ("drawn", 0))
+ROWS = rows([("fp64", "bf16"), SCHEDULES], kept=[("fp64", ("lazy", 0)), ("bf16", ("drawn", 0))])
+"""Clocks know a missing wait in any schedule: of the four, two."""
 
 Told = dict[str, Any]
 
@@ -33,13 +37,15 @@ def numbers(told: Told) -> dict[str, Any]:
     return {name: told[name] for name in ("losses", "norms", "weights")}
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=["fp64", "bf16"])
-def test_what_waits_on_the_host_changes_no_bit(forks: Any, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("precision", "schedule"), ROWS)
+def test_what_waits_on_the_host_changes_no_bit(
+    forks: Any, precision: str, schedule: tuple[str, int]
+) -> None:
     """Losses, clipped norms and weights, under schedules that run as late as they may, or drawn."""
+    (form,) = [one for one in FORMATS if one["precision"] == precision]
     plain = {**form, "offload": "none", "mode": "eager", "seed": 0, "limit_bytes": LIMIT_BYTES}
-    asked = [plain]
-    for policy in POLICIES:
-        asked += [{**plain, "offload": policy, "mode": m, "seed": seed} for m, seed in SCHEDULES]
+    later = {"mode": schedule[0], "seed": schedule[1]}
+    asked = [plain, *({**plain, "offload": policy, **later} for policy in POLICIES)]
     first, *others = train(forks, asked)
     for told, one in zip(others, asked[1:], strict=True):
         assert numbers(told) == numbers(first), one

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from forks import Forks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 180
 
@@ -75,13 +77,16 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
     assert right > 95
 
 
-def test_distillation_is_the_same_on_two_processes(tmp_path: Path) -> None:
+def test_distillation_is_the_same_on_two_processes(tmp_path: Path, programs: Forks) -> None:
     """Two losses of unlike counts, in float64, to the last digits."""
     pattern = r"loss ([\d.]+), right ([\d.]+)%"
-    alone, two = (
-        re.search(pattern, run("distillation.py", tmp_path, folder, "--float64", before=before))
-        for folder, before in (("a", ()), ("b", torchrun()))
-    )
+    words = [(str(EXAMPLES / "distillation.py"), folder, "--float64") for folder in "ab"]
+    one = programs.run(*words[0], cwd=tmp_path, timeout=DEADLINE_S)
+    assert (one.returncode, one.stderr) == (0, "")
+    ranks = programs.world(2, *words[1], cwd=tmp_path, timeout=DEADLINE_S)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    assert not ranks[1].stdout, "only rank 0 speaks"
+    alone, two = (re.search(pattern, done.stdout) for done in (one, ranks[0]))
     assert float(alone[1]) == pytest.approx(float(two[1]), rel=1e-12)
     assert alone[2] == two[2]
     assert float(alone[2]) > 88, "82 without the teacher"

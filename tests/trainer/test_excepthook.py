@@ -6,11 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from forks import Forks
 from shoal.base.errors import ConfigError, TrainingError
 from shoal.base.frames import user_place
 from shoal.fabric import World
@@ -59,86 +61,83 @@ STEP_LINE = next(
 DEADLINE_S = 150  # only a hang reaches it: on a busy machine five starts took over 60
 
 
-def start(folder: Path, text: str, *arguments: object, **env: str) -> subprocess.Popen:
-    script = folder / "train.py"
-    if not script.exists():  # truncated under a starting process, it would be an empty program
-        script.write_text(text)
-    return subprocess.Popen(
-        [sys.executable, "train.py", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
 
 
-def ended(process: subprocess.Popen) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-def test_a_mean_in_one_process(tmp_path: Path) -> None:
-    code, out, err = ended(start(tmp_path, SCRIPT, "mean", 0))
-    assert code == 2
-    assert err == (
+def test_a_mean_in_one_process(script: Path) -> None:
+    """As a program: the status of a hook that raises is Python's doing."""
+    done = subprocess.run(
+        [sys.executable, "train.py", "mean", "0"],
+        cwd=script, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
         f"shoal: train.py:{STEP_LINE}: loss returned a mean: ranks with unequal token counts would "
         f"weigh wrongly. Return (sum, count), or wrap it: shoal.mean_of_samples(loss)\n"
     )
-    assert out == "atexit ran\n"
+    assert done.stdout == "atexit ran\n"
 
 
-def test_every_kind_of_error(tmp_path: Path) -> None:
-    """Statuses and texts; all processes at once, since importing torch is what takes time."""
-    kinds = ("plan", "training", "value", "interrupt")
-    started = {kind: start(tmp_path, LIGHT, kind) for kind in kinds}
-    shown = start(tmp_path, LIGHT, "plan", SHOAL_TRACEBACK="1")
-    assert ended(started["plan"]) == (2, "", "shoal: train.py:8: layout: no\n")
-    assert ended(started["training"]) == (3, "", "shoal: train.py:8: step 1: bad\n")
-    code, _, err = ended(started["value"])
+def test_every_kind_of_error(tmp_path: Path, programs: Forks) -> None:
+    """Statuses and texts."""
+    (tmp_path / "train.py").write_text(LIGHT)
+
+    def ended(kind: str, **environ: str) -> tuple[int, str, str]:
+        words = ("train.py", kind)
+        done = programs.run(*words, cwd=tmp_path, environ=environ, timeout=DEADLINE_S)
+        return done.returncode, done.stdout, done.stderr
+
+    assert ended("plan") == (2, "", "shoal: train.py:8: layout: no\n")
+    assert ended("training") == (3, "", "shoal: train.py:8: step 1: bad\n")
+    code, _, err = ended("value")
     assert code == 1
     assert err.startswith("Traceback (most recent call last):")
     assert err.endswith("ValueError: two\nlines\n")
-    code, _, err = ended(started["interrupt"])
+    code, _, err = ended("interrupt")
     assert code in (130, -2), "the status that shells know as an interrupt"
     assert err.endswith("KeyboardInterrupt\n")
-    code, _, err = ended(shown)
+    code, _, err = ended("plan", SHOAL_TRACEBACK="1")
     assert code == 2
     assert err.startswith("Traceback (most recent call last):")
     assert err.endswith("shoal.base.errors.PlanError: layout: no\n")
 
 
-def world_of_two(tmp_path: Path, how: str, place: int) -> list[tuple[int, str, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [
-        start(
-            tmp_path,
-            SCRIPT,
-            how,
-            place,
-            RANK=str(rank),
-            WORLD_SIZE="2",
-            LOCAL_RANK=str(rank),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        for rank in range(2)
-    ]
-    first, second = (ended(process) for process in started)
-    said, _, own = first[2].partition("\n")
-    assert said.startswith("shoal: auto: "), "rank 0 says what was taken"
-    return [(*first[:2], own), second]
+Two = Callable[[str, int], list[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def world_of_two(script: Path, programs: Forks) -> Two:
+    """Status, output and errors of two ranks; rank 0 holds the store."""
+
+    def run(how: str, place: int) -> list[tuple[int, str, str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        words = ("train.py", how, str(place))
+        started = [
+            programs.start(
+                words, {**meets, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}, script
+            )
+            for rank in "01"
+        ]
+        told = [one.communicate(DEADLINE_S) for one in started]
+        said, _, own = told[0][1].partition("\n")
+        assert said.startswith("shoal: auto: "), "rank 0 says what was taken"
+        return [
+            (started[0].returncode, told[0][0], own),
+            (started[1].returncode, *told[1]),
+        ]
+
+    return run
 
 
 @pytest.mark.parametrize("place", [pytest.param(-1, marks=pytest.mark.proof), 1])
-def test_two_processes(tmp_path: Path, place: int) -> None:
+def test_two_processes(world_of_two: Two, place: int) -> None:
     """Every rank that raises says so with its rank; a peer that waits for it does not hang."""
-    first, second = world_of_two(tmp_path, "mean" if place == 1 else "nan", place)
+    first, second = world_of_two("mean" if place == 1 else "nan", place)
     if place == -1:
         for rank, (code, _, err) in enumerate((first, second)):
             assert code == 3
@@ -156,9 +155,9 @@ def test_two_processes(tmp_path: Path, place: int) -> None:
     assert "reached the end" not in out
 
 
-def test_an_error_of_another_kind_ends_a_rank_too(tmp_path: Path) -> None:
+def test_an_error_of_another_kind_ends_a_rank_too(world_of_two: Two) -> None:
     """By its traceback and what is registered at exit, without the teardown: peers wait for it."""
-    _, (code, out, err) = world_of_two(tmp_path, "value", 1)
+    _, (code, out, err) = world_of_two("value", 1)
     assert code == 1
     assert "ValueError: their own" in err
     assert out == "atexit ran\n"

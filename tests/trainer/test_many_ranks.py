@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forks import Forks
 
 MOST_BYTES, MOST_S = 4 * 2**20, 10.0
 PROGRAM = Path(__file__).parent / "many_ranks.py"
@@ -23,11 +23,8 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_start_of_4096_ranks(layout: Any) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(layout)],
-        capture_output=True, text=True, timeout=170, check=False,
-    )  # fmt: skip
+def test_a_start_of_4096_ranks(layout: Any, programs: Forks) -> None:
+    done = programs.run(str(PROGRAM), json.dumps(layout), timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert sum(said["told_bytes"].values()) <= MOST_BYTES, said["told_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,6 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from forks import Forks
+from shoal.launch.processes import can_fork
 
 TOY = '''
 import time, torch
@@ -87,10 +91,22 @@ TOY_ARGUMENTS = [
 ]  # fmt: skip
 
 
+def outside() -> dict[str, str]:
+    """This environment, as it is where no launcher started anything."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+
+
+@functools.cache
+def commands() -> Forks:
+    """The process from which this session's commands are forked; it dies with the session."""
+    return Forks(outside())
+
+
 class CommandLine:
     """`shoal train` as a process; the run is called `run` and lies in `folder/runs/run`.
 
-    cold   nothing is known of this machine, its texts and the model's proof from other commands
+    cold   nothing is known of this machine, its texts and the model's proof from other commands, and
+           nothing is imported; else it is a fork of one process that has imported what trains
     """
 
     def __init__(
@@ -101,14 +117,18 @@ class CommandLine:
         self.run = folder / "runs" / name
         if not any(a == "--resume" for a in arguments):
             arguments = (*arguments, f"run.name={name}")
-        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "train", *arguments],
-            cwd=folder,
-            env={**env, "SHOAL_CACHE": str(folder / "cache")} if cold else env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        words = ["-m", "shoal", "train", *arguments]
+        self.process: Any = (
+            subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folder,
+                env={**outside(), "SHOAL_CACHE": str(folder / "cache")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            if cold or not can_fork()
+            else commands().start(words, cwd=folder, merged=True)
         )
 
     def finish(self, deadline_s: float = 90.0) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from threads import counts, difference
 from torch import nn
 from user_modules import made
 
+from proof_rows import chosen, rows
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.split_block import again, split_block
 from shoal.trace.graph import Untraceable
@@ -60,15 +61,13 @@ TABLE = [
     ("mamba", 2, 9, 2, 2, CASTS),
     ("mamba", 4, 9, 2, 2, CASTS),
 ]
-BY_FOUR = {row[0] for row in TABLE if row[1] == 4} - {"llama"}
-"""Of these `make test` runs the row of 4 ranks alone; of llama both, whose splits differ."""
-ROWS = [
-    pytest.param(*row, marks=[pytest.mark.proof] if row[1] == 2 and row[0] in BY_FOUR else [])
-    for row in TABLE
-]
+SHORT = [("gpt2", 4), ("llama", 4), ("vit", 4), ("falcon", 2), ("bloom", 4), ("mamba", 4)]
+"""Fused and separate weights, shared key heads, biases, an encoder, a state space."""
 
 
-@pytest.mark.parametrize(("kind", "degree", "cuts", "forward", "backward", "near"), ROWS)
+@pytest.mark.parametrize(
+    ("kind", "degree", "cuts", "forward", "backward", "near"), chosen(TABLE, SHORT)
+)
 def test_table(kind: str, degree: int, cuts: int, forward: int, backward: int, near: float) -> None:
     layer, args, kwargs = captured(kind)
     split = split_block(layer, args, kwargs, degree)
@@ -86,7 +85,10 @@ def test_heads_of_q_k_and_v_in_one_are_cut_each() -> None:
     assert split.reasons["self_attn.qkv_proj.weight"] == said
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2", "bert", "falcon", "bloom"])
+SEQUENCES = ("gpt2", "llama", "qwen3", "gemma2", "bert", "falcon", "bloom")
+
+
+@pytest.mark.parametrize("kind", rows([SEQUENCES], kept=[("gemma2",), ("bert",)]))
 def test_sequence_parallel(kind: str) -> None:
     layer, args, kwargs = captured(kind)
     split = split_block(layer, args, kwargs, 2, sequence_dim=1)
@@ -95,9 +97,10 @@ def test_sequence_parallel(kind: str) -> None:
     assert not any(e.kind == "all_reduce" for e in split.exchanges)
 
 
-@pytest.mark.parametrize(
-    "block", ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-)
+T5 = ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")
+
+
+@pytest.mark.parametrize("block", rows([T5], kept=[("encoder.block.0",), ("decoder.block.1",)]))
 def test_t5(block: str) -> None:
     """Position bias as a result of the first layer and an input of the others; cross attention."""
     layer, args, kwargs = captured("t5", block=block)
@@ -109,7 +112,7 @@ def test_t5(block: str) -> None:
     assert not split.gathered
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", "mamba"])
+@pytest.mark.parametrize("kind", rows([("gpt2", "llama", "bloom", "mamba")], kept=[("bloom",)]))
 def test_again_for_another_batch(kind: str) -> None:
     layer, args, kwargs = captured(kind)
     split = split_block(layer, args, kwargs, 2)
@@ -133,7 +136,12 @@ def test_routing_by_numbers_cannot_be_traced() -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "mistral", "bert", "bloom", "t5"])
+@pytest.mark.parametrize(
+    "kind",
+    rows(
+        [("gpt2", "llama", "qwen3", "mistral", "bert", "bloom", "t5")], kept=[("qwen3",), ("t5",)]
+    ),
+)
 def test_a_split_sequence_with_whole_parameters(kind: str) -> None:
     layer, args, kwargs = captured(kind)
     split = split_block(layer, args, kwargs, 2, sequence_dim=1, split_parameters=False)

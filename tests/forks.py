@@ -1,0 +1,155 @@
+"""Python programs for tests, forked from one process that has imported torch and what trains.
+
+Each would import for 2 to 4 CPU-seconds otherwise. A fork sees what a program sees: its folder,
+words, environment, output and errors, its module as `__main__`, and an end as a program has it
+(`as_program.py`). Where a guard is about a new process itself (what it imports, what a start costs,
+who dies with whom), or needs another setting of torch's libraries, the test starts a program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shoal.launch.processes import Forked, ForkServer
+
+HERE = Path(__file__).resolve().parent
+START_S = 120.0
+IMPORTS = (
+    *("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch.distributed.fsdp"),
+    *("shoal.trainer.loop", "shoal.trainer.parallelize", "shoal.proof.quick"),
+)
+
+
+class Forks:
+    """Starts programs; it and all of them end with this process, or by `close`.
+
+    environ    of the server, so of a program for which nothing else is said
+    """
+
+    def __init__(self, environ: Mapping[str, str], imports: Sequence[str] = IMPORTS) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        (self.folder / "logs").mkdir()
+        paths = [*filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), str(HERE)]
+        path = {"PYTHONPATH": os.pathsep.join(paths)}
+        self.environ = {**environ, **path, "OMP_NUM_THREADS": "1"}
+        self.server = ForkServer(imports, self.environ, self.folder)
+        self.started = 0
+
+    def start(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        cwd: Path = HERE,
+        *,
+        merged: bool = False,
+    ) -> Running:
+        """Start what `python WORD …` would be: a file, `-m` and a module, or `-c` and a text.
+
+        environ    what the program's own is to differ by
+        merged     its errors stand in its output, where they were said
+        """
+        until_s = time.monotonic() + START_S
+        while not (self.server.ready or self.server.cannot) and time.monotonic() < until_s:
+            self.server.look(1.0)
+        log = self.folder / "logs" / "import.log"
+        assert self.server.ready, f"{self.server.cannot}: {log.read_text()}"
+        self.started += 1
+        asked, out, error = (
+            self.folder / f"{self.started}.{end}" for end in ("asked", "out", "err")
+        )
+        place = {"RANK": "", **(environ or {})}
+        asked.write_text(json.dumps({"cwd": str(cwd), "words": list(map(str, words))}))
+        command = [sys.executable, "-m", "as_program", str(asked), "" if merged else str(out)]
+        with error.open("wb") as file:
+            forked = self.server.fork(command, place, file.fileno(), lambda pid: None)
+        return Running(forked, error if merged else out, error)
+
+    def run(
+        self,
+        *words: str,
+        cwd: Path = HERE,
+        timeout: float = 400.0,
+        environ: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """The same, waited for."""
+        running = self.start(words, environ, cwd)
+        out, error = running.communicate(timeout)
+        return subprocess.CompletedProcess(words, running.returncode, out, error)
+
+    def world(
+        self,
+        size: int,
+        *words: str,
+        cwd: Path = HERE,
+        timeout: float = 400.0,
+        environ: Mapping[str, str] | None = None,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """The same as `size` ranks, told of each other as torchrun tells them, with its store."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meets = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size))
+        ranks = [
+            self.start(words, {**(environ or {}), **meets, **sizes, **own}, cwd) for own in places
+        ]
+        try:
+            told = [rank.communicate(timeout) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [
+            subprocess.CompletedProcess(words, rank.returncode, *said)
+            for rank, said in zip(ranks, told, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the server and what it started."""
+        self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Running:
+    """A started program, with what is asked of a `subprocess.Popen`."""
+
+    def __init__(self, forked: Forked, out: Path, error: Path) -> None:
+        self.forked, self.out, self.error = forked, out, error
+        self.pid, self.returncode = forked.pid, -1
+
+    def poll(self) -> int | None:
+        """Its status once it has ended."""
+        return self.forked.poll()
+
+    def wait(self, timeout: float = 400.0) -> int:
+        """Its status; subprocess.TimeoutExpired where it does not end."""
+        self.returncode = self.forked.wait(timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float = 400.0) -> tuple[str, str]:
+        """What it wrote, when it has ended; subprocess.TimeoutExpired where it does not."""
+        self.wait(timeout)
+        return self.out.read_text(), self.error.read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Send one if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it if it runs."""
+        self.send_signal(signal.SIGKILL)
