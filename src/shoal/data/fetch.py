@@ -94,7 +94,7 @@ class Joined:
 
 def _parts(value: Any, sizes: list[int]) -> list[Any]:
     """Cut what default_collate made of uniform samples, along the samples."""
-    if isinstance(value, torch.Tensor):
+    if type(value) is torch.Tensor:  # as `join_uniform` makes them; isinstance takes 0.5 µs
         return list(torch.unsafe_split_with_sizes(value, sizes))  # nobody needs to know of views
     if isinstance(value, dict):
         columns = {key: _parts(column, sizes) for key, column in value.items()}
@@ -103,7 +103,7 @@ def _parts(value: Any, sizes: list[int]) -> list[Any]:
         ends = list(accumulate(sizes, initial=0))
         return [value[start:stop] for start, stop in pairwise(ends)]
     fields = [_parts(field, sizes) for field in value]
-    return [[field[n] for field in fields] for n in range(len(sizes))]
+    return [list(part) for part in zip(*fields, strict=True)] if fields else [[] for _ in sizes]
 
 
 class Fetcher:

@@ -130,8 +130,8 @@ class TorchGenerator:
     """That of torch on the CPU."""
 
     def state(self) -> Hashable:
-        """Its 5,056 bytes."""
-        return torch.get_rng_state().numpy().tobytes()
+        """Its 5,056 bytes; `torch.get_rng_state` takes 2 µs more to give the same."""
+        return torch.default_generator.get_state().numpy().tobytes()
 
     def put_back(self, state: Any) -> None:
         """As `torch.set_rng_state`."""
