@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.base.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class LoadedMicroBatch:
+class LoadedMicroBatch(NamedTuple):
     """One micro-batch with its samples joined, ready for one forward pass.
 
     index        its number in the step, over all ranks
