@@ -56,12 +56,16 @@ class PythonGenerator:
         self._twister: Any = getattr(random, "_inst", None)
         words, place = random.getstate()[1][:-1], random.getstate()[1][-1]
         is_ours = type(self._twister) is random.Random and self._twister.__sizeof__() >= self.SIZE
-        self._seen: Any = _seen_at(id(self._twister) + object.__basicsize__) if is_ours else None
+        self._seen: Any = None
+        if is_ours:
+            self._seen = _seen_at(id(self._twister) + object.__basicsize__)
         self._is_raw = is_ours and struct.unpack("i624I", self._seen.raw) == (place, *words)
 
     def state(self) -> Hashable:
         """Bytes of the twister and the normal number that is left, or as `random.getstate`."""
-        return (self._seen.raw, self._twister.gauss_next) if self._is_raw else random.getstate()
+        if self._is_raw:
+            return self._seen.raw, self._twister.gauss_next
+        return random.getstate()
 
     def put_back(self, state: Any) -> None:
         """Let it stand where `state` was read."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.base.errors import ConfigError
 
 
-class LoadedMicroBatch(NamedTuple):
+@dataclass(slots=True)  # frozen, eight of them take three times as long
+class LoadedMicroBatch:
     """One micro-batch with its samples joined, ready for one forward pass.
 
     index        its number in the step, over all ranks

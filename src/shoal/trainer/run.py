@@ -99,6 +99,7 @@ class Run:
         self._tally: Tally | None = None
         self._own: OwnPasses | None = None
         self.metrics: Mapping[str, Metric] = {}
+        self.tokenizer: Any = None
         self._measured: Measured | None = None
         self._values: dict[str, float] = {}
         self._batch: Any = None
