@@ -87,13 +87,12 @@ class Run:
         self.optimizer = optimizer
         self.loss = loss
         self.recorder = recorder
-        self.step_count = 0
+        self.step_count = self.first_key = 0
         plan = program.plan
         self.feed = Feed(plan, program.data, plan.seed, recorder.notice)
         self.beside: Beside | None = None
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None
-        self.first_key = 0
         self.extra_record: dict[str, Any] = {}
         self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self._tally: Tally | None = None
