@@ -13,7 +13,7 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.base.files import cache_folder
 from shoal.data import cache
-from shoal.data.cache import content_key, open_cached
+from shoal.data.cache import NewEntry, content_key, open_cached
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ class Builder:
     def __init__(self) -> None:
         self.built = 0
 
-    def __call__(self, folder: Path) -> dict[str, Any]:
+    def __call__(self, entry: NewEntry) -> dict[str, Any]:
         self.built += 1
-        (folder / "data.bin").write_bytes(bytes(range(200)))
+        (entry.folder / "data.bin").write_bytes(bytes(range(200)))
         return {"answer": 42}
 
 
@@ -62,7 +62,7 @@ def test_damage_is_found_and_mended(damage: str) -> None:
     assert (build.built, again, about) == (2, folder, {"answer": 42})
     assert data.read_bytes() == bytes(range(200))
     names = sorted(p.name for p in folder.parent.iterdir())
-    assert names == ["thing-k", "thing-k.lock"]
+    assert names == ["thing-k", "thing-k.checked", "thing-k.lock"]
 
 
 def test_files_are_verified_once_after_a_start_of_the_machine(
@@ -75,12 +75,12 @@ def test_files_are_verified_once_after_a_start_of_the_machine(
     read.clear()
     for _ in range(3):
         open_cached("thing", "k", build)
-    assert read == ["data.bin"]
+    assert read == [], "it was just made"
     monkeypatch.setattr(cache, "BOOT", tmp_path / "boot_id")
     (tmp_path / "boot_id").write_text("another start")
     for _ in range(2):
         open_cached("thing", "k", build)
-    assert read == ["data.bin"] * 2
+    assert read == ["data.bin"]
     kept = (folder / "data.bin").stat()
     (folder / "data.bin").write_bytes(bytes(200))
     os.utime(folder / "data.bin", ns=(kept.st_atime_ns, kept.st_mtime_ns))
@@ -94,8 +94,8 @@ def test_files_are_verified_once_after_a_start_of_the_machine(
 
 
 def test_a_builder_that_fails_leaves_nothing() -> None:
-    def fail(folder: Path) -> dict[str, Any]:
-        (folder / "half").touch()
+    def fail(entry: NewEntry) -> dict[str, Any]:
+        (entry.folder / "half").touch()
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
@@ -115,9 +115,9 @@ def test_without_a_lock_the_first_of_two_wins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cache, "LOCK_WAIT_S", 0.0)
     inner = Builder()
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(entry: NewEntry) -> dict[str, Any]:
         open_cached("thing", "k", inner)  # the other process finishes first
-        return Builder()(folder)
+        return Builder()(entry)
 
     folder, about = open_cached("thing", "k", build)
     assert about == {"answer": 42}
@@ -128,11 +128,11 @@ def test_without_a_lock_the_first_of_two_wins(monkeypatch: pytest.MonkeyPatch) -
 def race(log: Path) -> None:
     """One of two processes that want the same entry."""
 
-    def build(folder: Path) -> dict[str, Any]:
+    def build(entry: NewEntry) -> dict[str, Any]:
         with log.open("a") as file:
             file.write("built ")
         time.sleep(0.3)
-        return Builder()(folder)
+        return Builder()(entry)
 
     folder, _ = open_cached("race", "k", build)
     assert (folder / "data.bin").stat().st_size == 200

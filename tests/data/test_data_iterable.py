@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.base.errors import ConfigError, UserError
+from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.data.iterable import IterableLoader
 from shoal.data.loader import Loader
-from shoal.trainer.loaders import open_loader
+from shoal.trainer.loaders import Feed, open_loader
 
 
 class Stream:
@@ -247,3 +250,21 @@ def test_open_loader_chooses() -> None:
         open_loader(3, **settings)
     with pytest.raises(ConfigError, match="give the dataset inside it"):
         open_loader(DataLoader(NoLength()), **settings)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_ranks_that_each_read_all_of_a_stream_are_told(degree: int) -> None:
+    said: list[str] = []
+    plan = Plan(Layout(dp_replicate=degree), batch=4, micro_batch=2)
+    world: Any = SimpleNamespace(size=degree, rank=0)
+    feed = Feed(plan, world, seed=0, notice=said.append)
+    stream = Stream(8)
+    feed.open(list(range(8)), 0, None)
+    assert not said
+    for _ in range(2):
+        feed.open(stream, 0, None)
+    assert said == ([] if degree == 1 else [
+        "data.source: Stream can only be iterated, so each of 2 ranks reads all of it and keeps "
+        "its own micro-batches; nearest: a dataset with __getitem__ and __len__, or a streaming "
+        "dataset of the library datasets, whose files are dealt"
+    ])  # fmt: skip

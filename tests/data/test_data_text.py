@@ -14,8 +14,16 @@ from tokenizers.processors import TemplateProcessing
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
 from shoal.data import text as text_module
+from shoal.data.documents import (
+    EXCLUDED_FOLDERS,
+    Document,
+    glob_documents,
+    hold_out,
+    stdlib_documents,
+)
+from shoal.data.read_once import Texts
 from shoal.data.sources import open_source
-from shoal.data.text import glob_documents, hold_out, open_corpus, stdlib_documents, train_bpe
+from shoal.data.text import open_corpus, train_bpe_on
 
 WORDS = ["the tide comes in, the tide goes out\n", "a shoal of herring turns as one\n", "größe €\n"]
 
@@ -38,6 +46,10 @@ def books(tmp_path: Path) -> Path:
 def section(source: str, **settings: Any) -> DataSection:
     defaults: dict[str, Any] = dict(tokenizer="bpe:300", sequence=16, validation="0.2")
     return DataSection(source=source, **{**defaults, **settings})
+
+
+def train_bpe(documents: list[Document], vocabulary: int) -> Any:
+    return train_bpe_on(Texts(documents, []).sample(), vocabulary)
 
 
 def decode(source: Any, spans: Any) -> str:
@@ -151,17 +163,17 @@ def test_long_documents_are_encoded_in_pieces(books: Path, monkeypatch: pytest.M
 def test_pieces_end_with_a_line(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = glob_documents(f"{books}/*.txt")
     tokenizer = train_bpe(documents, 300)
-    whole = text_module.encode(tokenizer, documents, [])[0].tolist()
+    whole = text_module.encode(tokenizer, Texts(documents, []))[0].tolist()
     monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 64)
-    assert text_module.encode(tokenizer, documents, [])[0].tolist() == whole
+    assert text_module.encode(tokenizer, Texts(documents, []))[0].tolist() == whole
 
 
 def test_no_token_is_added_that_is_not_text(books: Path, tmp_path: Path) -> None:
     documents = glob_documents(f"{books}/*.txt")
     tokenizer = train_bpe(documents, 300)
-    plain = text_module.encode(tokenizer, documents, [])[0].tolist()
+    plain = text_module.encode(tokenizer, Texts(documents, []))[0].tolist()
     tokenizer.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 65)])
-    assert text_module.encode(tokenizer, documents, [])[0].tolist() == plain
+    assert text_module.encode(tokenizer, Texts(documents, []))[0].tolist() == plain
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
@@ -209,7 +221,7 @@ def test_stdlib_is_source_code_without_tests() -> None:
     names = {d.name for d in stdlib_documents()}
     assert {"json/decoder.py", "argparse.py", "asyncio/tasks.py"} <= names
     parts = {part for name in names for part in Path(name).parts[:-1]}
-    assert not parts & text_module.EXCLUDED_FOLDERS
+    assert not parts & EXCLUDED_FOLDERS
     assert all(name.endswith(".py") for name in names)
 
 

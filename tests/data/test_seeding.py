@@ -146,3 +146,21 @@ def test_a_numpy_of_another_kind_of_generator() -> None:
         assert repr(np.random.get_state(legacy=False)) == before
     finally:
         np.random.set_bit_generator(own)
+
+
+def test_numpys_own_generator_may_be_exchanged() -> None:
+    ours, before = seeding.NumpyGenerator(), np.random.get_bit_generator()
+    first = ours.state()
+    try:
+        np.random.set_bit_generator(np.random.MT19937(5))
+        second = ours.state()
+        assert second != first
+        np.random.rand()
+        assert ours.state() != second
+        np.random.set_bit_generator(np.random.PCG64(5))
+        third = ours.state()
+        np.random.rand()
+        assert ours.state() != third
+    finally:
+        np.random.set_bit_generator(before)
+    assert ours.state() == first

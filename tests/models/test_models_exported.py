@@ -14,7 +14,9 @@ from torch import nn
 import shoal
 from shoal.checkpoint.export_folder import export_folder
 from shoal.checkpoint.listing import find, read_manifest
-from shoal.data.text import Document, train_bpe
+from shoal.data.documents import Document
+from shoal.data.read_once import Texts
+from shoal.data.text import train_bpe_on
 from shoal.models.huggingface import PROBE, tokenizer_line
 from shoal.trainer.hub_files import keep_tokenizer
 
@@ -186,7 +188,9 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told(tmp_path: Path) -
     """Of a qwen2 it takes its own class, whatever tokenizer_config.json says."""
     words = tmp_path / "words.txt"
     words.write_text("a naïve text, of 12345 words: don't\n" * 9)
-    made = train_bpe([Document("words.txt", str(words), words.stat().st_size, 0)], 300)
+    made = train_bpe_on(
+        Texts([Document("words.txt", str(words), words.stat().st_size, 0)], []).sample(), 300
+    )
     keep_tokenizer(made, "bpe:300", tmp_path)
     for kind, line in {
         "llama": "",

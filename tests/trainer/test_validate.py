@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from shoal.config.sections import Config, ModelSection, TrainSection
 from shoal.data.samples import EvenPart
 from shoal.data.sources import Source
 from shoal.models.loss import token_loss
-from shoal.trainer import finish
+from shoal.trainer import finish, validate
 from shoal.trainer.run import Run
-from shoal.trainer.validate import validator
+from shoal.trainer.validate import Reading, validator
 
 
 class Labels:
@@ -164,6 +165,22 @@ def test_the_first_samples_of_a_stream(tmp_path: Path) -> None:
     assert validate()["targets"] == 7
     run.close()
     assert "the first 7 held-out samples" in events(tmp_path, "notice")[-1]["text"]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_held_out_stream_that_every_rank_reads_whole_is_told(degree: int) -> None:
+    plan: Any = SimpleNamespace(batch=4, micro_batch=2, layout=SimpleNamespace(data_degree=degree))
+    run: Any = SimpleNamespace(plan=plan)
+    reading = Reading(iter(()), None, None, 2, "")
+    told = validate._told(run, reading, Config(), None)
+    whole = (
+        " of what can only be iterated, so that each of 2 ranks reads all of them (nearest: a "
+        "dataset with __getitem__ and __len__)"
+    )
+    more = whole if degree > 1 else ""
+    assert told == f"validation at the end: held-out samples{more}, 2 at a time"
+    some = Reading(Labels(), 23, 23, 2, "")
+    assert "iterated" not in validate._told(run, some, Config(), None)
 
 
 def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

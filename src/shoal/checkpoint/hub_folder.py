@@ -2,7 +2,8 @@
 
 config.json, generation_config.json     of a model of transformers, written at every save
 adapter_config.json                     of a model with adapters of peft, at every save
-tokenizer.json, tokenizer_config.json   of text that `shoal train` reads, written at its start
+tokenizer.json, tokenizer_config.json   of text that `shoal train` reads, written at its start;
+                                        `parallelize(tokenizer=…)`, at every save
 
 A tag has a hub/ of its own for what a save writes, and the run's tokenizer is its too.
 """

@@ -31,7 +31,10 @@ def sample(
     chat: bool = CHAT,
     average: bool = AVERAGED,
 ) -> None:
-    """Open the newest checkpoint of a run of `shoal train` on text, and write on from a prompt.
+    """Open the newest checkpoint of a run on text, and write on from a prompt.
+
+    A run of `shoal train`, or of a loop of one's own with a model of transformers and
+    `parallelize(tokenizer=…)`.
 
     On one process, whatever the run's layout was. A model.build in its run.toml is called, so
     sample from folders that you would resume.

@@ -7,7 +7,8 @@
 
 The key is a hash of everything the content depends on. An entry whose files do not match its
 meta.json is made again. What a crash left half-written its checksum tells, once after a start of
-the machine and for what was written since: else each rank of a run would read all of it. <cache> is
+the machine and for what was written since: else each rank of a run would read all of it. Of arrays
+it is taken while they are written, and what was just made counts as verified. <cache> is
 $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
 """
 
@@ -22,7 +23,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.base.errors import ConfigError
 from shoal.base.files import cache_folder
@@ -52,12 +56,49 @@ def content_key(*parts: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+class NewEntry:
+    """An entry that is being made: `folder`, empty at first, to write files into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._seen: dict[str, list[int]] = {}
+
+    def save_array(self, name: str, array: npt.NDArray[Any]) -> Path:
+        """Write NAME.npy, taking its checksum on the way. Gives its path."""
+        path = self.folder / f"{name}.npy"
+        with path.open("wb") as file:
+            seen = _Seen(file)
+            np.save(seen, array, allow_pickle=False)
+        self._seen[path.name] = [path.stat().st_size, seen.crc]
+        return path
+
+    def fingerprints(self) -> dict[str, list[int]]:
+        """Size and CRC-32 of every file; read are those that `save_array` has not written."""
+        return {
+            p.name: self._seen.get(p.name) or _fingerprint(p) for p in sorted(self.folder.iterdir())
+        }
+
+
+class _Seen:
+    """A file to write to; takes the CRC-32 of the first CHECKED_BYTES on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, CHECKED_BYTES
+        self.crc = 0
+
+    def write(self, data: bytes) -> int:
+        some = memoryview(data)[: self._left]
+        self.crc, self._left = zlib.crc32(some, self.crc), self._left - len(some)
+        return self._file.write(data)
+
+
 def open_cached(
-    name: str, key: str, build: Callable[[Path], dict[str, Any]]
+    name: str, key: str, build: Callable[[NewEntry], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
     """The folder of an entry and what its builder said of it, built now if missing or damaged.
 
-    Takes   build: writes files into the empty folder it is given, returns a JSON object on them
+    Takes   build: writes files into the folder of the entry it is given, returns a JSON object on
+            them
     Errors  ConfigError if the cache cannot be written
     """
     final = cache_folder() / f"{name}-{key}"
@@ -78,23 +119,24 @@ def open_cached(
     return final, about
 
 
-def _build(final: Path, build: Callable[[Path], dict[str, Any]], alone: bool) -> dict[str, Any]:
+def _build(final: Path, build: Callable[[NewEntry], dict[str, Any]], alone: bool) -> dict[str, Any]:
     if alone:  # what a killed process left
         for stale in final.parent.glob(f"{final.name}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
     try:
-        about = build(folder)
-        files = {p.name: _fingerprint(p) for p in sorted(folder.iterdir())}
+        entry = NewEntry(folder)
+        about = build(entry)
+        files = entry.fingerprints()
         folder.chmod(0o755)  # a cache may be shared between users
         (folder / "meta.json").write_text(json.dumps({"files": files, "about": about}))
-        _put(folder, final)
+        _put(folder, final, files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return about
 
 
-def _put(folder: Path, final: Path) -> None:
+def _put(folder: Path, final: Path, files: Iterable[str]) -> None:
     """Give `folder` its final name; a damaged entry of that name makes way, a good one stays."""
     if final.exists() and _read(final) is None:
         aside = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
@@ -105,6 +147,15 @@ def _put(folder: Path, final: Path) -> None:
     except OSError:
         if _read(final) is None:  # else another process was first, with the same content
             raise
+    else:
+        with suppress(OSError):
+            _note_checked(final, _mark(final, files))
+
+
+def _note_checked(final: Path, mark: str) -> None:
+    """Write down that the files of an entry are those that `mark` tells."""
+    if mark:
+        final.with_name(f"{final.name}.checked").write_text(mark)
 
 
 def _fingerprint(path: Path) -> list[int]:
@@ -125,7 +176,7 @@ def _read(final: Path) -> dict[str, Any] | None:
             if any(_fingerprint(final / n) != list(f) for n, f in meta["files"].items()):
                 return None
             with suppress(OSError):  # a cache may be read-only
-                checked.write_text(mark)
+                _note_checked(final, mark)
         return dict(meta["about"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

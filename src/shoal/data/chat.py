@@ -16,15 +16,15 @@ Source     transformers, `apply_chat_template`; loss on answers: Wei et al. 2021
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, one_of
-from shoal.data.rows import CHAT, PAIR, rows_of, text_of
-from shoal.data.text import END_OF_TEXT, Document
+from shoal.data.rows import CHAT, PAIR, text_of
+from shoal.data.text import END_OF_TEXT
 
 ANSWERS = "assistant"
 ROLES = ("system", "user", ANSWERS, "tool", "developer")
@@ -82,11 +82,15 @@ def template_of(folder: str) -> Render:
 
 
 def examples(
-    documents: list[Document], form: tuple[str, ...], end: str, render: Render | None
+    rows: Iterable[tuple[str, dict[str, Any]]],
+    form: tuple[str, ...],
+    end: str,
+    render: Render | None,
 ) -> Iterator[Example]:
-    """Every line of the documents as an example.
+    """Every row as an example.
 
-    form   PAIR or CHAT · end  text of the end-of-text token, "" none · render  a chat template
+    rows   (place, object) · form   PAIR or CHAT
+    end    text of the end-of-text token, "" none · render  a chat template
     Errors ConfigError with file and line
     """
     writer: Callable[[dict[str, Any], str], Example]
@@ -96,9 +100,7 @@ def examples(
         writer = partial(_plain, end=end)
     else:
         writer = partial(_templated, render=render)
-    for document in documents:
-        for place, row in rows_of(document, form):
-            yield writer(row, place)
+    return (writer(row, place) for place, row in rows)
 
 
 def _pair(row: dict[str, Any], place: str, *, end: str) -> Example:

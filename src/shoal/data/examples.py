@@ -29,18 +29,12 @@ from torch.utils.data import Dataset
 
 from shoal.base.errors import ConfigError
 from shoal.base.phases import counting
-from shoal.data.cache import content_key, open_cached
+from shoal.data.cache import NewEntry, content_key, open_cached
 from shoal.data.chat import Example, Render, examples, plain_end, template_of
-from shoal.data.rows import CHAT
-from shoal.data.text import (
-    END_NAMES,
-    TRAIN_CHARACTERS,
-    Document,
-    load_tokenizer,
-    place_of,
-    tokenizer_recipe,
-    train_bpe_on,
-)
+from shoal.data.documents import Document, place_of
+from shoal.data.read_once import TRAIN_CHARACTERS
+from shoal.data.rows import CHAT, rows_of
+from shoal.data.text import END_NAMES, load_tokenizer, tokenizer_recipe, train_bpe_on
 from shoal.data.tokens import cross_entropy, grown
 
 IGNORED = -100
@@ -93,9 +87,9 @@ def open_examples(
     recipe = [tokenizer_recipe(tokenizer), form, share, _template_recipe(folder)]
     key = content_key([d.recipe() for d in documents], recipe)
 
-    def build(target: Path) -> dict[str, Any]:
+    def build(entry: NewEntry) -> dict[str, Any]:
         render = template_of(folder) if folder else None
-        return _build(target, documents, form, tokenizer, share, render)
+        return _build(entry, documents, form, tokenizer, share, render)
 
     made, about = open_cached("examples", key, build)
     arrays = {
@@ -113,7 +107,7 @@ def _template_recipe(folder: str) -> list[Any]:
 
 
 def _build(
-    target: Path,
+    entry: NewEntry,
     documents: list[Document],
     form: tuple[str, ...],
     spec: str,
@@ -124,14 +118,15 @@ def _build(
     if not end:
         tokenizer = load_tokenizer(Path(spec).expanduser())
         end = next((name for name in END_NAMES if tokenizer.token_to_id(name) is not None), "")
-    found = list(examples(documents, form, end, render))
+    rows = (row for document in documents for row in rows_of(document, form))
+    found = list(examples(rows, form, end, render))
     held = _held_out(found, share)
     if spec.startswith("bpe:"):
         texts = [e.text.replace(end, "") for e, out in zip(found, held, strict=True) if not out]
         share = min(1.0, TRAIN_CHARACTERS / max(1, sum(map(len, texts))))
         some = (t for n, t in enumerate(texts) if int((n + 1) * share) > int(n * share))
         tokenizer = train_bpe_on(some, int(spec[4:]))
-    tokenizer.save(str(target / "tokenizer.json"))
+    tokenizer.save(str(entry.folder / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     ids, is_answer = _encode(tokenizer, found)
     sizes = np.array([len(one) for one in ids], dtype=np.int64)
@@ -139,7 +134,7 @@ def _build(
     mask = np.concatenate(is_answer)
     arrays = {"ids": joined, "is_answer": mask, "ends": sizes.cumsum(), "held": held}
     for name, array in arrays.items():
-        np.save(target / f"{name}.npy", array, allow_pickle=False)
+        entry.save_array(name, array)
     out = np.repeat(held, sizes)
     counts = [
         grown(np.bincount(joined[mask & side]), vocabulary)

@@ -7,7 +7,6 @@ GPU, and `numpy.random.default_rng()` without a seed. Datasets with `draws_nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter, length_hint
@@ -94,7 +93,7 @@ class Joined:
 
 def _parts(value: Any, sizes: list[int]) -> list[Any]:
     """Cut what default_collate made of uniform samples, along the samples."""
-    if isinstance(value, torch.Tensor):
+    if type(value) is torch.Tensor:  # as `join_uniform` makes them; isinstance takes 0.5 µs
         return list(torch.unsafe_split_with_sizes(value, sizes))  # nobody needs to know of views
     if isinstance(value, dict):
         columns = {key: _parts(column, sizes) for key, column in value.items()}
@@ -103,7 +102,7 @@ def _parts(value: Any, sizes: list[int]) -> list[Any]:
         ends = list(accumulate(sizes, initial=0))
         return [value[start:stop] for start, stop in pairwise(ends)]
     fields = [_parts(field, sizes) for field in value]
-    return [[field[n] for field in fields] for n in range(len(sizes))]
+    return [list(part) for part in zip(*fields, strict=True)] if fields else [[] for _ in sizes]
 
 
 class Fetcher:
@@ -151,6 +150,14 @@ class Fetcher:
         ids, whole = self.ids(start, stop), self._whole_index
         return ids if whole is None else tuple(int(whole(index)) for index in ids)
 
+    def ids_of(self, spans: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
+        """What `own_ids` gives, of some micro-batches of one step."""
+        if not spans or self._whole_index is not None:
+            return tuple(self.own_ids(*span) for span in spans)
+        self.ids(spans[0][0], spans[-1][1])
+        block, front = self._block, self._block_start  # which has all of them now
+        return tuple([block[start - front : stop - front] for start, stop in spans])
+
     def values(self, spans: Sequence[Span]) -> Joined:
         """The samples of some micro-batches, each (start, stop) in the stream, joined."""
         if self._is_quiet and self.collate is None:
@@ -165,8 +172,10 @@ class Fetcher:
         else:  # other ranks have what lies between
             samples = [sample for span in spans for sample in self._samples(*span)]
         if self.collate is None:
-            with suppress(Exception):  # told below, of the micro-batch
+            try:
                 return Joined(join_uniform(samples), sizes)
+            except Exception:  # told below, of the micro-batch
+                pass
         parts = iter(samples)
         return Joined([self._join(*span, [*islice(parts, span[1] - span[0])]) for span in spans])
 

@@ -11,9 +11,9 @@ from shoal.base.errors import ConfigError
 from shoal.config.paths import ROWS, split_source
 from shoal.config.sections import DataSection
 from shoal.data.chat import find_template
+from shoal.data.documents import Document
 from shoal.data.examples import Encoded, ExampleRows, open_examples
 from shoal.data.rows import CHAT, PAIR, find_form, row_documents
-from shoal.data.text import Document
 
 
 def open_finetuning(section: DataSection, share: float, second: str) -> dict[str, Any] | None:

@@ -87,6 +87,18 @@ def read_hf(argument: str, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
         yield f"{argument}: row {number}", row
 
 
+def read_spread(
+    argument: str, keys: Sequence[str], share: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`FOLDER: row N`, object) of about so large a share of the rows, evenly spread."""
+    data = open_split(argument, "data.source")
+    if set(keys) <= set(data.column_names):
+        data = data.select_columns(list(keys))
+    for number in range(len(data)):
+        if int((number + 1) * share) > int(number * share):
+            yield f"{argument}: row {number + 1}", data[number]
+
+
 def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[str, Any] | None:
     """What a `Source` is made of where rows have an image and a class; None where they have none.
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.data.text import place_of
+from shoal.data.documents import place_of
 from shoal.data.tokens import cross_entropy
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")

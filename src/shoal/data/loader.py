@@ -171,14 +171,16 @@ class Loader:
         numbers = range(self.rank, total, self.degree)
         return StepBatch(
             micro_batches=tuple(
-                LoadedMicroBatch(number, *span, value)
-                for number, span, value in zip(numbers, spans, values, strict=True)
+                [
+                    LoadedMicroBatch(number, start, stop, value)
+                    for number, (start, stop), value in zip(numbers, spans, values, strict=True)
+                ]
             ),
             position=start,
             next_position=stop,
             total=total,
             epoch=start // self.samples,
-            sample_ids=tuple(self._fetcher.own_ids(*span) for span in spans),
+            sample_ids=self._fetcher.ids_of(spans),
             after=self._state_at(stop),
             stream=id(self),
             probe=probe,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset
@@ -17,13 +16,18 @@ from shoal.base.errors import ConfigError, short
 from shoal.config.mixture import split_mixture
 from shoal.config.paths import TEXTS, split_source
 from shoal.config.sections import DataSection
-from shoal.data.cache import content_key, open_cached
+from shoal.data.cache import NewEntry, content_key, open_cached
 from shoal.data.chat import examples
 from shoal.data.dataset import is_indexed
+from shoal.data.documents import Document
 from shoal.data.mixture import Mixture
-from shoal.data.rows import CHAT, PAIR, Rows
+from shoal.data.read_once import by_places, sample_rule, share_of
+from shoal.data.rows import CHAT, PAIR, Rows, rows_at, rows_of, texts_at
 from shoal.data.seeding import draws_nothing
-from shoal.data.text import TRAIN_CHARACTERS, Document, train_bpe_on
+from shoal.data.text import train_bpe_on
+
+WHOLE_BYTES = 2**26
+"""Of more text the tokenizer's sample is some places: the parts are read again when opened."""
 
 Open = Callable[[DataSection], Any]
 Documents = Callable[[str], list[Document]]
@@ -105,24 +109,38 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
 
 def _shared_tokenizer(documents: list[Document], spec: str) -> str:
     """Path of the tokenizer that is trained on all documents; from the cache if it is there."""
-    share = min(1.0, TRAIN_CHARACTERS / max(1, sum(d.size_bytes for d in documents)))
+    share, rule = share_of(documents), sample_rule(documents, WHOLE_BYTES)
 
-    def build(folder: Path) -> dict[str, Any]:
-        texts = (text for document in documents for text in _sample(document, share))
-        train_bpe_on(texts, int(spec[4:])).save(str(folder / "tokenizer.json"))
+    def build(entry: NewEntry) -> dict[str, Any]:
+        texts = _evenly(documents, share) if rule == "whole" else by_places(documents, _at)
+        train_bpe_on(texts, int(spec[4:])).save(str(entry.folder / "tokenizer.json"))
         return {}
 
-    folder, _ = open_cached("tokenizer", content_key([d.recipe() for d in documents], spec), build)
-    return str(folder / "tokenizer.json")
+    how = [spec, *["places"] * (rule == "places")]
+    key = content_key([d.recipe() for d in documents], *how)
+    return str(open_cached("tokenizer", key, build)[0] / "tokenizer.json")
 
 
-def _sample(document: Document, share: float) -> Iterator[str]:
-    """About so large a share of a document's text; of examples what the model will read."""
+def _form(document: Document) -> tuple[str, ...]:
+    """The form of a document's examples, () where it is plain text."""
     field = document.field if isinstance(document, Rows) else ""
-    form = next((form for form in (PAIR, CHAT) if form[0] == field), None)
-    if form is None:
-        yield from document.sample(share)
-        return
-    for number, example in enumerate(examples([document], form, "", None)):
-        if int((number + 1) * share) > int(number * share):
-            yield example.text
+    return next((form for form in (PAIR, CHAT) if form[0] == field), ())
+
+
+def _evenly(documents: list[Document], share: float) -> Iterator[str]:
+    """About so large a share of each document's text; of examples what the model will read."""
+    for document in documents:
+        if not (form := _form(document)):
+            yield from document.sampled(document.texts(), share)
+            continue
+        for number, example in enumerate(examples(rows_of(document, form), form, "", None)):
+            if int((number + 1) * share) > int(number * share):
+                yield example.text
+
+
+def _at(documents: list[Rows], count: int, wanted: int) -> Iterator[str]:
+    """The same at some places."""
+    if not (form := _form(documents[0])):
+        return texts_at(documents, count, wanted)
+    rows = rows_at(documents, count, wanted, form)
+    return (example.text for example in examples(rows, form, "", None))

@@ -11,14 +11,14 @@ a file move no other, and of two equal rows none is trained on that the other va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, short
 from shoal.config.paths import fixed_folder, glob_files
-from shoal.data.text import Document, place_of
+from shoal.data.documents import Document, place_of, spread
 
 TEXT, PAIR, CHAT = ("text",), ("prompt", "completion"), ("messages",)
 FORMS = (CHAT, PAIR, TEXT)
@@ -67,7 +67,7 @@ def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
     if field:
         return (field,)
     for document in documents:
-        for place, row in rows_of(document):
+        for place, row in _first(document):
             for form in FORMS:
                 if all(key in row for key in form):
                     return form
@@ -115,9 +115,9 @@ class Rows(Document):
             text = text_of(row, self.field, place)
             yield place_of(text) < self.share if self.share else self.held, text
 
-    def sample(self, share: float) -> Iterator[str]:
-        """Whole rows, evenly spread, of which there are about so large a share."""
-        for number, text in enumerate(self.texts()):
+    def sampled(self, texts: Iterable[str], share: float) -> Iterator[str]:
+        """Whole rows of these, evenly spread, of which there are about so large a share."""
+        for number, text in enumerate(texts):
             if int((number + 1) * share) > int(number * share):
                 yield text
 
@@ -135,6 +135,55 @@ def rows_of(document: Document, keys: Sequence[str] = ()) -> Iterator[tuple[str,
     if isinstance(document, Rows):
         return document.rows(keys)
     raise TypeError(f"{document.path} has no rows")
+
+
+def _first(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The first rows of a document; of parquet one made of its columns.
+
+    The least that is read of a column is a row group, and every rank asks.
+    """
+    if isinstance(document, Rows) and document.kind == "parquet":
+        from shoal.data.row_files import parquet_columns
+
+        return parquet_columns(document.path)
+    return rows_of(document)
+
+
+def rows_at(
+    documents: Sequence[Rows], count: int, wanted: int, keys: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) of rows of documents of one kind, at places spread over their bytes.
+
+    count    places · wanted  bytes at all of them together, about
+    Errors   as the readers
+    """
+    kind = documents[0].kind
+    if kind == "hf":
+        from shoal.data.hf_rows import read_spread
+
+        for document in documents:
+            yield from read_spread(document.path, keys, wanted / document.size_bytes)
+    elif kind == "parquet":
+        from shoal.data.row_files import read_row_groups
+
+        yield from read_row_groups([(d.path, d.size_bytes) for d in documents], keys, wanted)
+    else:
+        from shoal.data.row_files import read_lines_at
+
+        places: dict[str, list[tuple[int, int]]] = {}
+        for document, start, stop in spread(documents, count, wanted):
+            places.setdefault(document.path, []).append((start, stop))
+        for path, some in places.items():
+            yield from read_lines_at(path, some)
+
+
+def texts_at(documents: Sequence[Rows], count: int, wanted: int) -> Iterator[str]:
+    """The texts of `rows_at`, of the side that the documents are. Errors: as `Rows.texts`."""
+    one = documents[0]
+    for place, row in rows_at(documents, count, wanted, (one.field,)):
+        text = text_of(row, one.field, place)
+        if not one.share or (place_of(text) < one.share) is one.held:
+            yield text
 
 
 def row_documents(

@@ -25,10 +25,10 @@ from torch.utils.data import Dataset
 from shoal.base.errors import ConfigError
 from shoal.base.phases import counting
 from shoal.config.paths import fixed_folder, glob_files
-from shoal.data.cache import content_key, open_cached
+from shoal.data.cache import NewEntry, content_key, open_cached
+from shoal.data.documents import Document
 from shoal.data.images import ENDINGS, class_entropy, decode, held_out, image_parts
 from shoal.data.streams import StreamOrder, check_degree
-from shoal.data.text import Document
 
 OPEN_FILES = 128
 """Shards of which a process keeps the file open."""
@@ -149,8 +149,8 @@ def open_index(pattern: str, where: str) -> dict[str, Any]:
     folder = fixed_folder(pattern)
     key = content_key([Document.of(path, folder).recipe() for path in paths], "shards")
 
-    def build(target: Path) -> dict[str, Any]:
-        return _build(target, paths)
+    def build(entry: NewEntry) -> dict[str, Any]:
+        return _build(entry, paths)
 
     made, about = open_cached("shards", key, build)
     names = ("files", "ends", "classes", "keys", "key_ends", "shard_samples")
@@ -158,7 +158,7 @@ def open_index(pattern: str, where: str) -> dict[str, Any]:
     return {**arrays, **about}
 
 
-def _build(target: Path, paths: Sequence[Path]) -> dict[str, Any]:
+def _build(entry: NewEntry, paths: Sequence[Path]) -> dict[str, Any]:
     files: list[tuple[int, int, int, int]] = []
     ends: list[int] = []
     keys: list[bytes] = []
@@ -189,7 +189,7 @@ def _build(target: Path, paths: Sequence[Path]) -> dict[str, Any]:
         "shard_samples": np.array(shard_samples, dtype=np.int64),
     }
     for name, array in arrays.items():
-        np.save(target / f"{name}.npy", array, allow_pickle=False)
+        entry.save_array(name, array)
     return {"endings": list(endings)}
 
 

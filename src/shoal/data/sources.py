@@ -34,8 +34,9 @@ from shoal.config.paths import (
 from shoal.config.sections import DataSection
 from shoal.config.sections import keys as keys_of
 from shoal.data.dataset import Collate, is_indexed
+from shoal.data.documents import Document, glob_documents, hold_out, stdlib_documents
 from shoal.data.samples import EvenPart, open_digits
-from shoal.data.text import Document, glob_documents, hold_out, open_corpus, stdlib_documents
+from shoal.data.text import open_corpus
 from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder
 
 DIGITS_SHARE = 0.2

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.base.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen, eight of them take three times as long
 class LoadedMicroBatch:
     """One micro-batch with its samples joined, ready for one forward pass.
 

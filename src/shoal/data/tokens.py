@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from shoal.base.errors import ConfigError, one_of
 from shoal.config.paths import check_tokens_folder, token_files
-from shoal.data.cache import content_key, open_cached
+from shoal.data.cache import NewEntry, content_key, open_cached
 
 Counts = npt.NDArray[np.int64]
 
@@ -241,7 +241,7 @@ def open_folder(folder: str, share: float, where: str = "data.source") -> TokenF
         vocabulary,
     )
 
-    def scan(_target: Path) -> dict[str, Any]:
+    def scan(_entry: NewEntry) -> dict[str, Any]:
         counts = [count_tokens(train), count_tokens(validation)]
         size = vocabulary or max(map(len, counts))
         if max(map(len, counts)) > size:

@@ -1,8 +1,8 @@
 """Keeps in a run's folder what a checkpoint needs besides to be opened by transformers: `hub/`.
 
 A save of a module that is a `PreTrainedModel` itself leaves its configuration there, `shoal train`
-on text its tokenizer. On a full disk the run goes on without. Nothing here imports transformers:
-where nobody did, no model is one of its.
+on text its tokenizer, a loop of one's own the one that it gave to `parallelize`. On a full disk the
+run goes on without. Nothing here imports transformers: where nobody did, no model is one of its.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.base.errors import ConfigError
 from shoal.base.files import write_whole
 from shoal.checkpoint.hub_folder import (
     BESIDE_TOKENIZER,
@@ -112,6 +113,36 @@ def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
             beside = Path(spec).expanduser().with_name(name)
             if beside.is_file():
                 shutil.copyfile(beside, folder / HUB / name)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Errors: ConfigError for what is no tokenizer of `tokenizers` or transformers."""
+    if not callable(getattr(tokenizer, "save_pretrained", None)) and not _is_plain(tokenizer):
+        said = tokenizer if isinstance(tokenizer, str) else type(tokenizer).__name__
+        raise ConfigError(
+            f"tokenizer = {said}: a tokenizer of the library tokenizers, or of transformers, is "
+            f"wanted; nearest: open_data(…).tokenizer, or AutoTokenizer.from_pretrained(…)"
+        )
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    return all(callable(getattr(tokenizer, name, None)) for name in ("to_str", "token_to_id"))
+
+
+def keep_given(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer of a loop of one's own to `folder/hub`; one process calls it.
+
+    A file that is there already is left alone where it is the same: a save costs no more then.
+    """
+    if _is_plain(tokenizer):
+        path = folder / HUB / TOKENIZER
+        with contextlib.suppress(OSError, ValueError):
+            if path.read_text() == tokenizer.to_str():
+                return
+        keep_tokenizer(tokenizer, "bpe:", folder)
+        return
+    with contextlib.suppress(OSError):
+        tokenizer.save_pretrained(str(folder / HUB))
 
 
 def _write(hub: Path, files: Mapping[str, str]) -> None:

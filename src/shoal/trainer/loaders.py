@@ -82,12 +82,25 @@ class Feed:
             loader = open_dealt(dataset, self.world.gather_json, self.notice, settings)
         if loader is None:  # it has a length, which may be unknown
             loader = open_loader(dataset, **settings)
+            if not (is_indexed(dataset) or is_told(dataset)):
+                self._tell_whole(dataset)
         place = len(self._loaders)
         if place < len(self.state) and self.state[place]:
             loader.restore(self.state[place])
         self._loaders.append(loader)
         self._settings.append((dataset, workers, collate))
         return loader
+
+    def _tell_whole(self, dataset: Any) -> None:
+        """Say of an iterable, which cannot be dealt to ranks, what that costs on several."""
+        degree = self.plan.layout.data_degree
+        if degree > 1:
+            self.notice(
+                f"data.source: {type(dataset).__name__} can only be iterated, so each of {degree} "
+                f"ranks reads all of it and keeps its own micro-batches; nearest: a dataset with "
+                f"__getitem__ and __len__, or a streaming dataset of the library datasets, whose "
+                f"files are dealt"
+            )
 
     def training(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
         """One epoch of steps: over a dataset, split over ranks here, or this rank's own batches.
@@ -202,6 +215,15 @@ class MicroBatches:
                 yield from (m.value for m in batch.micro_batches)
             else:
                 yield batch
+
+
+def is_told(dataset: Any) -> bool:
+    """Whether it is a stream of the library datasets, of which `open_dealt` says what it costs."""
+    if "datasets" not in sys.modules:
+        return False
+    from shoal.data.hf_streams import is_streaming
+
+    return is_streaming(dataset)
 
 
 def open_loader(dataset: Any, **settings: Any) -> AnyLoader:

@@ -74,6 +74,7 @@ def parallelize(
     sample: Any = None,
     metrics: Mapping[str, Metric] | None = None,
     folder: str | Path | None = None,
+    tokenizer: Any = None,
     world: World | None = None,
     **policies: Any,
 ) -> Run:
@@ -104,6 +105,8 @@ def parallelize(
     metrics      name → function(outputs, targets), which gives what a loss does; each step's means
                  over all ranks are in its result
     folder       where events, metrics and checkpoints go
+    tokenizer    what encoded the data, of `tokenizers` or transformers (`open_data(…).tokenizer`):
+                 every save keeps it in folder/hub, for `shoal checkpoint export` and `sample`
     world        the processes, if `World`s are made by hand (tests); default: found by itself
     policies     every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
                  docs/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed,
@@ -131,6 +134,10 @@ def parallelize(
         from shoal.trainer.measured import check_metrics
 
         check_metrics(metrics, "shoal.parallelize")
+    if tokenizer is not None:
+        from shoal.trainer.hub_files import check_tokenizer
+
+        check_tokenizer(tokenizer)
     given = {"batch": batch, "micro_batch": micro_batch}
     run = start_run(
         model,
@@ -146,6 +153,7 @@ def parallelize(
         world=world,
     )
     run.metrics = metrics or {}
+    run.tokenizer = tokenizer
     if run.world.size > 1 and leaves_open(plan, said):
         run.recorder.notice(run.plan.why)
     return run

@@ -87,18 +87,18 @@ class Run:
         self.optimizer = optimizer
         self.loss = loss
         self.recorder = recorder
-        self.step_count = 0
+        self.step_count = self.first_key = 0
         plan = program.plan
         self.feed = Feed(plan, program.data, plan.seed, recorder.notice)
         self.beside: Beside | None = None
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None
-        self.first_key = 0
         self.extra_record: dict[str, Any] = {}
         self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self._tally: Tally | None = None
         self._own: OwnPasses | None = None
         self.metrics: Mapping[str, Metric] = {}
+        self.tokenizer: Any = None
         self._measured: Measured | None = None
         self._values: dict[str, float] = {}
         self._batch: Any = None

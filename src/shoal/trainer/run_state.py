@@ -78,6 +78,7 @@ class Kept(Protocol):
     beside: Beside | None
     extra_record: dict[str, Any]
     extra: dict[str, Any]
+    tokenizer: Any
     step_count: int
 
     @property
@@ -98,6 +99,10 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
 
     tag   names a folder inside, where its last checkpoint is kept, of whatever step
     """
+    if run.tokenizer is not None and run.program.world.is_first:
+        from shoal.trainer.hub_files import keep_given
+
+        keep_given(run.tokenizer, folder)
     folder = tagged(folder, tag)
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]

@@ -167,6 +167,11 @@ def _told(run: Run, reading: Reading, config: Config, step_s: Any) -> str:
         what = f"{reading.samples}{of} held-out samples"
     elif isinstance(reading.data, First):
         what = f"the first {reading.data.samples} held-out samples"
+    if reading.held is None and (ranks := run.plan.layout.data_degree) > 1:
+        what += (
+            f" of what can only be iterated, so that each of {ranks} ranks reads all of them "
+            f"(nearest: a dataset with __getitem__ and __len__)"
+        )
     size = f"{reading.micro_batch} at a time"
     if reading.micro_batch == run.plan.micro_batch and reading.why:
         size += f" as in training ({reading.why})"

@@ -1,9 +1,10 @@
-"""Opens the newest checkpoint of a run of `shoal train` on text on one process, and writes on.
+"""Opens the newest checkpoint of a run on text on one process, and writes on.
 
 The weights are those that were stepped, in the format that was, whatever layout they were saved
 from; tensor by tensor they go into a model that is built anew. A model of transformers is built
 from the configuration that the run folder keeps, so where it came from need not be there any more,
-and generates with transformers' own `generate`; every other is run again for each token.
+and generates with transformers' own `generate`; every other is run again for each token. A loop of
+one's own leaves no run.toml: of it only such a model is known.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.phases import counting, phase
 from shoal.base.shards import Shard
 from shoal.checkpoint.export import outgoing
-from shoal.checkpoint.hub_folder import CONFIG, HUB, TOKENIZER
+from shoal.checkpoint.hub_folder import ADAPTER_CONFIG, CONFIG, HUB, TOKENIZER
 from shoal.checkpoint.read import load_from
 from shoal.config.load import load
 from shoal.config.paths import TEXTS, search_here, split_source
-from shoal.config.sections import Config
+from shoal.config.sections import Config, DataSection
 from shoal.data.chat import find_template, plain_question, template_of
 from shoal.data.text import END_OF_TEXT
 from shoal.fabric.device import accelerator
@@ -46,7 +47,7 @@ def write_on(
 ) -> str:
     """Give a text and what the model of a checkpoint writes after it.
 
-    folder       of the run, with its run.toml and hub/ · checkpoint  a step's folder
+    folder       of the run, with its hub/ and mostly a run.toml · checkpoint  a step's folder
     tokens       so many more; fewer where transformers' `generate` meets the model's own end
     temperature  divides the logits; 0 takes the likeliest token
     seed         of the draws: the same text again on the same device
@@ -58,7 +59,7 @@ def write_on(
                  without an average that is asked for
     """
     config = text_run(folder)
-    tokenizer = _tokenizer(folder)
+    tokenizer = _tokenizer(folder, config is None)
     prompt = _asked(folder, prompt) if chat and prompt else prompt
     # As the run's own text was encoded: nothing is put before or after.
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -93,9 +94,12 @@ def _asked(folder: Path, prompt: str) -> str:
     return template_of(template)([{"role": "user", "content": prompt}], True)
 
 
-def text_run(folder: Path) -> Config:
-    """Read the configuration of a run of `shoal train` on text. Errors: ConfigError."""
+def text_run(folder: Path) -> Config | None:
+    """Read the configuration of a run on text; None of a loop of one's own. Errors: ConfigError."""
     if not (folder / "run.toml").is_file():
+        hub = folder / HUB
+        if (hub / CONFIG).is_file() and not (hub / ADAPTER_CONFIG).is_file():
+            return None
         raise ConfigError(
             f"{folder}: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
             f"its model; nearest: shoal checkpoint export {folder} FOLDER"
@@ -115,9 +119,14 @@ def text_run(folder: Path) -> Config:
     return config
 
 
-def _tokenizer(folder: Path) -> Any:
-    """The tokenizer that the run keeps. Errors: ConfigError."""
+def _tokenizer(folder: Path, is_own: bool) -> Any:
+    """The tokenizer that the run keeps. Errors: ConfigError. `is_own`: of a loop of one's own."""
     path = folder / HUB / TOKENIZER
+    if not path.is_file() and is_own:
+        raise ConfigError(
+            f"{folder}: keeps no {HUB}/{TOKENIZER}; nearest: shoal.parallelize(…, tokenizer=…), or "
+            f"tokenizer.save_pretrained({str(folder / HUB)!r})"
+        )
     if not path.is_file():
         raise ConfigError(
             f"{folder}: keeps no {HUB}/{TOKENIZER}, as runs of an earlier Shoal; it is written by "
@@ -132,8 +141,10 @@ def _tokenizer(folder: Path) -> Any:
 
 
 @phase("build")
-def _model(config: Config, folder: Path, vocabulary: int) -> nn.Module:
+def _model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
     """The run's model, with weights that do not matter yet."""
+    if config is None:
+        return build(f"{PREFIX}{folder / HUB / CONFIG}", {})
     section = config.model
     search_here()
     if section.build:
@@ -168,14 +179,15 @@ def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
         here[short].copy_(load_from(checkpoint, found.manifest, [whole])[name])
 
 
-def _longest(model: nn.Module, config: Config) -> int:
+def _longest(model: nn.Module, config: Config | None) -> int:
     """How many tokens the model sees at once."""
     if is_pretrained(model):
         told: Any = model.config
         found = getattr(told.get_text_config(), "max_position_embeddings", None)
     else:
         found = getattr(model, "sequence", None)
-    return found if isinstance(found, int) else config.data.sequence
+    usual = DataSection() if config is None else config.data
+    return found if isinstance(found, int) else usual.sequence
 
 
 @phase("sample")
