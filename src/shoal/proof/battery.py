@@ -49,7 +49,16 @@ from shoal.proof.limits import (
     reason,
 )
 from shoal.proof.recording import Against, record
-from shoal.proof.report import SMOOTH, Report, far, in_float32, judged, no_farther, trajectory
+from shoal.proof.report import (
+    SMOOTH,
+    Report,
+    far,
+    first_text,
+    in_float32,
+    judged,
+    no_farther,
+    trajectory,
+)
 from shoal.proof.side import Side, Trial
 from shoal.proof.trajectory_record import Record
 from shoal.proof.verdict import compare
@@ -310,8 +319,8 @@ class Battery:
         rounding = ask.world.broadcast_json(ask.world.local_first(partial(self._rounding, ask)))
         if told["smooth"] and rounding and no_farther(told, rounding):
             raise CannotProve(
-                f"rounding: a change of its weights in their last bits takes this model "
-                f"{far(rounding)} away, and both sides are only {far(told)} apart"
+                f"rounding: a change of its weights in their last bits takes this model as far "
+                f"({ask.name}: {first_text(told['first'])})"
             )
         clue = ask.world.local_first(partial(self._cause, ask, got))
         return {**told, "cause": ask.world.broadcast_json(clue)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -86,6 +87,17 @@ def far(told: Report) -> str:
     """The largest difference of a trajectory's losses, norms and gradients."""
     largest = [told["largest"][what] for what in ("loss", "gradient_norm", "gradient")]
     return "infinitely far" if None in largest else f"{max(largest):.0e}"
+
+
+def first_text(first: Mapping[str, Any]) -> str:
+    """The first difference that is over its bound.
+
+    >>> first_text({"what": "buffer", "name": "norm.running_mean", "size": 4e-10, "bound": 1e-10})
+    'buffer norm.running_mean is 4e-10 off, bound 1e-10'
+    """
+    size = "infinitely far" if first["size"] is None else f"{first['size']:.0e}"
+    bound = f", bound {first['bound']:.0e}" if first["bound"] else ""
+    return f"{first['what']} {first['name']}".strip() + f" is {size} off{bound}"
 
 
 def no_farther(told: Report, rounding: Report) -> bool:

@@ -96,11 +96,11 @@ class Uses(TorchDispatchMode):
             for name, t in tables.items()
         }
         self.watched = set().union(*self.weights.values())
-        self.looked_up = {id(t.weight): n for n, t in tables.items() if has_own_forward(t)}
+        self.own_forwards = {name for name, t in tables.items() if has_own_forward(t)}
         self.used: dict[int, str] = {}
         self.outputs: dict[str, Tensor] = {}
         self.allowed: set[int] = set()
-        self.found = False  # in the call under way, rows were looked up by its own forward
+        self.at, self.found = "", False  # the layer that is called; it has looked up rows
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -112,8 +112,8 @@ class Uses(TorchDispatchMode):
             what = str(func.overloadpacket).split(".")[-1]
             if id(leaf) not in self.allowed:
                 self.used.setdefault(id(leaf), f"also read by {what} outside of its own layer")
-            elif id(leaf) in self.looked_up and self.allowed is not self.watched:
-                return self._inside(self.looked_up[id(leaf)], id(leaf), what, func, args, kwargs)
+            elif self.at in self.own_forwards:
+                return self._inside(self.at, id(leaf), what, func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
     def _inside(
@@ -132,25 +132,26 @@ class Uses(TorchDispatchMode):
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """A layer is called: it may read its own weights."""
-        outer = self.allowed
-        self.allowed, self.found = self.weights.get(name, outer), False
+        outer = self.allowed, self.at
+        self.allowed, self.at, self.found = self.weights.get(name, outer[0]), name, False
         try:
             yield
         finally:
-            self.allowed = outer
+            self.allowed, self.at = outer
 
     @contextmanager
     def untold(self) -> Iterator[None]:
         """Inside, whatever is read is no use of the model's."""
-        outer, self.allowed = self.allowed, self.watched
+        outer = self.allowed, self.at
+        self.allowed, self.at = self.watched, ""
         try:
             yield
         finally:
-            self.allowed = outer
+            self.allowed, self.at = outer
 
     def gave(self, name: str, output: Any) -> None:
         """What a layer gave."""
-        if name in self.weights and name not in self.looked_up.values():
+        if name in self.weights and name not in self.own_forwards:
             self.outputs[name] = torch.empty_like(output, device="meta")
 
     def of(self, outputs: Any) -> TableUses:

@@ -150,13 +150,13 @@ class Model(nn.Module):
         super().__init__()
         self.other = other
         self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(6, 8)
-        if other in ("super", "index", "twice"):
-            self.tokens = Scaled(20, 8, way=other)
+        if other in ("super", "scaled, tied", "index", "twice"):
+            self.tokens = Scaled(20, 8, way="super" if other == "scaled, tied" else other)
         if other == "renormed":
             self.tokens = nn.Embedding(20, 8, max_norm=1.0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
         self.head = nn.Linear(8, 3 if other == "classes" else 20)
-        if other == "tied":
+        if other in ("tied", "scaled, tied"):
             self.head.weight = self.tokens.weight
         if other == "held":
             self.copy = nn.ParameterList([self.tokens.weight])
@@ -183,6 +183,7 @@ REASONS = {
     "by hand": ({"tokens.weight"}, {"tokens.weight": "also read by"}),
     "given out": ({"tokens.weight"}, {"head.weight": "also read by the model's outputs"}),
     "held": ({"head.weight", "head.bias"}, {"tokens.weight": "also held by copy.0"}),
+    "scaled, tied": ({"tokens.weight", "head.bias"}, {}),
     "super": ({"tokens.weight", "head.weight", "head.bias"}, {}),
     "index": (
         {"tokens.weight", "head.weight", "head.bias"},
