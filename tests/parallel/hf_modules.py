@@ -74,6 +74,10 @@ HF_EXAMPLES: dict[str, Example] = {
     "mistral": text(
         built("MistralConfig", "MistralForCausalLM", **LLAMA, sliding_window=4), "model.layers.{}"
     ),
+    "phi3": text(  # q, k and v in one: twice as many heads of q
+        built("Phi3Config", "Phi3ForCausalLM", **LLAMA, pad_token_id=0, eos_token_id=1),
+        "model.layers.{}",
+    ),
     "bert": text(
         built(
             "BertConfig",

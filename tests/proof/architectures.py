@@ -320,7 +320,26 @@ def beside_plans(rows: dict[str, Row]) -> list[str]:
         f"and it splits a larger share of the parameters than we do in {len(less)}:",
         "",
     ]
-    return lines + [f"- {name}: {a:.0%} of ours, {b:.0%} of the plan's" for name, a, b in less]
+    for name, a, b in less:
+        why = "; ".join(why_whole(rows[f"{name} | tp2"]))
+        lines.append(f"- {name}: {a:.0%} of ours, {b:.0%} of the plan's: {why}")
+    return lines
+
+
+def why_whole(row: Row) -> list[str]:
+    """Why parts of a model stay whole, each reason once, with the parameter or layer it was said of."""
+    found: dict[str, str] = {}
+    for text in row.get("notices", ()):
+        told = re.search(
+            r": (\S+)(?: \(and.*?\))? (?:stays whole|is split by its parts only): (.*)", text
+        )
+        if told:
+            why = re.sub(r" ?\[[^\]]*\] on every rank|; its gradient.*|^whole: ", "", told[2])
+            found.setdefault(why, told[1])
+    if not found:
+        first = row.get("whole", [""])[0]
+        found = {"outside of the layers that repeat": first} if first else {}
+    return [f"{name}: {why}" for why, name in found.items()]
 
 
 def table(rows: dict[str, Row], models: list[str]) -> list[str]:

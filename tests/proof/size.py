@@ -1,10 +1,10 @@
-"""Proofs at a user's size: `shoal prove` of 126M parameters in a memory cgroup of 16 GiB.
+"""Proofs at a user's size: `shoal prove` of 126M and 1B parameters in a memory cgroup of 16 GiB.
 
 `make proof` runs it. A row is one command on two processes; its memory is that of all of them
 together, rank 0's one process among them. What is done stays in docs/proof/size.json, so it can be
 stopped and started again; --fresh begins anew.
 
-    python tests/proof/size.py              everything, about 10 minutes on 2 idle cores
+    python tests/proof/size.py              everything, about 15 minutes on 2 idle cores
     python tests/proof/size.py --rows tp2   some rows
 """
 
@@ -38,6 +38,7 @@ GPT_2_SIZE = ["model.dim=768", "model.layers=19", "model.heads=12", "model.tied=
 ROWS = {
     "126M ddp": [*GPT_2_SIZE, "layout.strategy=ddp"],
     "126M tp2": [*GPT_2_SIZE, "layout.tp=2"],
+    "1.1B tp2": ["model.dim=2048", "model.layers=20", "model.heads=16", "layout.tp=2"],  # by blocks
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,18 +74,45 @@ class Cut:
         return tuple((*head, span, *after) for head, span in itertools.product(before, spans))
 
 
-def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: int = 1) -> Cut:
-    """Cut a dim of `size` into `groups` segments, and each into `parts` equal parts, one per rank.
+Groups = int | tuple[int, ...]
+"""Segments of a dim: how many equal ones, or their sizes in proportion (no common divisor)."""
 
-    size   a multiple of groups × parts, which is not checked
+
+def segment_sizes(size: int, groups: Groups) -> tuple[int, ...]:
+    """Sizes of a dim's segments, in order; none where the dim does not divide so.
+
+    >>> segment_sizes(12, 3), segment_sizes(16, (2, 1, 1)), segment_sizes(10, (2, 1, 1))
+    ((4, 4, 4), (8, 4, 4), ())
+    """
+    shares = (1,) * groups if isinstance(groups, int) else groups
+    unit, rest = divmod(size, sum(shares))
+    return () if rest else tuple(share * unit for share in shares)
+
+
+def proportions(sizes: Sequence[int]) -> Groups:
+    """Segments of these sizes, whatever the size of the whole.
+
+    >>> proportions([64, 64, 64]), proportions([64, 32, 32])
+    (3, (2, 1, 1))
+    """
+    common = math.gcd(*sizes)
+    shares = tuple(size // common for size in sizes)
+    return len(shares) if max(shares) == 1 else shares
+
+
+def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) -> Cut:
+    """Cut a dim of `size` into segments, and each into `parts` equal parts, one per rank.
+
+    size   divides into such segments, and each of them by `parts`, which is not checked
 
     >>> even_cut("tp", 0, 12, 2, groups=3).segments
     ((0, 2, 4), (4, 6, 8), (8, 10, 12))
     """
-    width = size // (groups * parts)
-    starts = [group * parts * width for group in range(groups)]
-    segments = tuple(tuple(start + part * width for part in range(parts + 1)) for start in starts)
-    return Cut(axis, dim, segments, tuple(range(parts)))
+    segments, start = [], 0
+    for length in segment_sizes(size, groups):
+        segments.append(tuple(start + part * (length // parts) for part in range(parts + 1)))
+        start += length
+    return Cut(axis, dim, tuple(segments), tuple(range(parts)))
 
 
 @dataclass(frozen=True)

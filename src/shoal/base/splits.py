@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shoal.base.placement import Groups, even_cut
+
 
 @dataclass(frozen=True)
 class SplitRow:
@@ -32,21 +34,27 @@ class SplitRow:
 
 
 def shard_text(
-    shape: tuple[int, ...], dim: int, degree: int, *, groups: int = 1, copies: int = 1
+    shape: tuple[int, ...], dim: int, degree: int, *, groups: Groups = 1, copies: int = 1
 ) -> str:
     """Describe in words what the first of `degree` ranks holds of a tensor that is cut along `dim`.
 
-    groups   segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v
+    groups   segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v,
+             (4, 1, 1) where q has four times as many heads
     copies   ranks that hold the same part, where there are fewer parts than ranks
 
     >>> shard_text((256, 64), 0, 2), shard_text((64, 256), 1, 2)
     ('rows 0:128 of 256', 'columns 0:128 of 256')
     >>> shard_text((96, 64), 0, 2, groups=3), shard_text((64, 8), 0, 4, copies=2)
     ('rows 0:16 of each 32 of 96 (3 groups)', 'rows 0:32 of 64 (2 ranks hold the same)')
+    >>> shard_text((192, 64), 0, 2, groups=(4, 1, 1))
+    'rows 0:64, 128:144, 160:176 of 192'
     """
     size = shape[dim]
-    part = -(-size // (groups * degree // copies))
     what = ("rows", "columns")[dim] if dim < 2 else f"dim {dim},"
+    if not isinstance(groups, int):
+        spans = even_cut("tp", dim, size, degree // copies, groups=groups).spans(0)
+        return f"{what} {', '.join(f'{start}:{stop}' for start, stop in spans)} of {size}"
+    part = -(-size // (groups * degree // copies))
     if groups > 1:
         return f"{what} 0:{part} of each {size // groups} of {size} ({groups} groups)"
     same = f" ({copies} ranks hold the same)" if copies > 1 else ""

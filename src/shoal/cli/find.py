@@ -78,12 +78,15 @@ def micro_batch(arguments: list[str] = ARGUMENTS, memory: str = MEMORY, json: bo
     if memory:
         read_bytes(memory)  # a slip there is told before anything is imported
     loaded = load(*file_and_overrides(arguments or []))
+    given = [key for key in ("train.batch", "train.micro_batch") if key in loaded.origins]
     search_here()
     plan = settle_run(loaded, None)
     if plan.layout.threads > 1 or loaded.config.islands.on:
         what = "layout.strategy = dp" if plan.layout.threads > 1 else "islands.method"
         raise PlanError(f"{what}: shoal find micro-batch tries processes of one run; nearest: ddp")
     batch = loaded.config.train.batch
+    if given:
+        typer.echo(f"{' and '.join(given)}: not used here, every try has its own", err=True)
     found = find_batch(loaded, plan, memory, lambda line: typer.echo(line, err=True))
     size, degree = found.micro_batch, plan.layout.data_degree
     if json:

@@ -1,8 +1,8 @@
 """Finds the embeddings and output heads whose rows may be dealt to the ranks.
 
-A table is split only if every use of it is understood: the forward of a plain nn.Embedding or
-nn.Linear, or an output that hands hidden states and weight to the loss (see `vocabulary.py`, which
-notes the uses); whatever else reads a table keeps it whole, with the reason.
+A table is split only if every use of it is understood: a lookup in an nn.Embedding's forward, that
+of a plain nn.Linear, or an output that hands hidden states and weight to the loss (see
+`vocabulary.py`, which notes the uses); whatever else reads a table keeps it whole, with the reason.
 
 Which ones are worth it: tables with more rows than columns (a vocabulary, not a list of positions),
 and heads that come after the last block. Splitting costs one reduction of what a lookup gives, or a
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
-from shoal.trace.vocabulary import Table, Tables, TableUses, is_table
+from shoal.trace.vocabulary import Table, Tables, TableUses, has_own_forward, is_table
 
 
 def find_tables(
@@ -65,6 +65,7 @@ def find_tables(
     return dataclasses.replace(
         found,
         embeddings=tuple(embeddings),
+        own_forwards=tuple(name for name in embeddings if has_own_forward(candidates[name])),
         heads=tuple(heads),
         to_loss=to_loss,
         hidden=uses.hidden if to_loss else None,
@@ -104,7 +105,7 @@ class _Candidates:
             return "the user's wish"
         for tensor in (weight, *biases):
             if id(tensor) in self.uses.used:
-                return f"also read by {self.uses.used[id(tensor)]} outside of its own layer"
+                return self.uses.used[id(tensor)]
         if id(weight) in self.homes:
             return f"also held by {self.homes[id(weight)]}"
         if id(weight) not in self.uses.handed and not any(

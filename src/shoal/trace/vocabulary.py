@@ -1,9 +1,10 @@
 """Notes what a forward pass does with the rows of embeddings and linear layers.
 
 Uses are seen in the record's forward pass, operation by operation: the forward of a plain
-nn.Embedding or nn.Linear, or an output that hands hidden states and weight to the loss (fields
-`hidden`, `weight` and `vocabulary`, as shoal.models.loss.Unprojected has). `find_tables.py` decides
-by them which rows may be dealt to the ranks.
+nn.Embedding or nn.Linear, a lookup in the forward of an embedding that does more (Gemma scales what
+it finds), or an output that hands hidden states and weight to the loss (fields `hidden`, `weight`
+and `vocabulary`, as shoal.models.loss.Unprojected has). `find_tables.py` decides by them which rows
+may be dealt to the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Tables:
     """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
 
     split        parameter (first name) → why · whole  the other candidates → why not
-    embeddings   names of the modules that look up split tables
+    embeddings   names of the modules that look up split tables · own_forwards  those of them that
+                 compute with what they find
     heads        names of those that multiply by them
     to_loss      name of the module whose weight the model's output hands to the loss, or ""
     hidden       the hidden states that it hands over, without data
@@ -37,6 +39,7 @@ class Tables:
     split: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
+    own_forwards: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     to_loss: str = ""
     hidden: Tensor | None = None
@@ -50,21 +53,26 @@ def for_loss(value: Any) -> bool:
 
 
 def is_table(part: nn.Module) -> TypeGuard[Table]:
-    """A layer whose forward is torch's own and reads single rows only."""
+    """A linear layer whose forward is torch's, or an embedding that reads single rows only."""
     if not isinstance(part, Table) or "forward" in part.__dict__:
         return False
     if isinstance(part, nn.Linear):
         return type(part).forward is nn.Linear.forward
-    if type(part).forward is not nn.Embedding.forward:
+    if not isinstance(part._parameters.get("weight"), nn.Parameter) or part.weight.dim() != 2:
         return False
     return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
+
+
+def has_own_forward(part: nn.Module) -> bool:
+    """Whether an embedding is of a class that computes with what it looks up."""
+    return isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward
 
 
 @dataclass(frozen=True)
 class TableUses:
     """What one forward pass showed of embeddings and linear layers.
 
-    used     weights (by id) that something else than their own layer read → that operation
+    used     weights (by id) that are read in another way too → which: "also read by linear …"
     handed   weights that the outputs hand to the loss · hidden  what they are multiplied with there
     outputs  what each layer gave, without data
     """
@@ -83,26 +91,49 @@ class Uses(TorchDispatchMode):
 
     def __init__(self, tables: Mapping[str, Table]) -> None:
         super().__init__()
-        self.weights = {name: {id(p) for p in t.parameters()} for name, t in tables.items()}
+        self.weights = {
+            name: {id(p) for p in ([t.weight] if has_own_forward(t) else t.parameters())}
+            for name, t in tables.items()
+        }
         self.watched = set().union(*self.weights.values())
+        self.looked_up = {id(t.weight): n for n, t in tables.items() if has_own_forward(t)}
         self.used: dict[int, str] = {}
         self.outputs: dict[str, Tensor] = {}
         self.allowed: set[int] = set()
+        self.found = False  # in the call under way, rows were looked up by its own forward
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation, and note it."""
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if id(leaf) in self.watched and id(leaf) not in self.allowed:
-                self.used.setdefault(id(leaf), str(func.overloadpacket).split(".")[-1])
+            if id(leaf) not in self.watched:
+                continue
+            what = str(func.overloadpacket).split(".")[-1]
+            if id(leaf) not in self.allowed:
+                self.used.setdefault(id(leaf), f"also read by {what} outside of its own layer")
+            elif id(leaf) in self.looked_up and self.allowed is not self.watched:
+                return self._inside(self.looked_up[id(leaf)], id(leaf), what, func, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+    def _inside(
+        self, name: str, weight: int, what: str, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """An operation on a table in a forward of its own class: one lookup is understood."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is not torch.ops.aten.embedding or self.found:
+            again = "again " if self.found else ""
+            self.used.setdefault(weight, f"its own forward reads it {again}by {what}")
+        else:
+            self.outputs[name] = torch.empty_like(result, device="meta")
+        self.found = True
+        return result
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """A layer is called: it may read its own weights."""
         outer = self.allowed
-        self.allowed = self.weights.get(name, outer)
+        self.allowed, self.found = self.weights.get(name, outer), False
         try:
             yield
         finally:
@@ -119,7 +150,7 @@ class Uses(TorchDispatchMode):
 
     def gave(self, name: str, output: Any) -> None:
         """What a layer gave."""
-        if name in self.weights:
+        if name in self.weights and name not in self.looked_up.values():
             self.outputs[name] = torch.empty_like(output, device="meta")
 
     def of(self, outputs: Any) -> TableUses:
@@ -130,5 +161,5 @@ class Uses(TorchDispatchMode):
                 handed.add(id(leaf.weight))
                 hidden = torch.empty_like(leaf.hidden, device="meta")
             elif id(leaf) in self.watched:
-                self.used.setdefault(id(leaf), "the model's outputs")
+                self.used.setdefault(id(leaf), "also read by the model's outputs")
         return TableUses(self.used, frozenset(handed), hidden, self.outputs)

@@ -42,7 +42,18 @@ def test_sums_and_wholes() -> None:
     assert join(parts, WHOLE) is parts[0]
 
 
-@pytest.mark.parametrize("split", [Split(0), Split(1), Split(0, 3), Split(1, 2), Split(2, 3)])
+@pytest.mark.parametrize(
+    "split",
+    [
+        Split(0),
+        Split(1),
+        Split(0, 3),
+        Split(1, 2),
+        Split(2, 3),
+        Split(0, (2, 1)),
+        Split(1, (2, 1, 1)),
+    ],
+)
 def test_boxes_say_where_the_stored_elements_lie(split: Split) -> None:
     whole = torch.arange(12 * 8 * 6).view(12, 8, 6)
     placed = even_cut("tp", split.dim, whole.shape[split.dim], 2, groups=split.groups)
@@ -55,8 +66,20 @@ def test_boxes_say_where_the_stored_elements_lie(split: Split) -> None:
         assert torch.equal(torch.cat(found), stored)
 
 
+def test_what_is_cut_in_unequal_segments_is_joined_again() -> None:
+    whole = torch.arange(16 * 3).view(16, 3)
+    shards = [cut(whole, Split(0, (2, 1, 1)), rank, 2) for rank in range(2)]
+    assert shards[1][:, 0].tolist() == [12, 15, 18, 21, 30, 33, 42, 45]
+    assert torch.equal(join(shards, Split(0, (2, 1, 1))), whole)
+
+
 def test_a_size_that_does_not_divide_is_named() -> None:
+    with pytest.raises(PlanError, match=r"size 8 in segments of 2 : 1 : 1 does not divide into 4"):
+        cut(torch.zeros(8), Split(0, (2, 1, 1)), 0, 4)
     with pytest.raises(PlanError, match="size 10 does not divide into 4 equal parts"):
         cut(torch.zeros(10), Split(0), 0, 4)
-    with pytest.raises(PlanError, match="size 12 does not divide into 3 segments of 8 equal parts"):
+    with pytest.raises(
+        PlanError,
+        match="size 12 in 3 segments does not divide into 8 equal parts; nearest: a degree that divides 4",
+    ):
         cut(torch.zeros(12), Split(0, 3), 0, 8)

@@ -50,6 +50,7 @@ TABLE = [
     ("gemma2", 2, 7, 2, 2, CASTS),
     ("gemma2", 4, 5, 2, 2, CASTS),
     ("mistral", 2, 7, 2, 2, CASTS),
+    ("phi3", 2, 4, 2, 2, CASTS),
     ("bert", 2, 10, 2, 2, EXACT),
     ("bert", 4, 10, 2, 2, EXACT),
     ("vit", 2, 10, 2, 2, EXACT),
@@ -60,8 +61,9 @@ TABLE = [
     ("mamba", 2, 9, 2, 2, CASTS),
     ("mamba", 4, 9, 2, 2, CASTS),
 ]
-SHORT = [("gpt2", 4), ("llama", 4), ("vit", 4), ("falcon", 2), ("bloom", 4), ("mamba", 4)]
-"""Fused and separate weights, shared key heads, biases, an encoder, a state space."""
+SHORT = [("gpt2", 4), ("llama", 4), ("phi3", 2), ("vit", 4), ("falcon", 2), ("bloom", 4)]
+SHORT += [("mamba", 4)]
+"""Fused and separate weights, unequal segments, shared key heads, biases, an encoder, a state space."""
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,14 @@ def test_table(kind: str, degree: int, cuts: int, forward: int, backward: int, n
     assert len(split.parameters) == cuts
     assert counts(split) == {"all_reduce forward": forward, "all_reduce backward": backward}
     assert not split.gathered
+
+
+def test_heads_of_q_k_and_v_in_one_are_cut_each() -> None:
+    layer, args, kwargs = captured("phi3")
+    split = split_block(layer, args, kwargs, 2)
+    assert split.parameters["self_attn.qkv_proj.weight"] == Split(0, (2, 1, 1))
+    said = "column: dim 0 in segments of 2 : 1 : 1"
+    assert split.reasons["self_attn.qkv_proj.weight"] == said
 
 
 SEQUENCES = ("gpt2", "llama", "qwen3", "gemma2", "bert", "falcon", "bloom")

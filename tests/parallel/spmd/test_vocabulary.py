@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -94,9 +95,33 @@ def test_a_target_outside_names_the_whole_vocabulary() -> None:
         on_ranks(2, work)
 
 
+class Scaled(nn.Embedding):
+    """As Gemma's: what is found is scaled; `way` is how it looks up."""
+
+    def __init__(self, rows: int, dim: int, padding_idx: int | None = None, way: str = "super"):
+        super().__init__(rows, dim, padding_idx)
+        self.way, self.scale = way, nn.Buffer(torch.tensor(dim**0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "super":
+            found = super().forward(ids)
+        elif self.way == "functional":
+            padding = None if self.padding_idx is None else self.padding_idx - self.num_embeddings
+            found = F.embedding(ids, weight=self.weight, padding_idx=padding)
+        elif self.way == "torch":
+            found = torch.embedding(self.weight, ids, self.padding_idx or -1)
+        elif self.way == "twice":
+            return super().forward(ids), super().forward(ids + 1)
+        else:
+            found = self.weight[ids]
+        return found * self.scale.to(self.weight.dtype)
+
+
+@pytest.mark.parametrize("way", ["", "super", "functional", "torch"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_lookup(size: int) -> None:
-    table = nn.Embedding(CLASSES, DIM, padding_idx=3).double()
+def test_lookup(size: int, way: str) -> None:
+    kind: Any = functools.partial(Scaled, way=way) if way else nn.Embedding
+    table = kind(CLASSES, DIM, padding_idx=3).double()
     with torch.no_grad():
         table.weight[3] = 1.0  # a padding row that is not zero must still get no gradient
     ids = torch.tensor([[0, 3, 10, 3], [5, 5, 6, 1]])
@@ -125,6 +150,8 @@ class Model(nn.Module):
         super().__init__()
         self.other = other
         self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(6, 8)
+        if other in ("super", "index", "twice"):
+            self.tokens = Scaled(20, 8, way=other)
         if other == "renormed":
             self.tokens = nn.Embedding(20, 8, max_norm=1.0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
@@ -135,7 +162,10 @@ class Model(nn.Module):
             self.copy = nn.ParameterList([self.tokens.weight])
 
     def forward(self, ids: Tensor) -> Any:
-        h = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        found = self.tokens(ids % 19)
+        h = (found[0] if self.other == "twice" else found) + self.positions(
+            torch.arange(ids.shape[1])
+        )
         for layer in self.layers:
             h = layer(h)
         if self.other == "by hand":
@@ -145,6 +175,7 @@ class Model(nn.Module):
         return self.head(h)
 
 
+TWICE = {"tokens.weight": "its own forward reads it again by embedding"}
 REASONS = {
     "": ({"tokens.weight", "head.weight", "head.bias"}, {}),
     "tied": ({"tokens.weight", "head.bias"}, {}),
@@ -152,6 +183,12 @@ REASONS = {
     "by hand": ({"tokens.weight"}, {"tokens.weight": "also read by"}),
     "given out": ({"tokens.weight"}, {"head.weight": "also read by the model's outputs"}),
     "held": ({"head.weight", "head.bias"}, {"tokens.weight": "also held by copy.0"}),
+    "super": ({"tokens.weight", "head.weight", "head.bias"}, {}),
+    "index": (
+        {"tokens.weight", "head.weight", "head.bias"},
+        {"tokens.weight": "its own forward reads it by index"},
+    ),
+    "twice": ({"tokens.weight", "head.weight", "head.bias"}, TWICE),
     "renormed": ({"head.weight", "head.bias"}, {}),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from shoal.base.placement import Groups
 from shoal.parallel.spmd.labels import WHOLE, Label, Split, Tiled, divides
 from shoal.parallel.spmd.outcome import groups_in
 from shoal.parallel.spmd.rules import grids
@@ -20,7 +21,7 @@ def assignments(
     matrices: Mapping[str, Shape],
     vectors: Mapping[str, Shape],
     values: Sequence[Label | None],
-    groups: int,
+    groups: Groups,
     degree: int,
 ) -> Iterator[dict[str, Label | None]]:
     """Labels for parameters that are not decided yet; None: handed in by rank 0 alone.

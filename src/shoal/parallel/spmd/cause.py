@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.parallel.spmd.labels import Label, Split, divides
+from shoal.parallel.spmd.labels import Label, Split, divides, in_segments
 from shoal.parallel.spmd.trial import Results, Trial, distance_of, norm_of
 
 SEGMENTS = (1, 2, 3, 4)
@@ -43,7 +43,7 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
             if mended(trial.together(labels=cuts), expected):
                 return (
                     f"{' and '.join(names)} hold {segments} segments and were cut as "
-                    f"{_segments(trial.labels[names[0]])}"
+                    f"{in_segments(trial.labels[names[0]]).removeprefix(' in ') or 'one'}"
                 )
     shared = _shared_matrices(trial)
     if shared:
@@ -111,8 +111,3 @@ def _shared_matrices(trial: Trial) -> list[str]:
         for n, p in trial.parameters.items()
         if p.dim() > 1 and not isinstance(trial.labels.get(n), Split)
     ]
-
-
-def _segments(label: Label) -> str:
-    groups = label.groups if isinstance(label, Split) else 1
-    return f"{groups} segments" if groups > 1 else "one"

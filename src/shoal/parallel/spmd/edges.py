@@ -81,7 +81,10 @@ def exchanges_of(
 def scattered_lookups(
     classes: Sequence[Class], tables: Tables, calls: Mapping[str, Call]
 ) -> frozenset[str]:
-    """Split embeddings whose output goes straight into a block that takes parts of the sequence."""
+    """Split embeddings whose output goes straight into a block that takes parts of the sequence.
+
+    One that computes with what it finds hands on the whole: what it does may mix tokens.
+    """
     return frozenset(
         before
         for one in classes
@@ -89,7 +92,7 @@ def scattered_lookups(
         for name in one.names
         if name in calls
         for before in calls[name].follows
-        if before in tables.embeddings
+        if before in tables.embeddings and before not in tables.own_forwards
     )
 
 

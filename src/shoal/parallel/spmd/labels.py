@@ -2,7 +2,8 @@
 
     Whole            every rank holds the tensor
     Split(d, g)      dim d is cut into g segments, and every segment into n equal parts; rank r
-                     holds part r of each segment, one after another (g = 3: fused q, k and v)
+                     holds part r of each segment, one after another (g = 3: fused q, k and v;
+                     g = (4, 1, 1): four times as many heads of q as of k and of v)
     Partial          every rank holds a tensor of the full shape; their sum is the tensor
     Tiled(…)         the ranks form a grid; each of its axes has a label of its own (4 ranks that
                      share 2 key/value heads: 2 × 2, the outer axis splits, the inner one does not)
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.base.errors import PlanError
+from shoal.base.placement import Groups, segment_sizes
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Split:
     """A label: rank r holds part r of dim `dim`, equal parts of each of its `groups` segments."""
 
     dim: int
-    groups: int = 1
+    groups: Groups = 1
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,31 @@ WHOLE = Whole()
 PARTIAL = Partial()
 
 
-def divides(size: int, groups: int, degree: int) -> bool:
+def divides(size: int, groups: Groups, degree: int) -> bool:
     """Whether a dim of this size can be cut so.
 
-    >>> divides(12, 3, 2), divides(12, 3, 8)
-    (True, False)
+    >>> divides(12, 3, 2), divides(12, 3, 8), divides(16, (2, 1, 1), 4), divides(8, (2, 1, 1), 4)
+    (True, False, True, False)
     """
-    return size > 0 and size % (groups * degree) == 0
+    sizes = segment_sizes(size, groups)
+    return size > 0 and bool(sizes) and all(n % degree == 0 for n in sizes)
+
+
+def count_of(groups: Groups) -> int:
+    """How many segments these are."""
+    return groups if isinstance(groups, int) else len(groups)
+
+
+def in_segments(label: Label) -> str:
+    """A label's segments in words; nothing where there is one.
+
+    >>> in_segments(Split(0, 3)), in_segments(Split(0, (4, 1, 1))), in_segments(Split(0))
+    (' in 3 segments', ' in segments of 4 : 1 : 1', '')
+    """
+    groups = label.groups if isinstance(label, Split) else 1
+    if isinstance(groups, int):
+        return f" in {groups} segments" if groups > 1 else ""
+    return f" in segments of {' : '.join(str(share) for share in groups)}"
 
 
 def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
@@ -75,14 +95,17 @@ def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
     dim, groups = label.dim, label.groups
     size = tensor.shape[dim]
     if not divides(size, groups, degree):
-        segments = f"{groups} segments of " if groups > 1 else ""
+        least = min(segment_sizes(size, groups) or (size // count_of(groups),))
         raise PlanError(
-            f"a dim of size {size} does not divide into {segments}{degree} equal parts; nearest: "
-            f"a degree that divides {size // groups}"
+            f"a dim of size {size}{in_segments(label)} does not divide into {degree} equal parts; "
+            f"nearest: a degree that divides {least}"
         )
-    width = size // (groups * degree)
-    parts = tensor.unflatten(dim, (groups, degree, width)).select(dim + 1, rank)
-    return parts.flatten(dim, dim + 1).contiguous()
+    if isinstance(groups, int):
+        width = size // (groups * degree)
+        parts = tensor.unflatten(dim, (groups, degree, width)).select(dim + 1, rank)
+        return parts.flatten(dim, dim + 1).contiguous()
+    segments = tensor.split(segment_sizes(size, groups), dim)
+    return torch.cat([segment.chunk(degree, dim)[rank] for segment in segments], dim)
 
 
 def join(shards: Sequence[Tensor], label: Label) -> Tensor:
@@ -97,9 +120,13 @@ def join(shards: Sequence[Tensor], label: Label) -> Tensor:
     if isinstance(label, Split):
         if label.groups == 1:
             return torch.cat(list(shards), label.dim)
-        width = shards[0].shape[label.dim] // label.groups
-        pieces = [shard.unflatten(label.dim, (label.groups, width)) for shard in shards]
-        return torch.stack(pieces, label.dim + 1).flatten(label.dim, label.dim + 2)
+        if isinstance(label.groups, int):
+            width = shards[0].shape[label.dim] // label.groups
+            pieces = [shard.unflatten(label.dim, (label.groups, width)) for shard in shards]
+            return torch.stack(pieces, label.dim + 1).flatten(label.dim, label.dim + 2)
+        widths = segment_sizes(shards[0].shape[label.dim], label.groups)
+        held = [shard.split(widths, label.dim) for shard in shards]  # [rank][segment]
+        return torch.cat([part for same in zip(*held, strict=True) for part in same], label.dim)
     return shards[0]
 
 

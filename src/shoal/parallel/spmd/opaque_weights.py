@@ -18,7 +18,7 @@ from torch import fx
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.candidates import Shape
-from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Split, divides
+from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Split, count_of, divides
 from shoal.parallel.spmd.rules import Rule
 from shoal.parallel.spmd.steps import Choice, Step
 from shoal.parallel.spmd.weights import Labelling, wanted
@@ -79,7 +79,7 @@ def _assignments(
     def dear(labels: tuple[Label | None, ...]) -> tuple[int, int]:
         pairs = list(zip(labels, shapes.values(), strict=True))
         left = sum(math.prod(shape) for label, shape in pairs if not isinstance(label, Split))
-        return left, sum(label.groups for label, _ in pairs if isinstance(label, Split))
+        return left, sum(count_of(label.groups) for label, _ in pairs if isinstance(label, Split))
 
     for labels in sorted(itertools.product(*options), key=dear):
         if any(isinstance(label, Split) for label in labels):

@@ -1,6 +1,6 @@
 """Reads a label off results: how what the ranks computed makes up what one process computed.
 
-put together along dim d, in g segments   → Split(d, g)
+put together along dim d, in segments g   → Split(d, g)
 put together along two dims               → Tiled, the ranks as a grid
 added up, or averaged                     → Partial
 equal                                     → Whole
@@ -14,19 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.base.placement import Groups, proportions, segment_sizes
 from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Label, Split, Tiled, join
 
 MOST_GROUPS = 64
 """So many counts of segments are tried, the smallest first, where no input's count fits."""
 
 
-def labels_of(whole: Any, results: Sequence[Any], labels: Sequence[Label], degree: int) -> Any:
+def labels_of(
+    whole: Any,
+    results: Sequence[Any],
+    labels: Sequence[Label],
+    degree: int,
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> Any:
     """The label of a result, or of each of several; None where the parts do not fit.
 
-    labels   of the inputs: their counts of segments are tried first
+    labels   of the inputs: their segments are tried first · shapes  of the inputs, where several
+             may have been put together
     """
     if not isinstance(whole, list | tuple):
-        return label_of(whole, results, labels, degree)
+        return label_of(whole, results, labels, degree, shapes)
     if any(len(result) != len(whole) for result in results):
         return None
     out = []
@@ -39,7 +47,11 @@ def labels_of(whole: Any, results: Sequence[Any], labels: Sequence[Label], degre
 
 
 def label_of(
-    whole: Any, parts: Sequence[Any], labels: Sequence[Label], degree: int
+    whole: Any,
+    parts: Sequence[Any],
+    labels: Sequence[Label],
+    degree: int,
+    shapes: Sequence[tuple[int, ...]] = (),
 ) -> Label | None:
     """The label of one result."""
     if not isinstance(whole, Tensor):
@@ -53,7 +65,8 @@ def label_of(
         return PARTIAL if added else None
     dims = [d for d in range(whole.dim()) if whole.shape[d] != parts[0].shape[d]]
     thin = [_thin(part, dims) for part in (whole, *parts)]  # most wrong labels show there
-    for label in _candidates(whole, parts[0], dims, labels, degree):
+    known = [*_joined(whole, dims, labels, shapes), *groups_in(labels)]
+    for label in _candidates(whole, parts[0], dims, known, degree):
         if close(thin[0], join(thin[1:], label)) and close(whole, join(parts, label)):
             return label
     return None
@@ -75,7 +88,7 @@ def _thin(tensor: Tensor, dims: list[int]) -> Tensor:
 
 
 def _candidates(
-    whole: Tensor, part: Tensor, dims: list[int], labels: Sequence[Label], degree: int
+    whole: Tensor, part: Tensor, dims: list[int], known: Sequence[Groups], degree: int
 ) -> Iterator[Label]:
     ratios = {d: whole.shape[d] // max(1, part.shape[d]) for d in dims}
     if any(ratios[d] * part.shape[d] != whole.shape[d] for d in dims):
@@ -83,7 +96,7 @@ def _candidates(
     if len(dims) == 1:
         (d,) = dims
         ratio = ratios[d]
-        splits = [Split(d, g) for g in _groups(part.shape[d], labels)]
+        splits = [Split(d, g) for g in _groups(part.shape[d], known)]
         if ratio == degree:
             yield from splits
         elif degree % ratio == 0:
@@ -92,18 +105,36 @@ def _candidates(
             yield from (Tiled(((copies, WHOLE), (ratio, split))) for split in splits)
     elif len(dims) == 2 and ratios[dims[0]] * ratios[dims[1]] == degree:
         for a, b in (dims, dims[::-1]):
-            for one in _groups(part.shape[a], labels):
-                for other in _groups(part.shape[b], labels):
+            for one in _groups(part.shape[a], known):
+                for other in _groups(part.shape[b], known):
                     yield Tiled(((ratios[a], Split(a, one)), (ratios[b], Split(b, other))))
 
 
-def groups_in(labels: Sequence[Label | None]) -> list[int]:
-    """Counts of segments that the labels have, then 1.
+def _joined(
+    whole: Tensor, dims: list[int], labels: Sequence[Label], shapes: Sequence[tuple[int, ...]]
+) -> list[Groups]:
+    """Segments of a result that is made of its inputs, one after another: theirs, in order."""
+    if len(dims) != 1 or len(shapes) < 2:
+        return []
+    (d,) = dims
+    sizes: list[int] = []
+    for shape, label in zip(shapes, labels, strict=True):
+        if len(shape) != whole.dim() or any(
+            k != d and shape[k] != whole.shape[k] for k in range(whole.dim())
+        ):
+            return []
+        groups = label.groups if isinstance(label, Split) and label.dim == d else 1
+        sizes += segment_sizes(shape[d], groups)
+    return [proportions(sizes)] if sum(sizes) == whole.shape[d] and min(sizes) > 0 else []
 
-    >>> groups_in([WHOLE, Split(0, 3)])
-    [3, 1]
+
+def groups_in(labels: Sequence[Label | None]) -> list[Groups]:
+    """Segments that the labels have, then one.
+
+    >>> groups_in([WHOLE, Split(0, 3), Split(1, (2, 1, 1))])
+    [3, (2, 1, 1), 1]
     """
-    found = []
+    found: list[Groups] = []
     for label in labels:
         for _, one in label.axes if isinstance(label, Tiled) else ((0, label),):
             if isinstance(one, Split):
@@ -111,10 +142,10 @@ def groups_in(labels: Sequence[Label | None]) -> list[int]:
     return list(dict.fromkeys([*found, 1]))
 
 
-def _groups(size: int, labels: Sequence[Label]) -> list[int]:
-    """Counts of segments to try: those of the inputs first, then the divisors of a part's size."""
+def _groups(size: int, known: Sequence[Groups]) -> list[Groups]:
+    """Segments to try: those that are known, then as many as the divisors of a part's size."""
     every = [g for g in range(1, size + 1) if size % g == 0][:MOST_GROUPS]
-    return [g for g in dict.fromkeys([*groups_in(labels), *every]) if size % g == 0]
+    return [g for g in dict.fromkeys([*known, *every]) if segment_sizes(size, g)]
 
 
 def close(one: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,8 @@ Source: EasyDist's discovery (alibaba/easydist), with segments, grids and divide
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +88,7 @@ class Rules:
         if call.target is shared_attention and (rule := _joint(call, labels)) is not None:
             return rule
         if sum(value.elements for value in call.values) > LARGE:
-            small = _smaller(call, degree)
+            small = _smaller(call, labels, degree)
             if small is None and is_reference(call.target):
                 from shoal.trace.opaque import smaller  # which made the call
 
@@ -128,7 +129,8 @@ class Rules:
                 results.append(whole.rerun(template, held[rank], labels, rank, degree))
             if any(result is None for result in results):
                 continue
-            out = labels_of(whole.result, results, labels, degree)
+            shapes = [value.shape for value in call.values]
+            out = labels_of(whole.result, results, labels, degree, shapes)
             if out is not None:
                 return Rule(out, edit, writes=tuple(sorted(whole.changed)))
             if is_average(whole.result, results) and not whole.changed:
@@ -172,7 +174,7 @@ def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
     return tiled[:1] or [k for k in range(2, degree) if degree % k == 0]
 
 
-def _smaller(call: Call, degree: int) -> Call | None:
+def _smaller(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
     """The same call at smaller sizes, equal ones staying equal; None where values are known.
 
     Numbers above 4, which are more than a dim's number, must be sizes and become smaller with them.
@@ -180,12 +182,12 @@ def _smaller(call: Call, degree: int) -> Call | None:
     if call.buffers or any(value.known is not None for value in call.values):
         return None
     if call.target is torch.ops.aten.reshape.default:
-        return _smaller_reshape(call, degree)
+        return _smaller_reshape(call, labels, degree)
     sizes = {n for value in call.values for n in value.shape}
     numbers = {n for _, n in numbers_in(call.template) if n > 4}
     if not numbers <= sizes:
         return None
-    small = _shrunk(sorted(sizes), degree)
+    small = _shrunk(sorted(sizes), degree, _units(call, labels))
     return _with(
         call,
         [tuple(small[n] for n in value.shape) for value in call.values],
@@ -193,7 +195,7 @@ def _smaller(call: Call, degree: int) -> Call | None:
     )
 
 
-def _smaller_reshape(call: Call, degree: int) -> Call | None:
+def _smaller_reshape(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
     """A reshape whose first and last dims, as far as they stay as they are, are smaller."""
     args, kwargs = call.template
     shape, wanted = call.values[0].shape, tuple(args[1])
@@ -203,7 +205,7 @@ def _smaller_reshape(call: Call, degree: int) -> Call | None:
     last = next((k for k, (n, m) in enumerate(ends) if n != m), len(ends))
     kept = sorted({*shape[:first], *(shape[len(shape) - last :])})
     inner = {*shape[first : len(shape) - last], *wanted[first : len(wanted) - last]}
-    small = _shrunk(kept, degree, besides=inner)
+    small = _shrunk(kept, degree, _units(call, labels), besides=inner)
 
     def shrunk(sizes: tuple[int, ...]) -> tuple[int, ...]:
         middle = sizes[first : len(sizes) - last]
@@ -213,13 +215,27 @@ def _smaller_reshape(call: Call, degree: int) -> Call | None:
     return _with(call, [shrunk(shape)], ([args[0], list(shrunk(wanted)), *args[2:]], kwargs))
 
 
-def _shrunk(sizes: Sequence[int], degree: int, besides: Collection[int] = ()) -> dict[int, int]:
+def _units(call: Call, labels: Sequence[Label]) -> dict[int, int]:
+    """By size, what a dim that is cut in segments must stay a multiple of, beside the ranks."""
+    units: dict[int, int] = {}
+    for value, label in zip(call.values, labels, strict=True):
+        for _, one in label.axes if isinstance(label, Tiled) else ((0, label),):
+            if isinstance(one, Split):
+                size = value.shape[one.dim]
+                count = one.groups if isinstance(one.groups, int) else sum(one.groups)
+                units[size] = math.lcm(units.get(size, 1), count)
+    return units
+
+
+def _shrunk(
+    sizes: Sequence[int], degree: int, units: Mapping[int, int], besides: Collection[int] = ()
+) -> dict[int, int]:
     """Smaller sizes that can be cut as the old ones; those that differ go on to differ."""
     taken = {*besides, *sizes}  # by sizes that may stay as they are
     small: dict[int, int] = {}
     multiple = 4
     for n in sizes:
-        while multiple * degree in taken and multiple * degree < n:
+        while multiple % units.get(n, 1) or (multiple * degree in taken and multiple * degree < n):
             multiple += 1
         if n <= multiple * degree or n % degree:
             small[n] = n

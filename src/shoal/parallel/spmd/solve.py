@@ -1,8 +1,9 @@
 """Chooses which weights of a layer are split: all of them, less those that would cost a gather.
 
 Every weight matrix starts as split. While a split value must be gathered, the weights that split
-it are tried in 3 and 2 segments (fused q, k, v; fused gate and up), then whole, and what leaves
-the fewest gathers is kept. At last weights that became whole on the way are tried once more.
+it are tried in segments (those into which the layer takes a value of their size apart, then 3 and
+2: fused q, k, v; fused gate and up), then whole, and what leaves the fewest gathers is kept. At
+last weights that became whole on the way are tried once more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from shoal.base.errors import PlanError
+from shoal.base.placement import Groups
 from shoal.parallel.spmd.label import Labelling
 from shoal.parallel.spmd.labels import WHOLE
 from shoal.parallel.spmd.problem import Problem
@@ -40,7 +42,14 @@ def solve(
 
 
 def _searched(problem: Problem, overrides: Mapping[str, str]) -> _Search:
-    search = _Search(problem, _said(problem, overrides))
+    found = _run(_Search(problem, _said(problem, overrides)))
+    if found.passed_over:  # a whole weight solved more at once than segments, which may end better
+        other = _run(_Search(problem, _said(problem, overrides), segments_first=True))
+        found = min(found, other, key=lambda search: _cost(search.best))
+    return found
+
+
+def _run(search: _Search) -> _Search:
     while search.best.conflicts and search.improve():
         pass
     search.take_back()
@@ -50,16 +59,17 @@ def _searched(problem: Problem, overrides: Mapping[str, str]) -> _Search:
 class _Search:
     """Where the search stands.
 
-    said      choices that are the user's
-    choices   what is tried now, theirs included
+    said             choices that are the user's
+    choices          what is tried now, theirs included
+    segments_first   of what leaves fewer gathers, the segments that leave least whole are taken
+    passed_over      whether that would have made a difference
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        said: Mapping[str, Choice],
+        self, problem: Problem, said: Mapping[str, Choice], *, segments_first: bool = False
     ) -> None:
-        self.problem, self.said = problem, said
+        self.problem, self.said, self.segments_first = problem, said, segments_first
+        self.passed_over = False
         self.lazy: frozenset[int] = frozenset()  # outputs that stay split
         self.choices = dict(said)
         self.given_up: list[str] = []
@@ -78,15 +88,25 @@ class _Search:
         names = self._movable(conflict)
         options = []
         for name in names:
-            for choice in (Choice("whole"), *(Choice("split", g) for g in SEGMENTS)):
+            for choice in (Choice("whole"), *(Choice("split", g) for g in self._segments(name))):
                 if choice != self.choices.get(name, Choice()):
                     changed = {**self.choices, name: choice}
                     options.append((self._label(changed), changed, name, choice))
         if len(names) > 1:  # a fused weight, and the adapter that is added to it
-            for groups in SEGMENTS:
+            for groups in self._segments(names[0]):
                 changed = {**self.choices, **dict.fromkeys(names, Choice("split", groups))}
                 options.append((self._label(changed), changed, names[0], Choice("split", groups)))
-        found, changed, name, choice = min(options, key=lambda option: _cost(option[0]))
+        best = min(options, key=lambda option: _cost(option[0]))
+        split = [
+            option
+            for option in options
+            if option[3].kind == "split" and len(option[0].conflicts) < len(now.conflicts)
+        ]
+        if split and best[3].kind == "whole":
+            self.passed_over = True
+            if self.segments_first:
+                best = min(split, key=lambda option: _whole_elements(option[0]))
+        found, changed, name, choice = best
         gone = [name] if choice.kind == "whole" else []
         if len(found.conflicts) >= len(now.conflicts):
             gone = names
@@ -112,6 +132,12 @@ class _Search:
             and self.problem.by_name[name].meta["val"].dim() > 1
             and self.choices.get(name, Choice()).kind != "whole"
         ]
+
+    def _segments(self, name: str) -> list[Groups]:
+        """Segments in which a fused weight is tried."""
+        shape = self.problem.by_name[name].meta["val"].shape
+        told = [groups for size in shape for groups in self.problem.taken_apart.get(size, ())]
+        return list(dict.fromkeys([*told, *SEGMENTS]))
 
     def _is_dear(self, conflict: Conflict, now: Labelling, found: Labelling) -> bool:
         """Whether a side result (attention weights, say) had better stay split than weights whole.

@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.parallel.spmd.gradients import Sums, place_sums
 from shoal.parallel.spmd.label import Labelling
-from shoal.parallel.spmd.labels import WHOLE, Label, Split
+from shoal.parallel.spmd.labels import WHOLE, Label, Split, in_segments
 from shoal.parallel.spmd.problem import Problem, shapes_of
 from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
 from shoal.parallel.spmd.rules import Rules
@@ -294,8 +294,7 @@ def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> st
     """One line: how a parameter lies on the ranks, and why."""
     label = labelling.parameters.get(name, WHOLE)
     if isinstance(label, Split):
-        segments = f" in {label.groups} segments" if label.groups > 1 else ""
-        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{segments}"
+        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{in_segments(label)}"
     if labelling.roles.get(name) == "once":
         return "whole: rank 0 adds it"
     return reasons.get(name, "whole: it meets no value that is split along it")

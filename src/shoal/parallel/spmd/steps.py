@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shoal.base.placement import Groups
 from shoal.parallel.spmd.labels import Label, Split
 from shoal.parallel.spmd.rules import Rule
 
@@ -54,7 +55,7 @@ class Choice:
     """What is to be done with a weight matrix: kind is split, whole, column or row."""
 
     kind: str = "split"
-    groups: int = 1
+    groups: Groups = 1
 
 
 def may_stay_split(label: Label) -> bool:

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.autograd_collectives import Axis, enter, reduce, scatter
 from shoal.parallel.spmd.labels import Split
 from shoal.parallel.spmd.sequence import Deal, SequenceShard, even_cuts, show, whole_of
 from shoal.trace.stand_in import StandIn
-from shoal.trace.vocabulary import Tables, for_loss
+from shoal.trace.vocabulary import Tables, for_loss, has_own_forward
 
 
 @dataclass(frozen=True)
@@ -83,20 +84,29 @@ class SplitEmbedding(StandIn):
     """Looks up this rank's rows and sums over the ranks.
 
     along   the dim of its output that blocks hand on in parts, or None
+    An embedding whose class has a forward of its own (a scale, an offset) runs it: only the lookup
+    inside of it is this one.
     """
 
     def __init__(self, name: str, table: nn.Embedding, rows: SplitVocabulary, along: int | None):
         self.table, self.rows, self.along = table, rows, along
+        self.own_forward = has_own_forward(table)
         super().__init__(name, table)
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """As nn.Embedding: ids [...] to [..., dim]; IndexError for an id outside (on the CPU)."""
-        rows, table = self.rows, self.table
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """As the embedding: ids [...] to [..., dim]; IndexError for an id outside (on the CPU)."""
+        if not self.own_forward:
+            return self.look_up(*inputs, **named, padding=self.table.padding_idx)
+        with _Lookups(self):
+            return self.forward(*inputs, **named)
+
+    def look_up(self, input: Tensor, *, padding: int | None) -> Tensor:
+        """Rows [..., dim] of ids [...], whichever ranks hold them; `padding`: no gradient there."""
+        rows, table, ids = self.rows, self.table, input
         if ids.device.type == "cpu" and ids.numel() and not _all_within(ids, rows.size):
             raise IndexError(f"{self.name}: an id lies outside of 0 … {rows.size - 1}")
         elsewhere = (ids < rows.start) | (ids >= rows.stop)
         here = (ids - rows.start).masked_fill_(elsewhere, 0)
-        padding = table.padding_idx
         if padding is not None:
             padding = padding - rows.start if rows.start <= padding < rows.stop else None
         found = F.embedding(here, table.weight, padding)
@@ -106,6 +116,29 @@ class SplitEmbedding(StandIn):
             return reduce(found, axis)
         own = scatter(found, axis, Split(along))
         return show(own, Deal.even(axis, along, ids.shape[along]))
+
+
+class _Lookups(TorchFunctionMode):
+    """While it is on, what looks rows up in a split table gets those of all ranks."""
+
+    def __init__(self, embedding: SplitEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look up, or run the operation as it is."""
+        if func is not F.embedding and func is not torch.embedding:
+            return func(*args, **(kwargs or {}))
+        names = ("input", "weight") if func is F.embedding else ("weight", "indices")
+        given = {**dict(zip((*names, "padding_idx"), args, strict=False)), **(kwargs or {})}
+        if given["weight"] is not self.embedding.table.weight:
+            return func(*args, **(kwargs or {}))
+        padding = given.get("padding_idx")
+        if padding is not None and padding < 0:  # from the end; to torch.embedding it means none
+            padding = padding + self.embedding.rows.size if func is F.embedding else None
+        return self.embedding.look_up(given[names[func is not F.embedding]], padding=padding)
 
 
 class SplitHead(StandIn):
