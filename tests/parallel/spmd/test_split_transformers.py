@@ -61,8 +61,9 @@ TABLE = [
     ("mamba", 2, 9, 2, 2, CASTS),
     ("mamba", 4, 9, 2, 2, CASTS),
 ]
-SHORT = [("gpt2", 4), ("llama", 4), ("vit", 4), ("falcon", 2), ("bloom", 4), ("mamba", 4)]
-"""Fused and separate weights, shared key heads, biases, an encoder, a state space."""
+SHORT = [("gpt2", 4), ("llama", 4), ("phi3", 2), ("vit", 4), ("falcon", 2), ("bloom", 4)]
+SHORT += [("mamba", 4)]
+"""Fused and separate weights, unequal segments, shared key heads, biases, an encoder, a state space."""
 
 
 @pytest.mark.parametrize(
