@@ -118,6 +118,17 @@ def test_bytes_that_are_read_of_much_text(files: Path) -> None:
         assert 2**12 < sum(map(len, some)) < 2**14
 
 
+@pytest.mark.parametrize("whole_bytes", [2**15, 2**27])
+def test_of_rows_that_are_longer_than_the_sample_a_head_is_taken(
+    files: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+) -> None:
+    monkeypatch.setattr(read_once, "WHOLE_BYTES", whole_bytes)
+    text = "".join(LINES) * 3
+    (files / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    documents = row_documents("jsonl", f"{files}/long.jsonl", "text", 0.0)[0]
+    assert [one for one in Texts(documents, []).sample() if one] == [text[: 2**13]]
+
+
 def test_a_packed_file_is_sampled_at_its_front(files: Path) -> None:
     whole = (files / "0.jsonl").read_bytes()
     (files / "p.jsonl.gz").write_bytes(gzip.compress(whole))

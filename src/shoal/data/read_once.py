@@ -76,18 +76,27 @@ class Texts:
         self._is_split = files == others and sides
         self._kept: list[list[Side]] = []
         self._room = KEPT_CHARACTERS
+        self._has_all = False
         self.has_text = [False, False]
 
     def sample(self) -> Iterator[str]:
         """Texts of the training side, or parts of them, for a tokenizer to be trained on."""
+        is_empty = True
+        for text in self._sampled():
+            is_empty = is_empty and not text
+            yield text
+        if is_empty:  # rows so long that none of them is the one in so many, or begins at a place
+            texts = (text for document in self.train for text in document.texts() if text)
+            yield next(texts, "")[:TRAIN_CHARACTERS]
+
+    def _sampled(self) -> Iterator[str]:
         if sample_rule(self.train) == "places":
             yield from by_places(self.train)
             return
         share = share_of(self.train)
         for document in self.train:
             yield from document.sampled(self._keeping(document), share)
-        if self._room < 0:
-            self._kept.clear()
+        self._has_all = self._room >= 0
 
     def _keeping(self, document: Document) -> Iterator[str]:
         """The texts of a document that are for training; all of them are kept, if there is room."""
@@ -111,7 +120,7 @@ class Texts:
         both = [(0, document) for document in self.train]
         if not self._is_split:
             both += [(1, document) for document in self.validation]
-        kept = iter(self._kept)
+        kept = iter(self._kept if self._has_all else ())
         for side, document in counting("encode", len(both), both):
             known = None if side else next(kept, None)
             if known is None:
