@@ -19,6 +19,7 @@ from torch import nn
 
 from shoal.fabric.device import is_accelerator
 from shoal.optim._torch import every_post_hook, every_pre_hook
+from shoal.optim.localize import inner_optimizers
 
 LR = 0.1
 
@@ -98,15 +99,6 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     if "differentiable" in twin.defaults:
         twin.defaults["differentiable"] = False
     return twin
-
-
-def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Optimizers among an optimizer's attributes, or in a list, tuple or dict of them."""
-    for value in vars(optimizer).values():
-        inside = value.values() if isinstance(value, dict) else value
-        for one in inside if isinstance(value, list | tuple | dict) else (value,):
-            if isinstance(one, torch.optim.Optimizer):
-                yield one
 
 
 def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:

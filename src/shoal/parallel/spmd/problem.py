@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shoal.base.placement import Groups, proportions
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.experiment import Call, Slot, Value
 from shoal.parallel.spmd.node_arguments import as_float64
@@ -28,7 +27,6 @@ class Problem:
     sequence_dim   of the first floating input, under sequence parallelism
     shares         its ranks are those that compute shared attention together, if anybody does
     averages       means over what is split are sums over ranks (norms over all heads)
-    taken_apart    by the size of a dim, the segments into which the layer takes such values apart
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class Problem:
         self.sources: dict[fx.Node, set[str]] = {}
         for node in traced.graph.nodes:
             self.sources[node] = self._sources(node)
-        self.taken_apart = _taken_apart(traced.graph)
         self.replaceable = may_be_replaced(traced.graph)
         self._slots: dict[fx.Node, list[fx.Node]] = {}
         self._calls: dict[fx.Node, Call] = {}
@@ -148,39 +145,6 @@ class Problem:
     def size(self, node: fx.Node) -> int:
         """Elements of a tensor."""
         return int(_value(node).numel())
-
-
-def _taken_apart(graph: fx.Graph) -> dict[int, list[Groups]]:
-    """Segments by the size of their dim: by one operation with several results, or by slices."""
-    found: dict[int, list[Groups]] = {}
-    for node in graph.nodes:
-        value = _value(node)
-        if not isinstance(value, Tensor):
-            continue
-        slices: dict[int, list[int]] = {}
-        for user in node.users:
-            of_user = _value(user)
-            several = isinstance(of_user, list | tuple)
-            pieces: dict[int, list[int]] = {} if several else slices
-            for piece in of_user if several else [of_user]:
-                if isinstance(piece, Tensor) and piece.dim() == value.dim():
-                    dims = [d for d in range(value.dim()) if piece.shape[d] != value.shape[d]]
-                    if len(dims) == 1:
-                        pieces.setdefault(dims[0], []).append(int(piece.shape[dims[0]]))
-            if several:
-                _note(found, value, pieces)
-        _note(found, value, slices)
-    return found
-
-
-def _note(
-    found: dict[int, list[Groups]], value: Tensor, pieces: Mapping[int, Sequence[int]]
-) -> None:
-    for dim, sizes in pieces.items():
-        if len(sizes) > 1 and sum(sizes) == value.shape[dim] and min(sizes) > 0:
-            every = found.setdefault(int(value.shape[dim]), [])
-            if (groups := proportions(sizes)) not in every:
-                every.append(groups)
 
 
 def _value(node: fx.Node) -> Any:

@@ -8,11 +8,13 @@ last weights that became whole on the way are tried once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from torch import Tensor, fx
+
 from shoal.base.errors import PlanError
-from shoal.base.placement import Groups
+from shoal.base.placement import Groups, proportions
 from shoal.parallel.spmd.label import Labelling
 from shoal.parallel.spmd.labels import WHOLE
 from shoal.parallel.spmd.problem import Problem
@@ -63,6 +65,7 @@ class _Search:
     choices          what is tried now, theirs included
     segments_first   of what leaves fewer gathers, the segments that leave least whole are taken
     passed_over      whether that would have made a difference
+    taken_apart      by the size of a dim, the segments into which the layer takes such values apart
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class _Search:
     ) -> None:
         self.problem, self.said, self.segments_first = problem, said, segments_first
         self.passed_over = False
+        self.taken_apart = _taken_apart(problem.traced.graph)
         self.lazy: frozenset[int] = frozenset()  # outputs that stay split
         self.choices = dict(said)
         self.given_up: list[str] = []
@@ -136,7 +140,7 @@ class _Search:
     def _segments(self, name: str) -> list[Groups]:
         """Segments in which a fused weight is tried."""
         shape = self.problem.by_name[name].meta["val"].shape
-        told = [groups for size in shape for groups in self.problem.taken_apart.get(size, ())]
+        told = [groups for size in shape for groups in self.taken_apart.get(size, ())]
         return list(dict.fromkeys([*told, *SEGMENTS]))
 
     def _is_dear(self, conflict: Conflict, now: Labelling, found: Labelling) -> bool:
@@ -170,6 +174,39 @@ class _Search:
                     f"{name} {shape}: cannot be split as {choice.kind} over {self.problem.degree} "
                     f"ranks; nearest: whole"
                 )
+
+
+def _taken_apart(graph: fx.Graph) -> dict[int, list[Groups]]:
+    """Segments by the size of their dim: by one operation with several results, or by slices."""
+    found: dict[int, list[Groups]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        slices: dict[int, list[int]] = {}
+        for user in node.users:
+            of_user = user.meta.get("val")
+            several = isinstance(of_user, list | tuple)
+            pieces: dict[int, list[int]] = {} if several else slices
+            for piece in of_user if several else [of_user]:
+                if isinstance(piece, Tensor) and piece.dim() == value.dim():
+                    dims = [d for d in range(value.dim()) if piece.shape[d] != value.shape[d]]
+                    if len(dims) == 1:
+                        pieces.setdefault(dims[0], []).append(int(piece.shape[dims[0]]))
+            if several:
+                _note(found, value, pieces)
+        _note(found, value, slices)
+    return found
+
+
+def _note(
+    found: dict[int, list[Groups]], value: Tensor, pieces: Mapping[int, Sequence[int]]
+) -> None:
+    for dim, sizes in pieces.items():
+        if len(sizes) > 1 and sum(sizes) == value.shape[dim] and min(sizes) > 0:
+            every = found.setdefault(int(value.shape[dim]), [])
+            if (groups := proportions(sizes)) not in every:
+                every.append(groups)
 
 
 def _cost(labelling: Labelling) -> tuple[int, int, int]:
