@@ -222,6 +222,22 @@ def test_of_much_parquet_some_row_groups_are_begun(
 
 
 @pytest.mark.proof
+def test_of_a_begun_row_group_only_pages_are_read(files: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    counter = Path("/proc/self/io")
+    if not counter.exists():
+        pytest.skip("the system does not tell")
+    made = arrow.table({"text": [f"number {n}: " * 90 for n in range(9000)]})
+    path = files / "large.parquet"
+    parquet.write_table(made, path, compression="none", use_dictionary=False)
+    documents = row_documents("parquet", str(path), "text", 0.0)[0]
+    list(by_places(documents))  # imports
+    before = int(counter.read_text().split()[1])
+    assert list(by_places(documents))
+    assert int(counter.read_text().split()[1]) - before < path.stat().st_size // 4
+
+
+@pytest.mark.proof
 def test_the_form_of_parquet_is_told_by_its_columns(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

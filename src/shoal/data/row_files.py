@@ -90,7 +90,9 @@ def read_parquet(
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=2**16 if groups else 0) as file:
+        # before it buffers pages, it fetches whole columns
+        reads = {"buffer_size": 2**16, "pre_buffer": False} if groups else {}
+        with pyarrow.parquet.ParquetFile(path, **reads) as file:
             wanted = list(keys) if set(keys) <= set(file.schema_arrow.names) else []
             number = sum(file.metadata.row_group(n).num_rows for n in range(min(groups, default=0)))
             some = {"row_groups": list(groups)} if groups else {}
