@@ -28,8 +28,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Dropout(0.2), nn.Linear(48, 10))
 model = model.double() if DOUBLE else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loss = nn.CrossEntropyLoss(reduction="none")
-run = shoal.parallelize(model, optimizer, loss, batch=64, metrics=metrics, folder=folder)
+run = shoal.parallelize(model, optimizer, batch=64, metrics=metrics, folder=folder)
 if importlib.util.find_spec("tensorboard"):
     run.hear(TensorBoard(f"{folder}/tensorboard"))
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, factor=0.3, patience=2)

@@ -13,7 +13,6 @@ import sys
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import shoal
@@ -23,16 +22,12 @@ dtype = torch.float64 if "--float64" in sys.argv else torch.float32  # to compar
 EPOCHS, PAIRS = 1 if "--short" in sys.argv else 20, [divmod(n, 12) for n in range(144)]
 
 
-def loss(outputs, targets):
-    return cross_entropy(outputs.logits.mT, targets, reduction="sum"), (targets != -100).sum()
-
-
 def train(model, lines, name, lr):  # a token per letter; spaces, 32, do not count
     rows = torch.tensor([[*f"{line}#".ljust(14).encode()] for line in lines])
     data = torch.utils.data.TensorDataset(rows[:, :-1], rows.where(rows != 32, -100)[:, 1:])
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=lr)
     layout = "fsdp" if "WORLD_SIZE" in os.environ else "single"
-    run = shoal.parallelize(model, optimizer, loss, layout, batch=16, folder=f"{folder}/{name}")
+    run = shoal.parallelize(model, optimizer, layout=layout, batch=16, folder=f"{folder}/{name}")
     run.restore()
     for _epoch in run.epochs(EPOCHS):
         for batch in run.loader(data):

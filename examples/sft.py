@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import shoal
 from shoal.data.sources import open_data
 
-EPOCHS = 1 if "--short" in sys.argv else 3
+EPOCHS = 1 if "--short" in sys.argv else 8
 folder = Path(next((arg for arg in sys.argv[1:] if not arg.startswith("--")), "runs/sft"))
 
 questions = folder / "questions.jsonl"
@@ -27,7 +27,7 @@ if not questions.exists():  # the same bytes from every process, in one move
     with (fresh := folder / f"questions-{random.SystemRandom().random()}").open("w") as lines:
         for _ in range(600):
             said = drawn.choices(words, k=drawn.randint(1, 6))
-            row = {"prompt": f"last of {' '.join(said)}? ", "completion": said[-1]}
+            row = {"prompt": f"last of {' '.join(said)}?", "completion": f" {said[-1]}"}
             lines.write(json.dumps(row) + "\n")
     fresh.replace(questions)
 data = open_data(
