@@ -41,15 +41,14 @@ types: $(STAMP)
 floors: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
-# Two lanes for two cores, the longest first, so that both end together: what waits for a deadline beside
-# what computes.
+# Three lanes on two cores, the longest first: each waits for processes and deadlines about a third of its time.
 COMMANDS := tests/cli tests/cuda tests/fabric tests/islands tests/launch tests/moving tests/trainer
 ENDINGS := $(patsubst %,tests/worlds/test_%.py,compositions ends exit faults first_run islands \
   islands_command launchers layout_resume parts_resume plane saving survival)
 
 lanes: $(STAMP)
 	rm -rf build/test-times  # how long each file takes: python tests/file_times.py
-	$(MAKE) --jobs=2 worlds endings commands unit parallel test-sim types
+	$(MAKE) --jobs=3 worlds endings commands unit parallel test-sim types
 
 worlds: $(STAMP)
 	$(BIN)/python -m pytest tests/worlds $(ENDINGS:%=--ignore=%)

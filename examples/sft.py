@@ -45,8 +45,9 @@ config = LlamaConfig(
 model = LlamaForCausalLM(config)  # in your script: LlamaForCausalLM.from_pretrained(…)
 model = model.double() if "--float64" in sys.argv else model  # to compare layouts
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-kept = {"folder": folder, "tokenizer": data.tokenizer}  # for `shoal checkpoint export` and `sample`
-run = shoal.parallelize(model, optimizer, batch=8, clip=1.0, call="kwargs", **kept)
+run = shoal.parallelize(
+    model, optimizer, batch=8, clip=1.0, call="kwargs", folder=folder, tokenizer=data.tokenizer
+)
 run.restore()
 run.print(data.description)
 for _epoch in run.epochs(EPOCHS):
