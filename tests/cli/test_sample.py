@@ -141,7 +141,7 @@ def test_a_chat_is_asked_as_its_data_were() -> None:
     """The plain form, as the tokenizer has no template; given is the answer alone."""
     run_folder(TEXT.replace("stdlib", "jsonl:chats.jsonl"))
     given = ["--tokens", "9", "--seed", "3"]
-    question = "user: b\nassistant: "
+    question = "user: b\nassistant:"
     whole, answer = (
         CliRunner().invoke(app, ["sample", "runs/mine", "--prompt", *words, *given])
         for words in ((question,), ("b", "--chat"))

@@ -83,6 +83,22 @@ def test_masked_ids_equal_a_list_made_by_hand(tmp_path: Path, letters: Path) -> 
     assert inputs.dtype == targets.dtype == torch.int64
 
 
+@pytest.mark.parametrize("form", ["pair", "chat"])
+def test_a_space_before_an_answer_does_not_hide_its_first_word(tmp_path: Path, form: str) -> None:
+    """BPE joins the space to the word: one token, of which a part is the prompt's."""
+    rows = []
+    for word in ("red", "green", "blue") * 20:
+        turns = [("user", "name one"), ("assistant", word)]
+        chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        rows.append({"prompt": "name one: ", "completion": word} if form == "pair" else chat)
+    source = opened(lines(tmp_path / "a.jsonl", *rows), "bpe:300")
+    _, targets = source.train[0]
+    learnt = source.tokenizer.decode([n for n in targets.tolist() if n >= 0], False)
+    assert learnt in {f" {word}<|endoftext|>" for word in ("red", "green", "blue")} | {
+        f" {word}<|endoftext|>\n" for word in ("red", "green", "blue")
+    }
+
+
 def letters_id(source: Any, name: str) -> int:
     return int(source.tokenizer.token_to_id(name))
 
@@ -92,7 +108,7 @@ def test_the_plain_form_of_a_chat(tmp_path: Path, letters: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"messages": [HI, YO, *again]})
     inputs, targets = (source := opened(path, letters, sequence=56)).train[0]
     assert shown(source, inputs) == "user: hi/assistant: hm/yo$/user: ok?/assistant: ja$$$$$$"
-    assert shown(source, targets) == "···················hm/yo$······················ja$······"
+    assert shown(source, targets) == "·················· hm/yo$····················· ja$······"
 
 
 def test_the_tokenizers_own_template_writes_a_chat(tmp_path: Path, letters: Path) -> None:

@@ -112,9 +112,9 @@ def _pair(row: dict[str, Any], place: str, *, end: str) -> Example:
 def _plain(row: dict[str, Any], place: str, *, end: str) -> Example:
     text, answers = "", []
     for message in _messages(row, place):
-        text += f"{message['role']}: "
-        start = len(text)
-        text += message["content"]
+        text += f"{message['role']}:"
+        start = len(text)  # the space is the answer's: BPE joins it to the first word
+        text += f" {message['content']}"
         if message["role"] == ANSWERS:
             text += end
             answers.append((start, len(text)))
@@ -149,7 +149,7 @@ def _templated(row: dict[str, Any], place: str, *, render: Render) -> Example:
 
 def plain_question(prompt: str) -> str:
     """A user's turn as the plain form asks it, up to where the answer begins."""
-    return f"user: {prompt}\n{ANSWERS}: "
+    return f"user: {prompt}\n{ANSWERS}:"
 
 
 def _messages(row: dict[str, Any], place: str) -> list[dict[str, Any]]:

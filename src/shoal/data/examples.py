@@ -38,6 +38,8 @@ from shoal.data.text import END_NAMES, load_tokenizer, tokenizer_recipe, train_b
 from shoal.data.tokens import cross_entropy, grown
 
 IGNORED = -100
+MASKED_BY = "what holds no character of an answer"
+"""Part of a kept entry's name: entries of another rule are made anew."""
 ENCODE_AT_ONCE = 1024
 
 Ints = npt.NDArray[np.int64]
@@ -62,12 +64,15 @@ class Encoded:
 
 
 def answer_mask(offsets: Sequence[tuple[int, int]], example: Example) -> list[bool]:
-    """Which tokens begin within an answer, from the characters that each token covers.
+    """Which tokens hold characters of an answer, from the characters that each token covers.
 
-    >>> answer_mask([(0, 2), (2, 5), (5, 9), (9, 10)], Example("hi Bob, you", ((2, 9),)))
+    A token across the border is the answer's: after a prompt that ends in a space, BPE joins that
+    to the answer's first word, which would never be learnt.
+
+    >>> answer_mask([(0, 2), (2, 5), (5, 9), (9, 10)], Example("hi Bob, you", ((3, 9),)))
     [False, True, True, False]
     """
-    return [any(a <= start < stop for a, stop in example.answers) for start, _ in offsets]
+    return [any(start < stop and a < end for a, stop in example.answers) for start, end in offsets]
 
 
 def open_examples(
@@ -84,7 +89,7 @@ def open_examples(
     Limits  while they are encoded all of them are in memory as text
     """
     folder = template if form == CHAT else ""
-    recipe = [tokenizer_recipe(tokenizer), form, share, _template_recipe(folder)]
+    recipe = [tokenizer_recipe(tokenizer), form, share, _template_recipe(folder), MASKED_BY]
     key = content_key([d.recipe() for d in documents], recipe)
 
     def build(entry: NewEntry) -> dict[str, Any]:
