@@ -14,15 +14,15 @@ tests/planner, and on two ranks a derived pipeline runs each below."""
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "ranks", "micro_batches"),
+    ("ranks", "micro_batches", "schedule", "chunks"),
     [
-        pytest.param(*one, *count, marks=[] if count == COUNTS[0] else [pytest.mark.proof])
+        pytest.param(*count, *one, marks=[] if count == COUNTS[0] else [pytest.mark.proof])
         for count in COUNTS
         for one in SCHEDULES
     ],
 )
 def test_a_pipeline_equals_one_process(
-    worlds, schedule: str, chunks: int, ranks: int, micro_batches: int
+    worlds, ranks: int, micro_batches: int, schedule: str, chunks: int
 ) -> None:
     told = worlds(ranks).call(
         "pipe_case:equality", schedule=schedule, micro_batches=micro_batches, chunks=chunks
