@@ -87,7 +87,7 @@ def test_another_death_is_no_lack_of_memory(tmp_path: Path) -> None:
     done = found(tmp_path, "launch.processes=1", "--memory", "2GiB", broken=True)
     assert done.returncode == 1
     assert "a fault of the model's own" in done.stderr
-    assert "train.batch: not used here, every try has its own" in done.stderr
+    assert "train.batch: tries do not take it, each has its own" in done.stderr
     assert "train.micro_batch=" not in done.stdout
 
 

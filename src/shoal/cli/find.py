@@ -86,7 +86,7 @@ def micro_batch(arguments: list[str] = ARGUMENTS, memory: str = MEMORY, json: bo
         raise PlanError(f"{what}: shoal find micro-batch tries processes of one run; nearest: ddp")
     batch = loaded.config.train.batch
     if given:
-        typer.echo(f"{' and '.join(given)}: not used here, every try has its own", err=True)
+        typer.echo(f"{' and '.join(given)}: tries do not take it, each has its own", err=True)
     found = find_batch(loaded, plan, memory, lambda line: typer.echo(line, err=True))
     size, degree = found.micro_batch, plan.layout.data_degree
     if json:

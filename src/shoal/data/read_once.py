@@ -97,6 +97,8 @@ class Texts:
         for document in self.train:
             yield from document.sampled(self._keeping(document), share)
         self._has_all = self._room >= 0
+        if not self._has_all:
+            self._kept.clear()  # a part is of no use, and takes memory while all is read again
 
     def _keeping(self, document: Document) -> Iterator[str]:
         """The texts of a document that are for training; all of them are kept, if there is room."""

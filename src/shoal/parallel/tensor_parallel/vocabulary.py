@@ -138,7 +138,8 @@ class _Lookups(TorchFunctionMode):
         padding = given.get("padding_idx")
         if padding is not None and padding < 0:  # from the end; to torch.embedding it means none
             padding = padding + self.embedding.rows.size if func is F.embedding else None
-        return self.embedding.look_up(given[names[func is not F.embedding]], padding=padding)
+        ids = given["input" if func is F.embedding else "indices"]
+        return self.embedding.look_up(ids, padding=padding)
 
 
 class SplitHead(StandIn):
