@@ -20,6 +20,7 @@ EVENTS = {
     "run_started": "a run begins or resumes: the plan, the attempt, the machine",
     "worker_started": "a worker process is up: rank, pid",
     "worker_died": "a worker process ended: rank, pid, how, its last traceback",
+    "hang": "all ranks stand still for one: rank, host, phase, why, collective, waited_s, stacks",
     "restarting": "all workers start again: attempt, of, saved (step of the last checkpoint)",
     "compute_started": "the first step is about to run: dtypes, kernels, parameters",
     "checkpoint_saved": "a checkpoint is complete on disk: folder, bytes, seconds",

@@ -308,6 +308,7 @@ def _supervise(folder: Path, config: Config) -> Outcome:
         emit=events.emit,
         environ=dict(os.environ),
         imports=imports_of(config.model.name),
+        patience_s=config.launch.patience,
     )
 
 

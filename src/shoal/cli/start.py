@@ -293,6 +293,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 on_tick=view.tick,
                 environ=environ,
                 imports=imports_of(config.model.name, prepared.plan.layout),
+                patience_s=config.launch.patience,
             )
         finally:
             view.finish()

@@ -215,6 +215,8 @@ class LaunchSection:
     """machines; more than one are started by torchrun or srun"""
     restarts: int = number(3, least=0)
     """restarts from the last checkpoint before the run gives up"""
+    patience: float = number(60.0, least=0)
+    """seconds that a rank which the others wait for, told as late, may still come back in"""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError
+from shoal.launch.hung import Hang
 from shoal.launch.processes import Worker
 
 LOST_PEER = (
@@ -94,6 +95,7 @@ class Death:
     words    its own traceback, else its one line, else the end of its log; empty if it said nothing
     line     one line that says the same
     certain  an exception that the same code and data meet again
+    hung     it did not die: the others waited for it, and it was ended with them
     """
 
     rank: int
@@ -105,11 +107,12 @@ class Death:
     lost_peer: bool
     seen_s: float
     certain: bool = False
+    hung: bool = False
 
     @property
     def how(self) -> str:
         """How it ended, as a person says it."""
-        return exit_text(self.code)
+        return "ended by the watch" if self.hung else exit_text(self.code)
 
     def same_as(self, other: Death) -> bool:
         """Whether two attempts failed alike, on whichever rank.
@@ -133,6 +136,16 @@ def exit_text(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def death_by_hanging(worker: Worker, hang: Hang) -> Death:
+    """The failure of a rank that the others waited for; it is written down like any other."""
+    line, now_s = hang.line, time.time()
+    report = Report("Hang", line, "", 1, now_s, lost_peer=False)
+    write_report(worker.error_path, report)
+    return Death(
+        worker.rank, worker.pid, 1, line, line, worker.log_path, False, now_s, hung=True
+    )  # fmt: skip
 
 
 def first_death(workers: Sequence[Worker]) -> Death | None:
