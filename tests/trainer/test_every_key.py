@@ -169,6 +169,7 @@ VALUES: dict[str, str] = {
     "launch.processes": "launch.processes=4",
     "launch.nodes": "launch.nodes=2",
     "launch.restarts": "launch.restarts=1",
+    "launch.grace_s": "launch.grace_s=25.0",
 }
 """Every key with a value that is not its default."""
 
@@ -267,6 +268,7 @@ NOT_FORESEEN = {
     "run.": "names",
     "launch.nodes": "--on says which machines; a plan for several without it is refused",
     "launch.restarts": "what happens after a failure",
+    "launch.grace_s": "how long a stop may take",
 }
 """Keys, and sections as a whole, that change neither time, memory nor bytes of a step foreseen."""
 

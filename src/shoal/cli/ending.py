@@ -1,6 +1,6 @@
 """How `shoal train` ends: the exit status, what was lost if anything, and what to type next.
 
-130 and 143 promise that `--resume` goes on from the last step that was made. So a stop is held
+130, 138 and 143 promise that `--resume` goes on from the last step that was made. So a stop is held
 against what lies on disk: steps that no checkpoint holds make it exit status 1, and are told.
 """
 

@@ -325,6 +325,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 on_tick=view.tick,
                 environ=environ,
                 imports=imports_of(config.model.name, prepared.plan.layout),
+                grace_s=config.launch.grace_s,
+                steps_to_save=2 + (config.islands.period if config.islands.on else 0),
             )
         finally:
             view.finish()

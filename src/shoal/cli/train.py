@@ -47,7 +47,7 @@ def train(
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
     optimizer.lr=3e-4 data.source=text:docs/*.md precision.compute=bf16 layout.strategy=ddp.
-    Ctrl-C and SIGTERM save a checkpoint and stop (exit status 130, 143); go on with --resume RUN,
+    Ctrl-C, SIGTERM, SIGUSR1 save a checkpoint and stop (130, 143, 138); go on with --resume RUN,
     of folders that you trust: their run.toml names functions that are called. A resume stops at
     what would change the result (lr, schedule, code, data, …) and names it; --force goes on.
     Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also

@@ -6,6 +6,7 @@ Started by the supervisor, never by hand; its output is the rank's log.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
 def main() -> int:
     """Train the run folder named on the command line."""
     folder = Path(sys.argv[1])
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a request to stop, as SIGTERM is; no crash
     if os.environ.get("RANK", "0") == "0":
         tell_folder(folder)
     with phase("import"):

@@ -246,7 +246,7 @@ def _stop_on_signal(run: Run) -> dict[int, Any]:
     def ask(number: int, frame: object) -> None:
         run.request_stop()
 
-    kinds = (signal.SIGTERM, signal.SIGINT)
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return {number: signal.signal(number, ask) for number in kinds}
 
 
