@@ -215,8 +215,11 @@ class LaunchSection:
     """machines; more than one are started by torchrun or srun"""
     restarts: int = number(3, least=0)
     """restarts from the last checkpoint before the run gives up"""
-    patience: float = number(60.0, least=0)
+    patience_s: float = number(60.0, least=0)
     """seconds that a rank which the others wait for, told as late, may still come back in"""
+    grace_s: float = number(0.0, least=0)
+    """seconds that a stop (SIGTERM, SIGUSR1, Ctrl-C) may take to save, a little less than the
+    scheduler waits; 0: a minute, two steps and three saves, as they are measured"""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from shoal.base.errors import UNSAVED_CODE, ClusterError
 from shoal.launch.hung import Hang
 from shoal.launch.processes import Worker
+from shoal.launch.stopping import ASKED
 
 LOST_PEER = (
     "connection closed by peer",
@@ -187,8 +188,8 @@ def obituary(death: Death, attempts: int, alike: str) -> str:
 
 
 def _death_of(worker: Worker) -> Death | None:
-    # A SIGTERM that ends a worker while it starts asks for a stop, as one in training does.
-    if worker.code in (0, STOPPED_CODE, UNSAVED_CODE, -signal.SIGTERM):
+    # A signal that ends a worker while it starts asks for a stop, as one in training does.
+    if worker.code in (0, STOPPED_CODE, UNSAVED_CODE, *ASKED):
         return None
     report = read_report(worker.error_path)
     if report is None:

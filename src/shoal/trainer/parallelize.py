@@ -251,14 +251,23 @@ def start_run(
         program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given)
     if folder is not None:
-        from shoal.trainer.folder_lease import own
-        from shoal.trainer.run_state import model_parts
-
-        run.lease = own(folder, world)
-        run.saving.prepare()
-        model_parts(run)  # refuses now what the first save could not write
+        _keep_in(folder, run)
     trim_heap()
     return run
+
+
+def _keep_in(folder: Path, run: Run) -> None:
+    """Take a run's folder, and what a checkpoint tells besides of what is run."""
+    from shoal.trainer.folder_lease import own
+    from shoal.trainer.run_state import model_parts
+
+    run.lease = own(folder, run.world)
+    run.saving.prepare()
+    model_parts(run)  # refuses now what the first save could not write
+    if run.world.is_first:
+        from shoal.trainer.same_again import facts_of
+
+        run.extra_record |= facts_of(run)
 
 
 def _built(

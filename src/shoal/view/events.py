@@ -116,7 +116,8 @@ def _resumed(event: Record) -> str:
         differs = [f"{key} = {value}" for key, value in differs.items()]
     if isinstance(differs, str):
         differs = [differs]
-    changes = f"; different from then: {', '.join(map(str, differs))}" if differs else ""
+    changes = "; different from then:" if differs else ""
+    changes += "".join(f"\n  {one}" for one in differs)
     return f"resumed from {_folder_name(event)}{where}{changes}"
 
 
