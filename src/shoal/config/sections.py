@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from shoal.base.declared import number, word
 from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import AXES, STAGES
 from shoal.base.policies import (
@@ -24,8 +25,6 @@ from shoal.base.policies import (
     OptimizerPolicy,
     PrecisionPolicy,
     TensorPolicy,
-    number,
-    word,
 )
 
 

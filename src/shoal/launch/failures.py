@@ -66,10 +66,13 @@ class Report:
     def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
         """The report of an exception that happened now."""
         text = str(failure).lower()
-        lost = isinstance(failure, ClusterError) or any(words in text for words in LOST_PEER)
+        ours = isinstance(failure, ClusterError)
+        here = isinstance(failure, ClusterError) and failure.here
+        lost = (ours and not here) or any(words in text for words in LOST_PEER)
         passing = isinstance(failure, (OSError, MemoryError)) or any(w in text for w in MAY_PASS)
         kind, now_s = type(failure).__name__, time.time()
-        return Report(kind, line, trace, exit_code, now_s, lost, not lost and not passing)
+        certain = not (lost or passing or ours)
+        return Report(kind, line, trace, exit_code, now_s, lost, certain)
 
 
 def write_report(path: Path, report: Report) -> None:

@@ -238,6 +238,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "checkpoint_failed": _not_saved,
     "checkpoint_damaged": _damaged,
     "resumed": _resumed,
+    "drift": lambda event: str(event.get("text", "")),
     "step_skipped": _skipped,
     "stop_requested": _stopping,
     "validated": _validated,
