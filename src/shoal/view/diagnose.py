@@ -24,6 +24,8 @@ from shoal.checkpoint.lease import read_owner
 from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text
 from shoal.view.folder import RunFolder
 
+WATCHED = "ended by the watch"
+"""How a rank died that hung (`launch/watch.py`)."""
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -161,7 +163,9 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
 """(what a death's words say, the cause, the next command), first match wins."""
 
 
-def _died(event: Record, after: list[Record], folder: Path) -> Finding:
+def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    if event.get("how") == WATCHED and not event.get("fatal"):
+        return None  # the hang before it says why
     rank = event.get("rank")
     step = _step_before(event)
     words = str(event.get("traceback") or "")
@@ -304,11 +308,11 @@ def _rank_of(event: Record) -> int | None:
 
 
 def _went_on(after: list[Record]) -> bool:
-    """Whether the next thing that the launcher did was another start that came to its steps."""
+    """Whether a later start of this session came to its steps."""
     for one in after:
         if one.get("event") == "compute_started":
             return True
-        if one.get("event") in ("run_finished", "worker_died"):
+        if one.get("event") == "run_finished" or one.get("fatal"):
             return False
     return False
 
