@@ -18,6 +18,7 @@ deadline of its kind is never below what that took.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import Told, Watched, can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
 from shoal.launch.processes import Worker
+from shoal.launch.unlike import find_unlike
 
 EVERY_S = 0.1
 LONGEST_TICK_S = 0.5
@@ -143,7 +145,7 @@ class Watch:
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
         self._told: list[Told] = []
-        self._number = 0
+        self._number, self._unlike_told = 0, -1
         self._quiet()
 
     def begin(self, processes: int) -> list[str]:
@@ -156,6 +158,7 @@ class Watch:
             except OSError:  # no files left to open: the run goes on unwatched
                 self.close()
         self._told = []
+        self._compared = set[int]()
         self._step = (0, self.clock_s)
         self._quiet()
         return [page.path for page in self.pages]
@@ -180,8 +183,30 @@ class Watch:
         before, self._told = self._told, told
         if before != told:
             self._heard(before)
-            return None
+            return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
+
+    def compare(self, workers: Sequence[Worker], *, dead: bool = False) -> Hang | None:
+        """Ranks whose collectives differ, if there are: what they sum is wrong.
+
+        dead   one died, maybe of that: what ranks keep of a step under way counts too
+        """
+        kept = [page.calls(self._compared) for page in self.pages]
+        for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
+            if step < 0 and not dead:
+                continue
+            self._compared.add(step)
+            unlike = find_unlike(step, {rank: one[step] for rank, one in enumerate(kept)})
+            if unlike is None or not (unlike.certain or step > 0 > self._unlike_told):
+                continue
+            rank, line = unlike.rank, unlike.line
+            self._unlike_told = step
+            self.emit("collectives_differ", rank=rank, step=abs(step), text=line)
+            if unlike.certain:
+                pid, host = workers[rank].pid, os.uname().nodename
+                return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True)
+            self.emit("notice", text=line)
+        return None
 
     def _heard(self, before: list[Told]) -> None:
         """Some rank did something."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base import phases
 from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
@@ -80,6 +81,10 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     world = world or start_world()
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
     previous = _stop_on_signal(run)
+    if phases.page is not None and world.group is not None:
+        from shoal.fabric.fingerprints import Fingerprints
+
+        Fingerprints(phases.page, run.step_count + 1)
     try:
         if joined is not None:
             return train_rounds(run, joined, source, config, total_steps)
