@@ -278,6 +278,10 @@ def test_deadlines_are_learnt_apart() -> None:
     learnt.heard([STEP], 50.0, in_data=True)
     assert learnt.patience_s(STEP, 60) == 150, "an epoch may begin as the run did"
     assert learnt.patience_s("validation", 60) == 1800
+    learnt.heard(["validation"], 1.0)
+    learnt.heard([STEP], 0.1)
+    assert learnt.patience_s("validation", 60) == 60
+    assert learnt.patience_s("save", 60) == 1800, "a disk may stand still, whatever it did before"
 
 
 def test_the_watch_stands_still_while_it_gets_no_core(

@@ -45,9 +45,17 @@ FIRST_S = {
     FIRST: 1800.0,  # compilers take minutes for a large model, and tell nothing
     MERGE: 86_400.0,  # islands wait for each other, by deadlines of their own
 }
-OTHER_FIRST_S, PATIENCE_S = 600.0, 1800.0
+OTHER_FIRST_S, NEW_S = 600.0, 1800.0
 """Seconds of silence in what was not learnt yet: as long as a collective of torch's may take. And
-how much longer data may be prepared, a model be built, the first step be compiled."""
+how much longer data may be read, a model be built, the first step be compiled."""
+MORE_S = {
+    START: NEW_S,  # the first batch of a start may come after all that were read before
+    "data": 86_400.0,  # prepared once, for hours, by code that tells nothing
+    "save": 1800.0,  # a disk may stand still for minutes, and go on
+    "finish the last save": 3600.0,  # as long as ranks wait for each other's (second_group.py)
+    HOOK: 600.0,  # a user's own, now and then a long one
+}
+"""Patience with what cannot be learnt from the times before."""
 
 _BY_PHASE = {
     "compile, first step": FIRST,
@@ -111,7 +119,7 @@ class Learnt:
         """
         if kind == STEP:
             return max(least_s, TIMES * self.data_s)
-        return least_s if self.knows(kind) else max(least_s, PATIENCE_S)
+        return max(least_s, MORE_S.get(kind, 0.0 if self.knows(kind) else NEW_S))
 
     def heard(
         self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
@@ -213,7 +221,7 @@ class Watch:
         silence_s = self.clock_s - self._since_s
         busy = [one for one in before if not one.waits] or before
         kinds = {kind_of(one) for one in busy}
-        in_data = STEP in kinds and any(one.part == DATA for one in busy)
+        in_data = START in kinds or (STEP in kinds and any(one.part == DATA for one in busy))
         self.learnt.heard(kinds, silence_s, in_data=in_data, told=self._late is not None)
         if self._late is not None:
             who = f"rank {self._late.rank}"
