@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ARGUMENTS = [
     "model.build=hanging:build", "data.source=hanging:data", "train.batch=8",
     "train.micro_batch=2", "train.steps=40", "checkpoint.every=8", "precision.compute=fp32",
-    "train.prove=off", "launch.patience=0", "launch.processes=2",
+    "train.prove=off", "launch.patience_s=0", "launch.processes=2",
 ]  # fmt: skip
 WHY = {
     "stopped": "its process is stopped (SIGSTOP)",

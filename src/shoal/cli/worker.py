@@ -6,6 +6,7 @@ Started by the supervisor, never by hand; its output is the rank's log.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def main() -> int:
     if page := Page.open():
         tell_page(page)
         answer_for_stacks(page)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a request to stop, as SIGTERM is; no crash
     if os.environ.get("RANK", "0") == "0":
         tell_folder(folder)
     with phase("import"):

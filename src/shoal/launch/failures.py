@@ -20,6 +20,7 @@ from pathlib import Path
 from shoal.base.errors import UNSAVED_CODE, ClusterError, TrainingError
 from shoal.launch.hung import Hang
 from shoal.launch.processes import Worker
+from shoal.launch.stopping import ASKED
 
 LOST_PEER = (
     "connection closed by peer",
@@ -65,10 +66,13 @@ class Report:
     def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
         """The report of an exception that happened now."""
         text = str(failure).lower()
-        lost = isinstance(failure, ClusterError) or any(words in text for words in LOST_PEER)
+        ours = isinstance(failure, ClusterError)
+        here = isinstance(failure, ClusterError) and failure.here
+        lost = (ours and not here) or any(words in text for words in LOST_PEER)
         passing = isinstance(failure, (OSError, MemoryError)) or any(w in text for w in MAY_PASS)
         kind, now_s = type(failure).__name__, time.time()
-        return Report(kind, line, trace, exit_code, now_s, lost, not lost and not passing)
+        certain = not (lost or passing or ours)
+        return Report(kind, line, trace, exit_code, now_s, lost, certain)
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -187,8 +191,8 @@ def obituary(death: Death, attempts: int, alike: str) -> str:
 
 
 def _death_of(worker: Worker) -> Death | None:
-    # A SIGTERM that ends a worker while it starts asks for a stop, as one in training does.
-    if worker.code in (0, STOPPED_CODE, UNSAVED_CODE, -signal.SIGTERM):
+    # A signal that ends a worker while it starts asks for a stop, as one in training does.
+    if worker.code in (0, STOPPED_CODE, UNSAVED_CODE, *ASKED):
         return None
     report = read_report(worker.error_path)
     if report is None:

@@ -125,14 +125,18 @@ def _prepare(
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
-    run.extra_record = {"configuration": (folder / "run.toml").read_text()}
+    run.extra_record["configuration"] = (folder / "run.toml").read_text()
+    run.extra_record.pop("settings", None)  # which are all in there
     if source.tokenizer is not None and world.is_first:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
     if config.islands.on:
         joined = join(run, config.islands)
-    elif not run.restore():
-        run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
+    else:
+        # It is known before a checkpoint's data is compared with it.
+        run.loader(source.train, workers=config.data.workers, collate=source.collate)
+        if not run.restore():
+            run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, world.device, held_bytes)
@@ -248,7 +252,7 @@ def _stop_on_signal(run: Run) -> dict[int, Any]:
     def ask(number: int, frame: object) -> None:
         run.request_stop()
 
-    kinds = (signal.SIGTERM, signal.SIGINT)
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return {number: signal.signal(number, ask) for number in kinds}
 
 

@@ -116,7 +116,8 @@ def _resumed(event: Record) -> str:
         differs = [f"{key} = {value}" for key, value in differs.items()]
     if isinstance(differs, str):
         differs = [differs]
-    changes = f"; different from then: {', '.join(map(str, differs))}" if differs else ""
+    changes = "; different from then:" if differs else ""
+    changes += "".join(f"\n  {one}" for one in differs)
     return f"resumed from {_folder_name(event)}{where}{changes}"
 
 
@@ -237,6 +238,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "checkpoint_failed": _not_saved,
     "checkpoint_damaged": _damaged,
     "resumed": _resumed,
+    "drift": lambda event: str(event.get("text", "")),
     "step_skipped": _skipped,
     "stop_requested": _stopping,
     "validated": _validated,
