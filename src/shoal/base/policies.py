@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.errors import ConfigError, PlanError, one_of, short
 
 
 def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
@@ -370,8 +370,8 @@ class TensorPolicy:
             pattern, equals, word = (part.strip() for part in text.rpartition("="))
             if not (pattern and equals):
                 raise ConfigError(
-                    f"layout.split = {text}: is written PATTERN=WORD; nearest: "
-                    f"layout.split={text.strip('=')}=column"
+                    f"layout.split = {short(text)}: is written PATTERN=WORD; nearest: "
+                    f"layout.split={short(text.strip('='))}=column"
                 )
             if word not in SPLITS:
                 raise ConfigError(one_of(f"layout.split: {pattern}", word, SPLITS))

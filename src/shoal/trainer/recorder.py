@@ -171,7 +171,7 @@ class Recorder:
         self._went_back_to = None
         if self.folder is None or not self.world.is_first:
             return
-        from shoal.trainer.cut_back import cut_lines  # only a resume reads what was written
+        from shoal.base.cut_back import cut_lines  # only a resume reads what was written
 
         if told := cut_lines(self.folder / "metrics.jsonl", step):
             self.notice(told)
