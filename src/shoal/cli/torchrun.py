@@ -27,14 +27,14 @@ def launched() -> bool:
     return torchrun or ("SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1")
 
 
-def run(arguments: list[str], resume: Path | None) -> int:
+def run(arguments: list[str], resume: Path | None, *, trust: bool = False) -> int:
     """Train as one of the launcher's processes; gives the exit code."""
     from shoal.launch import run_worker
 
-    return run_worker(lambda: _work(arguments, resume))
+    return run_worker(lambda: _work(arguments, resume, trust))
 
 
-def _work(arguments: list[str], resume: Path | None) -> int:
+def _work(arguments: list[str], resume: Path | None, trust: bool) -> int:
     from shoal.checkpoint.lease import RunLease
     from shoal.cli.ending import UNSAVED_STATUS, Ending
     from shoal.cli.start import prepare, write_folder
@@ -49,7 +49,8 @@ def _work(arguments: list[str], resume: Path | None) -> int:
     lease = None
     if world.is_first:
         try:
-            prepared = prepare(*continued(arguments, resume, os.environ), world.size)
+            asked = continued(arguments, resume, os.environ)
+            prepared = prepare(*asked, world.size, trust=trust)
             (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
             lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
             lease.acquire()
