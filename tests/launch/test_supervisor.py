@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shoal.base.errors import BugError, ClusterError
-from shoal.launch import Outcome, State, supervise
+from shoal.base.events import EventLog
+from shoal.launch import Outcome, State, grace, supervise
 from shoal.launch.supervisor import TICK_EVERY_S, _Supervisor
 
 PRELUDE = """
@@ -47,13 +49,14 @@ class Run:
     def __call__(self, body: str, *, processes: int = 2, **settings: Any) -> Outcome:
         script = self.folder / "worker_script.py"
         script.write_text(PRELUDE + body)
+        paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         return supervise(
             [sys.executable, "-m", script.stem],
             processes=processes,
             folder=self.folder,
             restarts=settings.pop("restarts", 3),
             emit=self.emit,
-            environ={**os.environ, "PYTHONPATH": str(self.folder)},
+            environ={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             imports=self.imports,
             **settings,
         )
@@ -224,7 +227,8 @@ def test_sigterm_to_one_worker_while_it_starts_asks_all_to_stop(run: Run) -> Non
     assert run.named("worker_died") == run.named("restarting") == []
 
 
-def test_a_stop_waits_as_long_as_two_steps_more(run: Run) -> None:
+def test_a_stop_waits_as_long_as_two_steps_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grace, "LEAST_S", 0.1)
     body = """
 step(1)
 with open(folder / "metrics.jsonl", "a") as file:
@@ -232,9 +236,21 @@ with open(folder / "metrics.jsonl", "a") as file:
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 """
     after(run, 0.3, to_self(signal.SIGTERM))
-    outcome = run(body + UP + "time.sleep(1.3)", processes=1, grace_s=0.1)
+    outcome = run(body + UP + "time.sleep(1.3)", processes=1)
     assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM"), "it was waited for"
-    assert [e["step_s"] for e in run.named("stop_requested")] == [1.0]
+    told = [(e["step_s"], e["grace_s"]) for e in run.named("stop_requested")]
+    assert told == [(1.0, 2.1)]
+
+
+def test_the_grace_is_learnt_from_steps_and_saves_unless_it_is_said(tmp_path: Path) -> None:
+    assert grace.Grace(tmp_path, 0.0, 2).seconds(0.0) == 60
+    log = EventLog(tmp_path / "events.jsonl", 0)
+    for seconds in (20.0, 5.0):
+        log.emit("checkpoint_saved", step=1, seconds=seconds)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"checkpoint_saved","seconds":"long"}\n\xff checkpoint_saved\n')
+    assert grace.Grace(tmp_path, 0.0, 2).seconds(4.0) == 60 + 2 * 4 + 3 * 20
+    assert grace.Grace(tmp_path, 25.0, 2).seconds(40.0) == 25, "what a scheduler waits"
 
 
 def test_a_failure_that_only_blames_a_peer_waits_for_the_peer(run: Run) -> None:
@@ -364,6 +380,56 @@ signal.signal(signal.SIGTERM, save)
         assert (run.folder / f"saved-{rank}").exists()
     assert signal.getsignal(signal.SIGTERM) is previous
     assert run.named("worker_died") == []
+
+
+SAVES = """
+def save(number, frame):
+    (folder / f"saved-{rank}-{number}").touch()
+    sys.exit(143)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+"""
+
+
+def test_sigusr1_asks_for_a_stop_as_slurm_does(run: Run) -> None:
+    previous = signal.getsignal(signal.SIGUSR1)
+    after(run, 0.1, to_self(signal.SIGUSR1), "up-1")
+    outcome = run(SAVES + UP + "time.sleep(30)")
+    assert outcome == Outcome("stopped", 138, 1, "stopped by SIGUSR1")
+    assert [e["signal"] for e in run.named("stop_requested")] == ["SIGUSR1"]
+    assert {p.name for p in run.folder.glob("saved-*")} == {"saved-0-15", "saved-1-15"}
+    assert signal.getsignal(signal.SIGUSR1) is previous
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_the_tree_costs_no_save(run: Run, number: int) -> None:
+    """As a scheduler sends it: what forks the workers, and who guards them, live on."""
+
+    def all_of_them() -> None:
+        for one in [*psutil.Process().children(recursive=True), psutil.Process()]:
+            one.send_signal(number)
+
+    after(run, 0.2, all_of_them, "up-1")
+    outcome = run(SAVES + UP + "time.sleep(30)")
+    assert outcome == Outcome(
+        "stopped", 128 + number, 1, f"stopped by {signal.Signals(number).name}"
+    )
+    assert len(list(run.folder.glob("saved-*"))) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_worker_that_is_asked_while_it_imports_ends_the_run_as_asked(
+    run: Run, number: int
+) -> None:
+    body = "signal.signal(signal.SIGINT, signal.SIG_DFL)\n" + UP + "time.sleep(30)"
+
+    def one() -> None:
+        os.kill(run.named("worker_started")[1]["pid"], number)
+
+    after(run, 0.2, one, "up-1")
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGUSR1"
+    assert run(body) == Outcome("stopped", 128 + number, 1, f"stopped by {name}")
+    assert run.named("worker_died") == run.named("restarting") == []
 
 
 def test_ctrl_c_asks_for_a_stop_with_sigterm(run: Run) -> None:

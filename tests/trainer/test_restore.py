@@ -236,8 +236,8 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
     other.restore()
     event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
     assert event["event"] == "resumed"
-    assert "seed was 0, is 4" in event["differs"]
-    assert "optimizer group 0: momentum was 0.9, is 0.5" in event["differs"]
+    assert "seed: 0 → 4" in event["differs"]
+    assert "optimizer group 0: momentum: 0.9 → 0.5" in event["differs"]
     assert other.optimizer.param_groups[0]["momentum"] == 0.5
 
 

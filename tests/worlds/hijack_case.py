@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import ShoalError
-from shoal.fabric import known_peers, start_world
+from shoal.fabric import messages, start_world
 from shoal.fabric import world as worlds
 from shoal.launch.processes import PrivateStore
 from stranger import become_nobody
@@ -59,7 +59,7 @@ def attack(before: set[int]) -> None:
 
 
 def rank(number: int, store: PrivateStore, proven: bool) -> dict[str, Any]:
-    known_peers.PROOF_S = PROOF_S
+    messages.PROOF_S = PROOF_S
     worlds.COLLECTIVE_TIMEOUT = timedelta(seconds=PROOF_S)
     if not proven:
         worlds.prove_peers = lambda *_: None  # type: ignore[assignment]

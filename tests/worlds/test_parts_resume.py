@@ -146,7 +146,7 @@ def test_a_grid_is_killed_and_stopped_and_goes_on_in_two_parts(tmp_path: Path) -
     parts = CommandLine(tmp_path, "--resume", "runs/run", *two)
     code, output = parts.finish(DEADLINE_S)
     assert code == 0, output
-    assert "layout was 3d (pp = 2, tp = 2, schedule = 1f1b), is tp (tp = 2)" in output
+    assert "layout: 3d (pp = 2, tp = 2, schedule = 1f1b) → tp (tp = 2)" in output
     alone = CommandLine(tmp_path, *said, "launch.processes=1", name="alone")
     code, output = alone.finish(DEADLINE_S)
     assert code == 0, output

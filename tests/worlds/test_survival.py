@@ -116,7 +116,7 @@ def test_resume_on_another_number_of_processes(tmp_path: Path) -> None:
     resumed = CommandLine(tmp_path, "--resume", "runs/run", "launch.processes=1")
     code, output = resumed.finish()
     assert code == 0, output
-    assert "layout was ddp (dp_replicate = 4), is single" in output
+    assert "layout: ddp (dp_replicate = 4) → single" in output
     for ours, theirs in zip(trajectory(whole.run), expected, strict=True):
         assert ours[3] == theirs[3], "other samples"
         assert ours[1] == pytest.approx(theirs[1], rel=1e-10)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 Record = dict[str, Any]
+BLOCK_BYTES = 1 << 16
+"""Read at once from the end of a file; about a hundred steps."""
 
 STEP_NUMBERS = (
     "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes",
@@ -83,3 +87,52 @@ def parse_event(text: str | bytes) -> Record | None:
     """
     found = parse_object(text)
     return found if found is not None and isinstance(found.get("event"), str) else None
+
+
+def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the whole lines of a file, the newest first, each with its place and no line break.
+
+    Only blocks that are asked for are read: what a run wrote in a year does not slow its resume.
+    What follows the last line break is a line that a kill cut short, or one that grows: left out.
+
+    >>> import io
+    >>> list(lines_from_end(io.BytesIO(b"a\\nbc\\n\\nhalf")))
+    [(5, b''), (2, b'bc'), (0, b'a')]
+    """
+    place = file.seek(0, os.SEEK_END)
+    behind: list[bytes] = []  # pieces of a line of which the beginning is not read yet
+    in_line = False
+    while place:
+        size = min(BLOCK_BYTES, place)
+        place = file.seek(place - size)
+        *lines, last = file.read(size).split(b"\n")
+        # `last` belongs to the line that goes on in the block behind this one.
+        behind.append(last)
+        end = place + size - len(last)
+        for line in reversed(lines):
+            if in_line:
+                yield end, b"".join(reversed(behind))
+            in_line, behind = True, [line]
+            end -= len(line) + 1
+    if in_line:
+        yield 0, b"".join(reversed(behind))
+
+
+def newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
+    """Read the newest readable lines of a metrics.jsonl, oldest of them first.
+
+    most   lines, at most · after   the step whose line, and all before it, are not wanted
+    """
+    found: list[Record] = []
+    try:
+        with path.open("rb") as file:
+            for _, line in lines_from_end(file):
+                record = parse_step(line)
+                if record is None:
+                    continue
+                if record["step"] <= after or len(found) == most:
+                    break
+                found.append(record)
+    except OSError:
+        return []
+    return found[::-1]

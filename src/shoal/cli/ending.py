@@ -1,6 +1,6 @@
 """How `shoal train` ends: the exit status, what was lost if anything, and what to type next.
 
-130 and 143 promise that `--resume` goes on from the last step that was made. So a stop is held
+130, 138 and 143 promise that `--resume` goes on from the last step that was made. So a stop is held
 against what lies on disk: steps that no checkpoint holds make it exit status 1, and are told.
 """
 
@@ -23,6 +23,8 @@ from shoal.view.folder import last_session
 UNSAVED_STATUS = 1
 LEAD = len("or train longer: ")
 """Columns that stand before a command, at most."""
+LAST_STEPS = 50
+"""Lines of metrics.jsonl among which the newest step is."""
 HEADER_BYTES = 200
 """Of a rank's log that holds nothing but its first line."""
 
@@ -49,7 +51,7 @@ class Ending:
         events = last_session(run.events.read()[0])
         restarts = [i for i, event in enumerate(events) if event["event"] == "restarting"]
         attempt = events[restarts[-1] :] if restarts else events
-        steps = [record["step"] for record in run.metrics.read()[0]]
+        steps = [record["step"] for record in run.last_steps(LAST_STEPS)]
         made = max(steps, default=0) if any(map(_began, attempt)) else 0
         began = any(map(_began, events))
         failed = [str(e.get("reason")) for e in events if e["event"] == "checkpoint_failed"]

@@ -42,14 +42,17 @@ from shoal.config.resolve import asked_layout
 from shoal.config.save import to_toml
 from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
+from shoal.launch.grace import Grace
 from shoal.launch.processes import Guardian, die_with, free_port
-from shoal.launch.stopping import StopSignals
+from shoal.launch.stopping import ASKED, StopSignals
+from shoal.launch.supervisor import Progress
 from shoal.planner.kept_plan import keep_choice
 from shoal.view.live import LiveView
 
 LOOK_S = 0.1
-GRACE_S = 90.0
-STOPPED = (0, 143, 130)
+GRACE_S = 30.0
+"""Beyond what the supervisors of islands take for themselves."""
+STOPPED = (0, 143, 130, 138, 129)
 """Exit codes of an island that ended as it should, or as it was asked to."""
 USER_MUST_ACT = (2, 3, UNSAVED_CODE)
 """Exit codes after which a restart would end the same way."""
@@ -168,7 +171,8 @@ def _run_once(
     try:
         while any(island.process.poll() is None for island in islands):
             if stop.first is not None and not told:
-                told, until_s = True, time.monotonic() + GRACE_S
+                graces = [island.grace_s() for island in islands]
+                told, until_s = True, time.monotonic() + GRACE_S + max(graces)
                 for island in islands:
                     island.ask_to_stop()
             if told and (stop.insists or time.monotonic() > until_s):
@@ -213,6 +217,12 @@ class _Island:
             raise ClusterError(f"{self.folder.name} cannot be started: {failure}") from failure
         self.guardian.tell("+", self.process.pid)
 
+    def grace_s(self) -> float:
+        """How long its supervisor waits for its workers."""
+        config = load(self.folder / "run.toml").config
+        step_s = Progress(self.folder / "metrics.jsonl").step_s()
+        return Grace(self.folder, config.launch.grace_s, _steps_to_save(config)).seconds(step_s)
+
     @property
     def refused(self) -> bool:
         """Whether it ended without having started a worker: it cannot take part."""
@@ -227,7 +237,7 @@ class _Island:
     def ended(self) -> int:
         """Its exit code; a stop that came before it listened to signals is a stop as well."""
         code = self.process.wait()
-        return 128 + signal.SIGTERM if self._asked and code == -signal.SIGTERM else code
+        return 128 - code if self._asked and code in ASKED else code
 
     def kill(self) -> None:
         """SIGKILL to the supervisor; its workers die with it."""
@@ -310,7 +320,15 @@ def _supervise(folder: Path, config: Config) -> Outcome:
         emit=events.emit,
         environ=dict(os.environ),
         imports=imports_of(config.model.name),
+        patience_s=config.launch.patience_s,
+        grace_s=config.launch.grace_s,
+        steps_to_save=_steps_to_save(config),
     )
+
+
+def _steps_to_save(config: Config) -> int:
+    """A stop is agreed on where islands merge, so up to a round is trained before it."""
+    return 2 + config.islands.settled().period
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import ConfigError, PlanError, nearest
+from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest
 from shoal.base.events import EventLog
 from shoal.base.facts import this_machine
 from shoal.base.files import write_whole
@@ -22,11 +22,12 @@ from shoal.base.lines import read_object
 from shoal.base.plan import Plan
 from shoal.base.schedules import check_stages
 from shoal.checkpoint.lease import RunLease
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.listing import find, read_manifest
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
 from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
 from shoal.cli.words import file_and_overrides
 from shoal.cli.worker import imports_of
+from shoal.config.differences import of_configurations, of_surroundings, refusal
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
@@ -61,6 +62,7 @@ class Prepared:
     """A run that may start: its configuration, folder and plan.
 
     chosen   the plan's layout was left open, and an earlier start of this run has taken it
+    force    it goes on although what it is now comes to another result
     """
 
     loaded: Loaded
@@ -68,6 +70,7 @@ class Prepared:
     plan: Plan
     resumed: bool
     chosen: bool = False
+    force: bool = False
 
 
 def prepare(
@@ -75,11 +78,13 @@ def prepare(
     resume: Path | None,
     processes: int | None = None,
     *,
+    force: bool = False,
     trust: bool = False,
 ) -> Prepared:
     """Check the request and settle what was left open.
 
     processes   how many there are, if somebody else started them
+    force       a resume goes on with settings and code that its checkpoint was not trained with
     trust       also functions that a stranger's run.toml names may be called
     Errors      ConfigError, PlanError, CheckpointError: one line each
     """
@@ -99,8 +104,10 @@ def prepare(
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
                 loaded.replace("run", "resumed", **{key: value})
+        if not force:
+            _check_same(loaded, resume)
         plan, chosen = keep_choice(plan, asked_layout(loaded.config.layout), resume)
-        return Prepared(loaded, resume, plan, True, chosen)
+        return Prepared(loaded, resume, plan, True, chosen, force)
     # A run that never saved anything has nothing to lose; a live one is protected by its lease.
     if find(folder / "checkpoints") or islands_of(folder):
         raise ConfigError(
@@ -108,6 +115,25 @@ def prepare(
             f"shoal train --resume {folder}; else another run.name"
         )
     return Prepared(loaded, folder, plan, False)
+
+
+def _check_same(loaded: Loaded, folder: Path) -> None:
+    """Errors: ConfigError naming all that differs from the newest checkpoint and changes results.
+
+    What can be said without torch is said here; of the data the workers say it.
+    """
+    held = islands_of(folder)
+    for found in find((held[0] if held else folder) / "checkpoints"):
+        try:
+            record = read_manifest(found.path).record
+        except CheckpointError:
+            continue  # whoever restores it says what is wrong with it
+        then = str(record.get("configuration", ""))
+        differences = of_configurations(then, to_toml(loaded)) if then else []
+        differences += of_surroundings(record)
+        if line := refusal(f"--resume {folder}", found.step, differences):
+            raise ConfigError(line)
+        return
 
 
 def settle_run(loaded: Loaded, processes: int | None) -> Plan:
@@ -261,6 +287,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
         files = [folder / name for name in ("run.toml", "plan.json")]
         before = {path: path.read_text() for path in files if prepared.resumed and path.exists()}
         events = write_folder(prepared)
+        environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not prepared.force else ""
         if _in_folders(config.islands, folder):
             outcomes = launch_all(prepared.loaded, prepared.plan, folder, environ, events)
             code, how, lines = end_of_islands(folder, outcomes)
@@ -284,6 +311,9 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 on_tick=view.tick,
                 environ=environ,
                 imports=imports_of(config.model.name, prepared.plan.layout),
+                patience_s=config.launch.patience_s,
+                grace_s=config.launch.grace_s,
+                steps_to_save=2 + (config.islands.period if config.islands.on else 0),
             )
         finally:
             view.finish()

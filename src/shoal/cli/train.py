@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal import __version__
-from shoal.base.errors import PlanError
+from shoal.base.errors import ConfigError, PlanError
 from shoal.cli.words import TRUST
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ ARGUMENTS = typer.Argument(
 RESUME = typer.Option(
     None, "--resume", metavar="RUN", help="Go on with a run folder from its newest checkpoint."
 )
+FORCE = typer.Option(
+    False,
+    "--force",
+    help="With --resume: go on with settings, code or data that change the result.",
+)
 DRY_RUN = typer.Option(
     False, "--dry-run", help="Check everything, say what is foreseen, and start nothing."
 )
@@ -36,6 +41,7 @@ DRY_RUN = typer.Option(
 def train(
     arguments: list[str] = ARGUMENTS,
     resume: Path = RESUME,
+    force: bool = FORCE,
     dry_run: bool = DRY_RUN,
     trust: bool = TRUST,
 ) -> None:
@@ -43,19 +49,22 @@ def train(
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
     optimizer.lr=3e-4 data.source=text:docs/*.md precision.compute=bf16 layout.strategy=ddp.
-    Ctrl-C and SIGTERM save a checkpoint and stop (exit status 130, 143); go on with --resume RUN.
-    A run.toml is code: functions it names are called if it is yours or root's, or with --trust.
+    Ctrl-C, SIGTERM, SIGUSR1 save a checkpoint and stop (130, 143, 138); go on with --resume RUN. A
+    resume stops at what would change the result (lr, schedule, code, data, …) and names it; --force
+    goes on. Functions that a run.toml names are called if it is yours or root's, or with --trust.
     Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also
     a stop that could not save, and an end without its checkpoint.
     """
     from shoal.cli import start, torchrun
 
     if torchrun.launched():
-        raise typer.Exit(torchrun.run(arguments or [], resume, trust=trust))
+        raise typer.Exit(torchrun.run(arguments or [], resume, force=force, trust=trust))
+    if force and resume is None:
+        raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
     typer.echo(f"shoal {__version__}: {'resuming ' + str(resume) if resume else 'preparing a run'}")
     sys.stdout.flush()
     try:
-        prepared = start.prepare(arguments or [], resume, trust=trust)
+        prepared = start.prepare(arguments or [], resume, force=force, trust=trust)
     except KeyboardInterrupt:
         sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
         raise typer.Exit(1) from None

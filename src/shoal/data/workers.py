@@ -67,11 +67,12 @@ class FetcherView(Dataset[Any]):
 def obey_parent(_worker: int = 0) -> None:
     """Live exactly as long as the parent wants: its trainer is who answers signals, and may save.
 
-    Ctrl-C is left to the parent. On Linux so is a SIGTERM to the whole group, while one that the
-    parent sends itself ends this process; and the kernel kills it when its parent thread ends: else
-    it outlived a killed trainer, holding memory, until its next queue check.
+    Ctrl-C and SIGUSR1 are left to the parent. On Linux so is a SIGTERM to the whole group, while
+    one that the parent sends itself ends this process; and the kernel kills it when its parent
+    thread ends: else it outlived a killed trainer, holding memory, until its next queue check.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     if not sys.platform.startswith("linux"):
         return
     # A Python handler is not told who sent a signal; waiting for it is.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import BugError
-from shoal.fabric.known_peers import prove_peers
+from shoal.fabric.messages import prove_peers
 from shoal.fabric.process_info import Place
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 

@@ -10,7 +10,7 @@
 
 A group is built on the islands' store, beside any default process group. It listens on the local
 address from which `host` is reached and on no other, and its members prove themselves once
-(`known_peers.py`); gloo encrypts nothing: see `rendezvous.py`.
+(`messages.py`); gloo encrypts nothing: see `rendezvous.py`.
 
 Source: torch.distributed.ProcessGroupGloo
 Limits: gloo sends what its receiver has asked for, so an exchange takes a round trip longer than
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from shoal.base.errors import BugError
 from shoal.fabric._torch import exchange_bytes, gloo_group, knock
 from shoal.fabric.heartbeat import IslandLost, Pulse
-from shoal.fabric.known_peers import BYTES, key_of, word
+from shoal.fabric.messages import PROOF_BYTES, key_of, word
 
 THREADS = 2
 """Of each group, and so its exchanges under way at a time.
@@ -135,7 +135,7 @@ class Links:
             self.store.delete_key(f"{self.name}/word")
 
     def _prove(self, deadline: Deadline) -> None:
-        """Have every member show over each connection that it was at the store (known_peers.py).
+        """Have every member show over each connection that it was at the store (messages.py).
 
         Errors   IslandLost naming the one whose place somebody else has
         """
@@ -146,9 +146,9 @@ class Links:
         for number in range(len(self.groups)):
             name = f"{self.name}/{number}"
             said = torch.cat([word(key, name, self.index, other) for other in others])
-            sizes = [BYTES] * self.count
+            sizes = [PROOF_BYTES] * self.count
             heard = self.wait(self.exchange(said, sizes, sizes, deadline), deadline)
-            for other, told in zip(others, heard.split(BYTES), strict=True):
+            for other, told in zip(others, heard.split(PROOF_BYTES), strict=True):
                 if not torch.equal(told, word(key, name, other, self.index)):
                     raise IslandLost(
                         f"islands: who is connected in the place of island {self.members[other]} "

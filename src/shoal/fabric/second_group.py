@@ -14,8 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.known_peers import prove_peers
+from shoal.fabric.messages import prove_peers
 from shoal.fabric.process_info import Place
+from shoal.fabric.traffic import Traffic
 from shoal.fabric.world import World
 
 TWIN_TIMEOUT = timedelta(hours=1)
@@ -41,6 +42,7 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     )
     found = World(place, torch.device("cpu"), group)
     found.backend, found.key = "gloo", world.key
+    found.traffic = Traffic(watched=False)  # the page is the training thread's
     return found
 
 

@@ -36,7 +36,7 @@ from shoal.base.systems import loopback
 from shoal.fabric import messages
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
 from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
-from shoal.fabric.known_peers import key_of, prove_peers
+from shoal.fabric.messages import key_of, prove_peers
 from shoal.fabric.process_info import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SEND, Traffic
 
@@ -72,7 +72,7 @@ class World:
     backend             what its parts are made with; None: as torch chooses for the device
     parts, meshes       made of it so far (see `axes`)
     traffic             what it sent and how long it waited
-    key                 by which members of its groups prove themselves (known_peers.py)
+    key                 by which members of its groups prove themselves (messages.py)
     """
 
     def __init__(
@@ -276,6 +276,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.group is not None:
+            self.traffic.begin("barrier")
             with self.traffic.waiting():
                 dist.barrier(group=self.group)
 

@@ -41,12 +41,16 @@ from shoal.base.phases import listen, phase, tell_folder
 from shoal.launch.processes import MESSAGE_BYTES, die_with
 
 PR_SET_NAME = 15
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a scheduler, or a terminal, sends to every process of a job."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 """Files that a driver holds open in a process that has initialised a device."""
 
 
 def main() -> None:
     """The server: import, then fork whenever asked to."""
+    for number in TO_ALL:  # one that is meant for the run ends no server: the workers die with it
+        signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
     tell_folder(Path(sys.argv[3]))
     with phase("import"):
@@ -123,6 +127,8 @@ def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: i
     code = 1
     try:
         os.setsid()
+        for number in TO_ALL:
+            signal.signal(number, signal.SIG_DFL)
         if arrange := die_with(server):
             arrange()
         os.dup2(files[0], 1)

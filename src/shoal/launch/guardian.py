@@ -38,7 +38,8 @@ def guard(lines: Iterable[str]) -> set[int]:
 
 def main() -> None:
     """Guard until standard input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # A scheduler signals all processes of a job at once.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     for group in guard(sys.stdin):
         try:

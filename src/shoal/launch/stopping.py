@@ -1,4 +1,4 @@
-"""Turns Ctrl-C, SIGTERM and a closed terminal into a request that the supervisor can look at.
+"""Turns Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal into a request to stop, to be looked at.
 
 The first signal asks for a clean stop; Ctrl-C after that means "now". Wrappers such as `uv run`
 deliver one Ctrl-C twice, so a second one within half a second is an echo. A signal that was ignored
@@ -12,12 +12,15 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SIGUSR1: what Slurm sends before the time of a job is over (`--signal=USR1@120`)."""
+ASKED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
+"""How a worker ends that was asked to stop while it had nothing to save yet."""
 ECHO_S = 0.5
 
 
 class StopSignals:
-    """Context in which SIGINT, SIGTERM and SIGHUP are noted as requests to stop, not obeyed.
+    """Context in which STOP_SIGNALS are noted as requests to stop, not obeyed.
 
     `with StopSignals() as stop:` in the main thread; leaving restores the previous handlers. A
     signal that was ignored before stays ignored.

@@ -28,10 +28,12 @@ from shoal.launch.failures import (
     STOPPED_CODE,
     Death,
     certain_text,
+    death_by_hanging,
     exit_text,
     first_death,
     obituary,
 )
+from shoal.launch.grace import Grace
 from shoal.launch.processes import (
     ForkServer,
     Guardian,
@@ -41,7 +43,8 @@ from shoal.launch.processes import (
     shared_environment,
     worker_environment,
 )
-from shoal.launch.stopping import StopSignals
+from shoal.launch.stopping import ASKED, StopSignals
+from shoal.launch.watch import Watch
 
 LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1
@@ -85,8 +88,9 @@ class Outcome:
 
     status     finished, stopped (a signal asked for it), unsaved (it came to its end or stopped,
                and could not save) or failed
-    exit_code  0 finished · 130, 143, 129 stopped by Ctrl-C, SIGTERM, a closed terminal ·
-               1 failed, unsaved · 2 the user must change something · 3 the numbers are at fault
+    exit_code  0 finished · 130, 143, 138, 129 stopped by Ctrl-C, SIGTERM, SIGUSR1, a closed
+               terminal · 1 failed, unsaved · 2 the user must change something · 3 the numbers
+               are at fault
     attempts   how often the workers were started
     message    for a person: empty if finished; if failed, the culprit and its traceback, once;
                if stopped, by what, and after a ";" what went wrong
@@ -108,21 +112,26 @@ def supervise(
     on_tick: Callable[[], None] = lambda: None,
     environ: Mapping[str, str] | None = None,
     imports: Sequence[str] = (),
-    grace_s: float = 60.0,
+    patience_s: float = 60.0,
+    grace_s: float = 0.0,
+    steps_to_save: int = 2,
 ) -> Outcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
     command   PYTHON -m MODULE ARGUMENT…; any program where `imports` is empty
     folder    the run folder: `logs/` is written, `metrics.jsonl` is watched for progress
     restarts  how many times the workers may be started again
-    emit      receives worker_started, worker_died, restarting, stop_requested
+    emit      receives worker_started, worker_died, restarting, stop_requested, hang
     on_tick   called about ten times a second, for drawing; keep it under 50 ms
     environ   of the workers; default: this process's
     imports   modules that every worker needs and that take time: imported once for all of them and
               for every restart, by a process that then forks the workers (fork_server.py)
-    grace_s   how long workers may take to save after a stop was asked for, on top of two steps
+    patience_s  how long a rank that the others wait for, and that may only be slow, is waited for
+              after it was told (`watch.py`); then it counts as dead
+    grace_s   how long workers may take to save after a stop was asked for; 0: learnt, a minute,
+              `steps_to_save` of the longest recent steps and three of the longest recent saves
 
-    Call it from the main thread: it takes over SIGINT, SIGTERM and SIGHUP, and gives them back.
+    Call it from the main thread: it takes over STOP_SIGNALS (stopping.py), and gives them back.
     Errors: ClusterError when a process cannot be started at all.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -132,12 +141,14 @@ def supervise(
         run = _Supervisor(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
+        run.watcher = Watch(folder, emit, patience_s)
         try:
-            return run.run(shared, grace_s)
+            return run.run(shared, Grace(folder, grace_s, steps_to_save))
         finally:
             run.kill_all()
             run.end_server()
             run.store.close()
+            run.watcher.close()
 
 
 class _Supervisor:
@@ -157,6 +168,7 @@ class _Supervisor:
         self.restarts, self.emit, self.on_tick = restarts, emit, on_tick
         self.stop, self.guardian = stop, guardian
         self.state = State.STARTING
+        self.watcher: Watch
         self.workers: list[Worker] = []
         self.attempt = 0
         self.progress = Progress(folder / "metrics.jsonl")
@@ -168,7 +180,7 @@ class _Supervisor:
         self.server: ForkServer | None = None
         self.store = PrivateStore()
 
-    def run(self, shared: Mapping[str, str], grace_s: float) -> Outcome:
+    def run(self, shared: Mapping[str, str], grace: Grace) -> Outcome:
         """Attempts until the run ends."""
         while self.stop.first is None:
             self.import_once(shared)
@@ -177,7 +189,7 @@ class _Supervisor:
             self.start(shared)
             death = self.watch()
             if self.stop.first is not None or self.stopped_themselves():
-                return self.wind_down(grace_s)
+                return self.wind_down(grace)
             if death is None:
                 self.move(State.DONE)
                 return self.finished()
@@ -220,6 +232,7 @@ class _Supervisor:
         self.progress.begin()
         for stale in (self.folder / "logs").glob("rank-*.error.json"):
             stale.unlink(missing_ok=True)
+        pages = self.watcher.begin(self.processes)
         self.store.close()
         self.store = PrivateStore()
         for rank in range(self.processes):
@@ -230,6 +243,7 @@ class _Supervisor:
                 attempt=self.attempt,
                 folder=self.folder,
                 store=self.store.path,
+                page=pages[rank] if pages else "",
             )
             worker = Worker(self.command, environ, self.guardian, self.server)
             self.workers.append(worker)
@@ -242,6 +256,8 @@ class _Supervisor:
             codes = self.look()
             if (death := first_death(self.workers)) is not None:
                 return death
+            if (hang := self.watcher.look(self.workers)) is not None:
+                return death_by_hanging(self.workers[hang.rank], hang)
             if all(code in (0, UNSAVED_CODE) for code in codes):
                 return None
             self.pause()
@@ -249,7 +265,7 @@ class _Supervisor:
 
     def stopped_themselves(self) -> bool:
         """A worker ended as after a SIGTERM, or by one: somebody asked the workers directly."""
-        return any(worker.code in (STOPPED_CODE, -signal.SIGTERM) for worker in self.workers)
+        return any(worker.code in (STOPPED_CODE, *ASKED) for worker in self.workers)
 
     def finished(self) -> Outcome:
         """The outcome of workers that all came to an end of their own."""
@@ -263,9 +279,10 @@ class _Supervisor:
         self.alike = [earlier for earlier in self.alike if death.same_as(earlier)] + [death]
         told_before = len(self.alike) > 1
         step, self.died_after = self.died_after, self.progress.last_step()
-        again = told_before and death.certain and self.died_after == step
+        repeats = death.certain or death.hung
+        again = told_before and repeats and self.died_after == step
         if self.progress.made:
-            self.alike = self.alike[-1:] if death.certain else []
+            self.alike = self.alike[-1:] if repeats else []
         hopeless = again or len(self.alike) >= SAME_FAILURES
         final_code = death.code in NO_RESTART_CODES
         certain = death.certain and not self.progress.ever
@@ -293,17 +310,18 @@ class _Supervisor:
         alike = f"after step {step}" if again else "before any step" if hopeless else ""
         return Outcome("failed", 1, attempts, obituary(last, attempts, alike))
 
-    def wind_down(self, grace_s: float) -> Outcome:
+    def wind_down(self, grace: Grace) -> Outcome:
         """Ask every worker to save and exit; kill what has not done so in time."""
         self.move(State.STOPPING)
-        number = self.stop.first or signal.SIGTERM
+        ended = [worker for worker in self.workers if worker.code in ASKED]
+        number = self.stop.first or (-(ended[0].code or 0) if ended else signal.SIGTERM)
         step_s = self.progress.step_s() if self.progress.made else 0.0
-        grace_s += 2 * step_s
-        ended = [worker.rank for worker in self.workers if worker.code == -signal.SIGTERM]
+        grace_s = grace.seconds(step_s)
         if self.stop.first is not None or ended:
-            about: dict[str, float] = {"rank": ended[0]} if self.stop.first is None else {}
+            about: dict[str, float] = {"rank": ended[0].rank} if self.stop.first is None else {}
             name = signal.Signals(number).name
             about = {**about, "step_s": round(step_s, 1), "steps": self.progress.ever}
+            about["grace_s"] = round(grace_s, 1)
             self.emit("stop_requested", signal=name, **about)
             for worker in self.workers:
                 worker.ask_to_stop()
@@ -324,7 +342,7 @@ class _Supervisor:
     def stop_trouble(self, late: list[str], grace_s: float, broken: bool) -> str:
         """What went wrong during a stop; empty if nothing did."""
         for worker in self.workers:
-            if worker.code not in (*ENDED, -signal.SIGTERM) and str(worker.rank) not in late:
+            if worker.code not in (*ENDED, *ASKED) and str(worker.rank) not in late:
                 death = first_death([worker])
                 line = death.line if death else exit_text(worker.code or 0)
                 return f"; rank {worker.rank} did not end cleanly: {line}. Log: {worker.log_path}"

@@ -109,7 +109,7 @@ def _differences(
             if key in ("params", "lr", "initial_lr") or key not in old:
                 continue
             if plain(value) != old[key]:
-                lines.append(f"optimizer group {number}: {key} was {old[key]}, is {plain(value)}")
+                lines.append(f"optimizer group {number}: {key}: {old[key]} → {plain(value)}")
     return lines
 
 

@@ -23,6 +23,7 @@ from shoal.fabric import World
 from shoal.trainer.brought import whole_data
 
 if TYPE_CHECKING:  # steps over batches of one's own do without
+    from shoal.config.differences import Difference
     from shoal.data.iterable import IterableLoader
     from shoal.data.loader import Loader
 
@@ -41,6 +42,7 @@ class Feed:
         self._loaders: list[AnyLoader] = []
         self._settings: list[tuple[Any, int, Any]] = []
         self._own_under_way = False
+        self._seen: dict[int, list[str]] = {}
 
     @property
     def under_way(self) -> bool:
@@ -85,11 +87,32 @@ class Feed:
             if not (is_indexed(dataset) or is_told(dataset)):
                 self._tell_whole(dataset)
         place = len(self._loaders)
+        self._settings.append((dataset, workers, collate))
         if place < len(self.state) and self.state[place]:
             loader.restore(self.state[place])
+            if self.world.is_first and (other := self.differs(place, self.state[place])):
+                self.notice(f"different from the checkpoint: {other.line}")
         self._loaders.append(loader)
-        self._settings.append((dataset, workers, collate))
         return loader
+
+    def seen(self, place: int) -> list[str]:
+        """Digests of some samples of a loader's dataset, taken once; [] without such a loader."""
+        if place >= len(self._settings) or not self.world.is_first:
+            return []
+        if place not in self._seen:
+            from shoal.trainer.same_again import look_at  # only who saves, or resumes
+
+            dataset, workers, _ = self._settings[place]
+            self._seen[place] = look_at(dataset, workers)
+        return self._seen[place]
+
+    def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
+        """How the dataset of a loader that is open differs from the one of a saved state."""
+        if not kept.get("seen") or place >= len(self._settings):
+            return None
+        from shoal.trainer.same_again import other_samples
+
+        return other_samples(kept["seen"], self.seen(place))
 
     def _tell_whole(self, dataset: Any) -> None:
         """Say of an iterable, which cannot be dealt to ranks, what that costs on several."""

@@ -24,7 +24,7 @@ from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
 from shoal.base.lines import is_number, read_object
-from shoal.base.phases import phase
+from shoal.base.phases import DATA, part, phase
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
 from shoal.base.units import count_text, flops_text
@@ -119,14 +119,18 @@ def _prepare(
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
-    run.extra_record = {"configuration": (folder / "run.toml").read_text()}
+    run.extra_record["configuration"] = (folder / "run.toml").read_text()
+    run.extra_record.pop("settings", None)  # which are all in there
     if source.tokenizer is not None and world.is_first:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
     if config.islands.on:
         joined = join(run, config.islands)
-    elif not run.restore():
-        run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
+    else:
+        # It is known before a checkpoint's data is compared with it.
+        run.loader(source.train, workers=config.data.workers, collate=source.collate)
+        if not run.restore():
+            run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, world.device, held_bytes)
@@ -242,7 +246,7 @@ def _stop_on_signal(run: Run) -> dict[int, Any]:
     def ask(number: int, frame: object) -> None:
         run.request_stop()
 
-    kinds = (signal.SIGTERM, signal.SIGINT)
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return {number: signal.signal(number, ask) for number in kinds}
 
 
@@ -253,6 +257,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     validate = validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
     run.recorder.restart_clock()
+    part(DATA)
     while run.step_count < total_steps:
         for batch in loader:
             if run.step_count == first_step:

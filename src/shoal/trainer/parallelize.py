@@ -27,6 +27,7 @@ from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.systems import untried
 from shoal.data.seeding import kept_draws, seed_draws
 from shoal.fabric import World, start_world
+from shoal.fabric.messages import check_sums
 from shoal.machine.memory import trim_heap
 from shoal.optim.accept import rebind
 from shoal.parallel import precision as formats
@@ -206,6 +207,7 @@ def start_run(
     loss = loss or default_loss()
     world = world or start_world()
     install().world = world
+    check_sums(world)
     _agree(world, _compared(plan, said, length))
     plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
     module, notices = _built(model, plan, said, world)
@@ -251,14 +253,23 @@ def start_run(
         program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given)
     if folder is not None:
-        from shoal.trainer.folder_lease import own
-        from shoal.trainer.run_state import model_parts
-
-        run.lease = own(folder, world)
-        run.saving.prepare()
-        model_parts(run)  # refuses now what the first save could not write
+        _keep_in(folder, run)
     trim_heap()
     return run
+
+
+def _keep_in(folder: Path, run: Run) -> None:
+    """Take a run's folder, and what a checkpoint tells besides of what is run."""
+    from shoal.trainer.folder_lease import own
+    from shoal.trainer.run_state import model_parts
+
+    run.lease = own(folder, run.world)
+    run.saving.prepare()
+    model_parts(run)  # refuses now what the first save could not write
+    if run.world.is_first:
+        from shoal.trainer.same_again import facts_of
+
+        run.extra_record |= facts_of(run)
 
 
 def _built(

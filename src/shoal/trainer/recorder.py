@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.base import phases
 from shoal.base.errors import ConfigError, short
 from shoal.base.events import EventLog, append_line
 from shoal.fabric import World
@@ -22,9 +22,6 @@ from shoal.fabric.device import utilisation
 
 if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
-
-UNREADABLE = math.inf
-"""In the place of the step of a damaged line: later than any."""
 
 
 class Recorder:
@@ -104,6 +101,7 @@ class Recorder:
         """A step begins. Gives seconds since the last one ended: the loader's and the user's."""
         if self.trace is not None:
             self.trace.before(step)
+        phases.part(phases.PASSES)
         return time.perf_counter() - self.waiting_since_s
 
     def restart_clock(self) -> None:
@@ -139,8 +137,11 @@ class Recorder:
                 append_line(self.folder / "metrics.jsonl", _finite(row))
             except OSError:
                 self.events.dropped += 1  # a full disk must not stop training
+        phases.part(phases.HOOKS)
         for listen in self.events.listeners:
             listen({"event": "step", "rank": self.world.rank, **row})
+        if phases.page is not None:
+            phases.page.stepped(row["step"])
         if self.trace is not None:
             self.trace.after(row["step"])
         return row
@@ -165,43 +166,14 @@ class Recorder:
         self._went_back_to = step
 
     def cut(self, step: int) -> None:
-        """Drop the lines of steps that will be run again, and a half-written last line.
-
-        Lines that cannot be read are put aside into `metrics.jsonl.damaged`, and told.
-        """
+        """Drop the lines of steps that will be run again, and a half-written last line."""
         self._went_back_to = None
         if self.folder is None or not self.world.is_first:
             return
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return
-        # What follows the last line break is a line that a kill cut short.
-        lines = path.read_bytes().split(b"\n")[:-1]
-        kept = [line + b"\n" for line in lines if _step_of(line) <= step]
-        damaged = [line + b"\n" for line in lines if _step_of(line) == UNREADABLE]
-        fresh = path.with_suffix(".fresh")
-        try:
-            fresh.write_bytes(b"".join(kept))
-            if damaged:
-                with path.with_name(f"{path.name}.damaged").open("ab") as aside:
-                    aside.writelines(damaged)
-            os.replace(fresh, path)
-        except OSError as failure:  # a full disk must not stop training
-            self.notice(f"{path}: still holds steps after {step}: {failure.strerror}")
-            return
-        if damaged:
-            word = "line" if len(damaged) == 1 else "lines"
-            self.notice(
-                f"{path}: {len(damaged)} {word} that cannot be read, put aside into "
-                f"{path.name}.damaged"
-            )
+        from shoal.trainer.cut_back import cut_lines  # only a resume reads what was written
 
-
-def _step_of(line: bytes) -> float:
-    from shoal.base.lines import parse_step  # only a resume reads what was written
-
-    record = parse_step(line)
-    return UNREADABLE if record is None else record["step"]
+        if told := cut_lines(self.folder / "metrics.jsonl", step):
+            self.notice(told)
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ no state of its own: it is keyed by (seed, step, micro-batch).
 
 from __future__ import annotations
 
-import platform
 import re
 import sys
 from collections.abc import Mapping
@@ -43,6 +42,7 @@ from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.saving import Saving
+from shoal.trainer.touched import Touched
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -80,6 +80,7 @@ class Kept(Protocol):
     extra: dict[str, Any]
     tokenizer: Any
     step_count: int
+    touched: Touched
 
     @property
     def saving(self) -> Saving:
@@ -97,13 +98,15 @@ def tagged(folder: Path, tag: str) -> Path:
 def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for.
 
-    tag   names a folder inside, where its last checkpoint is kept, of whatever step
+    tag      names a folder inside, where its last checkpoint is kept, of whatever step
+    Errors   ClusterError, on all ranks, where bits of what it would hold changed in memory
     """
     if run.tokenizer is not None and run.program.world.is_first:
         from shoal.trainer.hub_files import keep_given
 
         keep_given(run.tokenizer, folder)
     folder = tagged(folder, tag)
+    run.touched.drift.before_save(run.step_count)
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {
@@ -187,13 +190,16 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         "micro_batch": plan.micro_batch,
         "precision": plan.compute,
         "optimizer": optimizer_record,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
         **({"average_updates": run.average.updates} if run.average else {}),
         **(run.beside.record() if run.beside is not None else {}),
         **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
         **run.extra_record,
     }
+    if "code" in record:
+        from shoal.trainer.same_again import with_looks
+
+        record["data"] = with_looks(run.feed, record["data"])
     return parts, record
 
 
@@ -243,6 +249,9 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     record = loaded.manifest.record
     check_class(run.optimizer, record["optimizer"])  # before anything moves
     run.feed.restore(record["data"])
+    from shoal.trainer.same_again import compare, tell_resumed  # only a resume reads what was told
+
+    differences = compare(run, record)
     run.extra_record["extra"] = record.get("extra", {})
     run.extra = decoded(run.extra_record["extra"])
     run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
@@ -258,7 +267,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
         run.average.load(kept, int(record.get("average_updates", 0)))
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
-        differences = join_state(run.optimizer, stepped, state, record["optimizer"])
+        differences += join_state(run.optimizer, stepped, state, record["optimizer"])
     if run.guard.length.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
         restore_lr(run.optimizer, names, record["optimizer"])
@@ -269,9 +278,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     run.step_count = int(record["step"])
     here_now = folder == run.recorder.folder  # a tag may be only looked at
     (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
-    differences += _differences(run, record)
-    if run.program.world.is_first:
-        emit("resumed", step=run.step_count, folder=str(loaded.path), differs=differences)
+    tell_resumed(run, loaded.path, differences, here=here_now)
     return True
 
 
@@ -393,17 +400,3 @@ def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> 
                 f"{list(shard.global_shape)} {shard.dtype} in this model; compare [model] and "
                 f"[precision] with the run.toml of that run"
             )
-
-
-def _differences(run: Kept, record: dict[str, Any]) -> list[str]:
-    """Lines on what is not as it was when the checkpoint was written."""
-    plan = run.program.plan
-    now = {
-        "layout": plan.layout.text(),
-        "batch": plan.batch,
-        "micro_batch": plan.micro_batch,
-        "precision": plan.compute,
-        "seed": plan.seed,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-    }
-    return [f"{k} was {record.get(k)}, is {v}" for k, v in now.items() if record.get(k) != v]

@@ -37,6 +37,7 @@ STYLES = {
     "checkpoint_damaged": "red",
     "checkpoint_failed": "yellow",
     "step_skipped": "yellow",
+    "drift": "red",
     "restarting": "yellow",
     "stop_requested": "yellow",
     "validated": "bold",
@@ -63,7 +64,7 @@ class LiveView:
     ) -> None:
         self.folder = RunFolder(folder)
         self.untold = last_session(self.folder.events.read()[0])
-        self.folder.metrics.read()
+        self.folder.metrics.skip()
         self.progress = Progress(total_steps)
         self.stream = stream
         self.on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -19,6 +19,8 @@ from shoal.view.progress import amount, share_text, unit_of
 
 LABEL_WIDTH = 13
 LEAST_WIDTH = 40
+SHOWN_STEPS = 10_000
+"""The last steps of a session, of which times and bytes are told; of a longer one not all."""
 
 
 def summary(folder: Path, width: int = 80) -> str:
@@ -29,10 +31,10 @@ def summary(folder: Path, width: int = 80) -> str:
     run = RunFolder(folder)
     events = last_session(run.events.read()[0])
     start = _first_step(events)
-    steps = [record for record in run.metrics.read()[0] if record["step"] > start]
+    steps = run.last_steps(SHOWN_STEPS, start)
     plan = run.plan()
     rows: list[tuple[str, Callable[[], str]]] = [
-        ("trained", lambda: _trained(steps, plan)),
+        ("trained", lambda: _trained(steps, plan, start)),
         ("took", lambda: _took(steps, events)),
         ("step", lambda: _speed(steps, plan)),
         ("memory", lambda: _memory(steps)),
@@ -104,14 +106,16 @@ def _ending(events: list[Record], steps: list[Record], saved: list[int]) -> str:
     return f"no end recorded; last seen{at}"
 
 
-def _trained(steps: list[Record], plan: Record) -> str:
+def _trained(steps: list[Record], plan: Record, start: int) -> str:
     if not steps:
         return ""
+    loss = number_text(steps[-1].get("loss"), 4)
+    if len(steps) == SHOWN_STEPS and (made := steps[-1]["step"] - start) > SHOWN_STEPS:
+        return f"{made} steps; below: of the last {SHOWN_STEPS}; last loss {loss}"
     total = sum(amount(record, unit_of(plan)) or 0 for record in steps)
     times = _values(steps, "step_s")
     took = f" in {seconds_text(sum(times))}" if times else ""
     word = "step" if len(steps) == 1 else "steps"
-    loss = number_text(steps[-1].get("loss"), 4)
     return f"{len(steps)} {word}, {count_text(total)} {unit_of(plan)}{took}; last loss {loss}"
 
 

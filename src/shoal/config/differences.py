@@ -1,0 +1,139 @@
+"""What is not as it was when a run's checkpoint was written, one line for each difference.
+
+what changes the result    model, data, optimizer, batch, seed, code …: a resume stops, `--force`
+                           goes on with what is now
+what does not              layout, processes, how often is saved …: told, and the run goes on
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.base.errors import short
+from shoal.base.made_with import changed_code, versions
+from shoal.config.sections import Config
+
+PLACES = {"run.folder", "run.name", "islands.at", "islands.index"}
+"""Where a run is, not what: never told."""
+FREE_SECTIONS = {"layout", "launch", "checkpoint", "memory", "fsdp"}
+FREE = {
+    *(f"train.{key}" for key in ("steps", "epochs", "accumulate", "validate_every")),
+    *(f"train.{key}" for key in ("validate_samples", "compile", "defer_sync", "deterministic")),
+    *(f"train.{key}" for key in ("prove", "on", "trace", "skip_limit")),
+    *(f"islands.{key}" for key in ("count", "connections", "bound", "cosine", "refusals")),
+    "data.workers",
+}
+"""Keys, and sections, that change how and how long a run is computed, not what it comes to."""
+BINDING = {"layout.compress"}
+"""Keys of those sections that change numbers all the same."""
+ABSENT = "not given"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not as it was: its name, what it was, what it is.
+
+    changes   whether the run comes to another result by it
+    """
+
+    key: str
+    then: Any
+    now: Any
+    changes: bool = True
+
+    @property
+    def line(self) -> str:
+        """For a person.
+
+        >>> Difference("optimizer.lr", 0.001, 0.5).line
+        'optimizer.lr: 0.001 → 0.5'
+        """
+        return f"{self.key}: {short(str(self.then))} → {short(str(self.now))}"
+
+
+def changes_result(key: str) -> bool:
+    """Tell whether another value of a key of run.toml makes another result.
+
+    >>> changes_result("optimizer.lr"), changes_result("launch.processes")
+    (True, False)
+    """
+    free = key in FREE or key.partition(".")[0] in FREE_SECTIONS
+    return key in BINDING or not free
+
+
+def of_configurations(then: str, now: str) -> list[Difference]:
+    """Compare two run.toml as texts, key by key; [] where one of them cannot be read.
+
+    A key that only one of them has (another Shoal wrote the other) counts with its default.
+    """
+    try:
+        before, after = tomllib.loads(then), tomllib.loads(now)
+    except tomllib.TOMLDecodeError:
+        return []
+    found = []
+    for section in dict.fromkeys((*before, *after)):
+        old, new = before.get(section, {}), after.get(section, {})
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        for name in dict.fromkeys((*old, *new)):
+            key = f"{section}.{name}"
+            usual = _default(section, name)
+            was, is_now = old.get(name, usual), new.get(name, usual)
+            if was != is_now and key not in PLACES:
+                found.append(Difference(key, was, is_now, changes_result(key)))
+    if any(one.key == "islands.method" for one in found):  # the rest follows from it
+        found = [one for one in found if not one.key.startswith("islands.") or _is_named(one)]
+    return found
+
+
+def of_surroundings(
+    record: Mapping[str, Any], code: Mapping[str, list[str]] | None = None
+) -> list[Difference]:
+    """Compare versions and the user's own source with what a checkpoint's record tells of them.
+
+    code   `user_code()`; None: nothing is imported, and the files are read where they were
+    """
+    before = record.get("versions")
+    before = before if isinstance(before, dict) else {}
+    after = versions(before)
+    found = [
+        Difference(f"version of {name}", was, after.get(name, ABSENT), changes=False)
+        for name, was in before.items()
+        if was != after.get(name, ABSENT)
+    ]
+    told = record.get("code")
+    told = told if isinstance(told, dict) else {}
+    known = {name: one for name, one in told.items() if _is_source(one)}
+    return found + [
+        Difference(f"code of {path}", "as it was", "changed") for path in changed_code(known, code)
+    ]
+
+
+def refusal(where: str, step: int, found: Sequence[Difference]) -> str:
+    """Write the line with which a resume stops; "" where nothing changes the result.
+
+    where   how the user calls the run, `--resume runs/a`
+    """
+    stops = [one.line for one in found if one.changes]
+    if not stops:
+        return ""
+    return (
+        f"{where}: not what step {step} was trained with (then → now): {'; '.join(stops)}; put "
+        f"that back, or say --force to go on with what is now"
+    )
+
+
+def _is_source(one: object) -> bool:
+    return isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one)
+
+
+def _is_named(one: Difference) -> bool:
+    return one.key in ("islands.method", "islands.count")
+
+
+def _default(section: str, name: str) -> Any:
+    value = getattr(getattr(Config(), section, None), name, ABSENT)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,209 @@
+"""Whether a run that goes on is the run that its checkpoint was taken of, and what is not.
+
+What is compared a checkpoint keeps: settings, versions, the user's own source, and some samples of
+the data. `shoal train --resume` stops at what changes the result; a loop of the user's own, whose
+arguments may change on purpose, is told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.base.made_with import user_code, versions
+from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
+from shoal.data.dataset import digest_of, is_indexed
+from shoal.data.seeding import seeded_draws
+from shoal.optim.state import plain
+from shoal.parallel.program import Program
+from shoal.trainer.optimizer_guard import OptimizerGuard
+from shoal.trainer.recorder import Recorder
+
+STRICT = "SHOAL_RESUME"
+"""Environment variable of `shoal train`: `strict` where a difference stops a resume."""
+LOOKS, LOOK_S, LOOK_AT_MOST_S = 16, 0.1, 5.0
+"""Samples that are looked at, how long about, and how long another process is waited for."""
+GOLDEN = 0.6180339887498949
+"""Steps of this share of a whole meet every part of it early, whenever one stops."""
+
+
+class Looked(Protocol):
+    """The loaders of a run (`loaders.py`), as far as their data is compared."""
+
+    def seen(self, place: int) -> list[str]:
+        """Digests of some samples of a loader's dataset."""
+
+    def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
+        """How a loader's dataset differs from that of a saved state."""
+
+
+class Compared(Protocol):
+    """What of a run (`run.py`) is compared."""
+
+    program: Program
+    optimizer: torch.optim.Optimizer
+    guard: OptimizerGuard
+    recorder: Recorder
+    extra_record: dict[str, Any]
+    step_count: int
+
+    @property
+    def feed(self) -> Looked:
+        """Its loaders."""
+
+
+def facts_of(run: Compared) -> dict[str, Any]:
+    """What a checkpoint keeps besides a plan; asked at a start, when what runs is what lies there.
+
+    `settings` are those of `parallelize`; for `shoal train` its run.toml is kept in their place.
+    """
+    plan, schedule = run.program.plan, run.guard.length.schedule
+    settings: dict[str, Any] = {"clip": plan.clip, "average": plan.average, "call": plan.call}
+    settings |= {"reduce": plan.reduce, "compress": plan.compress}
+    if schedule is not None:
+        told = {**asdict(schedule), "total_steps": run.guard.length.total_steps}
+        settings |= {f"schedule.{key}": plain(value) for key, value in told.items()}
+    else:
+        for number, group in enumerate(run.optimizer.param_groups):
+            settings[f"optimizer group {number}: lr as given"] = plain(group["lr"])
+    return {"versions": versions(), "code": user_code(), "settings": settings}
+
+
+def compare(run: Compared, record: Mapping[str, Any]) -> list[str]:
+    """Find what differs from a checkpoint that is about to be taken; all ranks call it.
+
+    Gives   lines for the user
+    Errors  ConfigError, the same on all ranks, where `shoal train` must not go on by itself
+    """
+    said: list[Any] = [[], ""]
+    if run.program.world.is_first:
+        found = _differences(run, record)
+        strict = os.environ.get(STRICT) == "strict" and os.environ.get("SHOAL_ATTEMPT", "0") == "0"
+        if strict and "configuration" in run.extra_record:
+            said[1] = refusal(f"--resume {run.recorder.folder}", int(record["step"]), found)
+        said[0] = [one.line for one in found]
+    lines, stop = run.program.world.broadcast_json(said)
+    if stop:
+        raise ConfigError(stop)
+    return list(lines)
+
+
+def tell_resumed(run: Compared, path: Path, found: list[str], *, here: bool) -> None:
+    """Say from which checkpoint a run goes on, and what is not as it was.
+
+    here   the run's folder goes on; False: a tag may be only looked at
+    """
+    if run.program.world.is_first:
+        run.recorder.events.emit("resumed", step=run.step_count, folder=str(path), differs=found)
+    if found and here:
+        run.recorder.warn(f"different from step {run.step_count}: {'; '.join(found)}")
+
+
+def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
+    own, plan = run.extra_record, run.program.plan
+    then, now = record.get("configuration"), own.get("configuration")
+    found = []
+    if isinstance(then, str) and isinstance(now, str):
+        found += of_configurations(then, now)
+    known = {one.key.rpartition(".")[2] for one in found}
+    told = {"layout": plan.layout.text(), "batch": plan.batch, "micro_batch": plan.micro_batch}
+    told |= {"precision": plan.compute, "seed": plan.seed}
+    for key, value in told.items():
+        if key in record and record[key] != value and key not in known:
+            found.append(Difference(key, record[key], value, changes=key != "layout"))
+    settings = record.get("settings")
+    if now is None and isinstance(settings, dict):
+        for key, value in own.get("settings", {}).items():
+            if key in settings and settings[key] != value:
+                found.append(Difference(key, settings[key], value))
+    found += of_surroundings(record, own.get("code", {}))
+    for place, kept in enumerate(record["data"]):
+        if line := run.feed.differs(place, kept):
+            found.append(line)
+    return found
+
+
+def look_at(dataset: Any, workers: int) -> list[str]:
+    """Digests of a few samples, spread over a dataset; [] where it has no index, or raises.
+
+    workers   processes that read it for the run: then one of its own reads it here too, since a
+              dataset may open its files when it is first read, and workers must find them closed
+    Samples are drawn with fixed seeds, and the generators stand as before afterwards.
+    """
+    if not is_indexed(dataset):
+        return []
+    if not workers:
+        return _look(dataset)
+    if not hasattr(os, "fork"):
+        return []
+    receiving, sending = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            torch.set_num_threads(1)  # those of the parent are not here
+            os.write(sending, json.dumps(_look(dataset)).encode())
+        finally:
+            os._exit(0)
+    os.close(sending)
+    try:
+        ready, _, _ = select.select([receiving], [], [], LOOK_AT_MOST_S)
+        told = os.read(receiving, 4096) if ready else b""
+    finally:
+        os.close(receiving)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return list(json.loads(told)) if told else []
+
+
+def _look(dataset: Any) -> list[str]:
+    until_s, digests = time.monotonic() + LOOK_S, list[str]()
+    try:
+        count = len(dataset)
+        stride = max(1, int(GOLDEN * count))
+        while math.gcd(stride, count) > 1:  # else it would come back to the same ones
+            stride += 1
+        for number in range(min(LOOKS, count)):
+            index = number * stride % count
+            with seeded_draws("look", index):
+                digests.append(digest_of(dataset[index]))
+            if time.monotonic() > until_s:
+                break
+    except Exception:  # whoever trains on it meets it again, and says it
+        return []
+    return digests
+
+
+def unlike(then: Sequence[Any], now: Sequence[Any]) -> int:
+    """How many of the samples that both looked at are other ones.
+
+    >>> unlike(["a", "b", "c"], ["a", "x"])
+    1
+    """
+    return sum(old != new for old, new in zip(then, now, strict=False))
+
+
+def other_samples(then: Any, now: Sequence[str]) -> Difference | None:
+    """The difference between two looks at a dataset; None where there is none."""
+    if not isinstance(then, list) or not (other := unlike(then, now)):
+        return None
+    seen = min(len(then), len(now))
+    return Difference("data", f"as it was, {seen} samples looked at", f"{other} of them other ones")
+
+
+def with_looks(feed: Looked, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states of loaders, each with what was seen of its dataset."""
+    return [
+        {**kept, "seen": seen} if kept and (seen := feed.seen(place)) else kept
+        for place, kept in enumerate(states)
+    ]
