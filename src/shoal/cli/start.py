@@ -7,8 +7,6 @@ world size, portions of the batch, data paths, import paths, the run folder and 
 from __future__ import annotations
 
 import importlib.util
-import os
-import pwd
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +44,7 @@ from shoal.config.resolve import (
 )
 from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import Config
+from shoal.config.trust import load_own
 from shoal.launch import supervise
 from shoal.planner.bubble import describe_bubble
 from shoal.planner.guide import check_cores
@@ -57,8 +56,6 @@ from shoal.planner.schedules import check_micro_batches
 from shoal.planner.settle import settle_batch, settle_layout
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
-
-ROOT = 0
 
 
 @dataclass
@@ -83,11 +80,13 @@ def prepare(
     processes: int | None = None,
     *,
     force: bool = False,
+    trust: bool = False,
 ) -> Prepared:
     """Check the request and settle what was left open.
 
     processes   how many there are, if somebody else started them
     force       a resume goes on with settings and code that its checkpoint was not trained with
+    trust       also functions that a stranger's run.toml names may be called
     Errors      ConfigError, PlanError, CheckpointError: one line each
     """
     path, overrides = file_and_overrides(arguments)
@@ -96,13 +95,12 @@ def prepare(
             raise ConfigError(f"command line: {path}: --resume takes its own run.toml")
         _check_resumable(resume)
         path = resume / "run.toml"
-    loaded = load(path, overrides)
+    loaded = load_own(path, overrides, trust=trust)
     plan = settle_run(loaded, processes)
     folder = resume or resolve_folder(loaded)
     if path == folder / "run.toml":
         keep_origins(loaded, path)
     if resume is not None:
-        loaded.notices += _whose(resume / "run.toml")
         _check_goes_on(loaded.config.islands, resume)
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
@@ -137,18 +135,6 @@ def _check_same(loaded: Loaded, folder: Path) -> None:
         if line := refusal(f"--resume {folder}", found.step, differences):
             raise ConfigError(line)
         return
-
-
-def _whose(path: Path) -> list[str]:
-    """A line where somebody else wrote a run.toml: it says which functions are called."""
-    owner = path.stat().st_uid
-    if owner in (os.getuid(), ROOT):
-        return []
-    try:
-        name = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        name = f"user {owner}"
-    return [f"{path} is {name}'s, and it is code: it names functions that are called here"]
 
 
 def settle_run(loaded: Loaded, processes: int | None) -> Plan:
