@@ -3,7 +3,10 @@
 As hanging.py, of which it is a part, with deaths and wrong numbers beside the hangs:
 
     kind   killed, leaves, raises, memory, read (a read error of the disk), and hanging.py's
-    nan    samples that are not finite · spike  samples that are 10⁴ too large, with wrong labels
+    nan    samples that are not finite
+    fsync  the disk refuses, twice, what rank 1 writes
+    flip   one bit of a weight of rank 1 turns over after step `after`, by the hook `flip`
+    swap   two sums of equal shape in the other order on rank 1
 """
 
 import errno
@@ -36,6 +39,8 @@ hanging.HANGS |= {
     "memory": memory,
     "read": read,
 }
+RANK = int(os.environ.get("RANK", "0"))
+MODELS: list[torch.nn.Module] = []
 ASKED = json.loads(Path("fault.json").read_text()) if Path("fault.json").exists() else {}
 
 
@@ -46,13 +51,51 @@ class Samples(hanging.Samples):
         inputs, target = super().__getitem__(index)
         if index in ASKED.get("nan", []):
             inputs = inputs * float("nan")
-        if index in ASKED.get("spike", []):
-            inputs, target = inputs * 1e4, (target + 1) % 4
         return inputs, target
 
 
-build = hanging.build
+class Model(hanging.Hanging):
+    """As the other's; it sums two means over ranks on its way, as a loss over all samples does."""
+
+    def forward(self, x):
+        if ASKED.get("kind") == "swap":
+            mean, most = x.detach().mean(0), x.detach().amax(0)
+            if RANK == 1:
+                torch.distributed.all_reduce(most)
+                torch.distributed.all_reduce(mean)
+            else:
+                torch.distributed.all_reduce(mean)
+                torch.distributed.all_reduce(most)
+        return super().forward(x)
+
+
+def build(layers: int = 4) -> torch.nn.Module:
+    MODELS.append(Model(layers))
+    return MODELS[-1]
+
+
+def flip(record: dict) -> None:
+    """A hook: turns a bit over between two steps."""
+    if record.get("step") == ASKED["after"] and "loss" in record and RANK == ASKED["rank"]:
+        for model in MODELS:
+            # Not by torch, which would count it as a write of the user's.
+            model.last.weight.detach().numpy().view("int32")[0, 0] ^= 1 << 20
+
+
+def refuse_twice() -> None:
+    """Let the first two files that rank 1 wants to have on the disk fail."""
+    real, left = os.fsync, [2]
+
+    def fsync(descriptor: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    os.fsync = fsync
 
 
 def data():
+    if ASKED.get("kind") == "fsync" and RANK == ASKED["rank"]:
+        refuse_twice()
     return Samples(), [Samples(8, 0.0)[index] for index in range(8)]

@@ -127,7 +127,8 @@ def test_a_rank_that_fails_is_named_and_the_run_comes_back(
     assert (tmp_path / "hung").exists(), output
     assert code == 0, output
     (died,) = run.events("worker_died")
-    assert died["rank"] == asked.get("rank", 1), died
+    # Who has cut a link none of its ends can know.
+    assert died["rank"] == asked.get("rank", 1) or asked["kind"] == "cut", died
     assert how in f"{died['how']} {died['traceback']}", died
     found = wrong(run)
     assert {one.rank for one in found} == {died["rank"]}, found
@@ -274,3 +275,58 @@ def test_23_another_rate_stops_a_resume(tmp_path: Path) -> None:
     code, output = CommandLine(tmp_path, *words, "--force").finish()
     assert code == 0, output
     assert diagnose(run.run)[-1].advice, "said, and no fault"
+
+
+@pytest.mark.parametrize(("kind", "says"), [("killed", "made again"), ("read", "tried again")])
+def test_25_a_loaders_process_that_dies_or_cannot_read_costs_nothing(
+    tmp_path: Path, unbroken: list[Any], kind: str, says: str
+) -> None:
+    run = command(tmp_path, {"kind": kind, "place": "data", "after": 20}, "data.workers=1")
+    code, output = run.finish(120)
+    assert (tmp_path / "hung").exists(), output
+    assert code == 0, output
+    assert run.events("worker_died") == []
+    assert trajectory(run.run) == unbroken
+    (found,) = wrong(run)
+    assert (found.kind, found.rank, found.over) == ("loader", 1, True)
+    assert says in found.what
+    nothing_left(run)
+
+
+def test_24_a_disk_that_refuses_a_save_is_named_and_training_goes_on(
+    tmp_path: Path, unbroken: list[Any]
+) -> None:
+    run = command(tmp_path, {"kind": "fsync", "place": ""})
+    code, output = run.finish()
+    assert code == 0, output
+    assert trajectory(run.run) == unbroken
+    found = wrong(run)
+    assert {(one.kind, one.rank, one.over) for one in found} == {("checkpoint_failed", 1, True)}
+    assert find(run.run / "checkpoints")[0].step == 24
+
+
+def test_17_a_bit_that_turns_over_is_named_and_never_saved(
+    tmp_path: Path, unbroken: list[Any]
+) -> None:
+    asked = {"kind": "flip", "place": "", "after": 10}
+    run = command(tmp_path, asked, "train.on=faulty:flip")
+    code, output = run.finish()
+    assert code in (0, 1, 3), output
+    (told,) = run.events("drift")[:1]
+    assert told["ranks"] == [1], told
+    assert "last.weight" in told["text"], told
+    saved = [path.step for path in find(run.run / "checkpoints")]
+    assert code == 0 or max(saved) <= 10, "nothing that came of it is kept"
+    found = wrong(run)
+    assert found[0].kind == "drift"
+    assert found[0].rank == 1
+
+
+def test_14_sums_in_another_order_are_named(tmp_path: Path) -> None:
+    run = command(tmp_path, {"kind": "swap", "place": ""}, "layout.strategy=ddp")
+    code, output = run.finish(120)
+    assert code == 2, output
+    (told,) = run.events("collectives_differ")
+    assert "faulty.py" in told["text"], told
+    found = wrong(run)
+    assert found[0].kind == "collectives_differ"

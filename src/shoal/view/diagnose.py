@@ -242,6 +242,27 @@ class _Known(dict[str, str]):
         return "…"
 
 
+NOTICES: tuple[tuple[str, str, str, str], ...] = (
+    (
+        r"they are made again",
+        "loader",
+        "a process that loads data died, or did not answer",
+        "dmesg -T | grep -i -e oom -e 'killed process'",
+    ),
+    (r"is tried again", "loader", "a read failed, and may not the next time", "dmesg -T | tail"),
+)
+"""(what a line for the user says, the kind of finding, its cause, the next command)."""
+
+
+def _noticed(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    text = str(event.get("text", ""))
+    for pattern, kind, why, command in NOTICES:
+        if re.search(pattern, text):
+            rank = re.search(r"rank (\d+)", text)
+            return Finding(kind, text, why, command, int(rank[1]) if rank else None, over=True)
+    return None
+
+
 def _not_saved(event: Record, after: list[Record], folder: Path) -> Finding:
     later = any(
         one.get("event") == "checkpoint_saved" and (one.get("step") or 0) > (event.get("step") or 0)
@@ -333,6 +354,12 @@ LOOKS: dict[str, Look] = {
         "shoal checkpoint verify {run}",
     ),
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
+    "collectives_differ": _said(
+        "collectives_differ",
+        "what one rank sums, all must sum, in one order: the sums are wrong since then",
+        over=False,
+    ),
+    "notice": _noticed,
     "island_lost": _said(
         "island_lost", "it ended, or the link to it did", "tail -n 50 {run}/logs/*", over=False
     ),
