@@ -1,7 +1,8 @@
 """Starts the processes of a measurement, with one thread each, and says what machine they ran on.
 
-Each runs a script with RANK and WORLD_SIZE set, as torchrun would, and meets the others at a socket
-that this process has bound; the first that fails ends the others, and everything has a deadline.
+Each runs a script with RANK and WORLD_SIZE set, as torchrun would, and meets the others at a file
+(those that are not Shoal's at MASTER_PORT); the first that fails ends the others, and everything
+has a deadline.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,10 +23,16 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 def run_together(arguments: list[str], processes: int, *, deadline_s: float) -> None:
     """Run `python arguments…` in `processes` processes that form one world; raises if one fails."""
-    store = socket.socket()  # bound before anyone starts: no other program can take the port
-    store.bind(("127.0.0.1", 0))
-    store.listen(64)
-    port = str(store.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with tempfile.NamedTemporaryFile() as store:
+        _run_together(arguments, processes, deadline_s, port, store.name)
+
+
+def _run_together(
+    arguments: list[str], processes: int, deadline_s: float, port: str, store: str
+) -> None:
     started = []
     for rank in range(processes):
         env = {
@@ -35,15 +43,12 @@ def run_together(arguments: list[str], processes: int, *, deadline_s: float) -> 
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "SHOAL_STORE_PORT": port,
-            "SHOAL_STORE_FD": str(store.fileno()),
+            "SHOAL_STORE": store,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}",
         }
-        handed = [store.fileno()] if rank == 0 else []
-        started.append(subprocess.Popen([sys.executable, *arguments], env=env, pass_fds=handed))
-    store.close()
+        started.append(subprocess.Popen([sys.executable, *arguments], env=env))
     until_s = time.monotonic() + deadline_s
     try:
         while any(p.poll() is None for p in started):

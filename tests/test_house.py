@@ -196,13 +196,13 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
 
 
 FOUR_RANKS = """
-import json, os, signal, socket, sys, torch, shoal
+import json, os, signal, sys, tempfile, torch, shoal
 import torch.nn.functional as F
 from torch import nn
 
 torch.set_num_threads(1)
-listener = socket.create_server(("127.0.0.1", 0))
-place = {"SHOAL_STORE_PORT": str(listener.getsockname()[1]), "SHOAL_ATTEMPT": "0"}
+store = tempfile.NamedTemporaryFile()
+place = {"SHOAL_STORE": store.name, "SHOAL_ATTEMPT": "0"}
 rank = 0
 for other in range(1, 4):
     if os.fork() == 0:
@@ -211,7 +211,7 @@ for other in range(1, 4):
 signal.alarm(100)  # each of them: none outlives the test
 for name in ("", "LOCAL_"):
     place |= {f"{name}RANK": str(rank), f"{name}WORLD_SIZE": "4"}
-os.environ |= place | ({"SHOAL_STORE_FD": str(listener.fileno())} if rank == 0 else {})
+os.environ |= place
 torch.manual_seed(0)
 samples = torch.rand(32, 4, 8)
 

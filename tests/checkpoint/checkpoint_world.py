@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import load, open_newest
 from shoal.checkpoint.storedfile import StoredReader
 from shoal.fabric import World, start_world
+from shoal.launch.processes import PrivateStore
 
 SIZE = 4
 WRITER = "write_file"
@@ -262,10 +262,9 @@ def _alone() -> World:
     return alone()
 
 
-def _rank_main(rank: int, listener: socket.socket, folder: Path) -> None:
+def _rank_main(rank: int, store: PrivateStore, folder: Path) -> None:
     environ = {
-        "SHOAL_STORE_PORT": str(listener.getsockname()[1]),
-        "SHOAL_STORE_FD": str(listener.fileno()),
+        "SHOAL_STORE": store.path,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(SIZE),
@@ -290,12 +289,12 @@ def _rank_main(rank: int, listener: socket.socket, folder: Path) -> None:
 def main() -> None:
     """Fork the ranks, so that torch is imported once; wait for them."""
     torch.set_num_threads(1)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    store = PrivateStore()
     children = []
     for rank in range(SIZE):
         child = os.fork()
         if child == 0:
-            _rank_main(rank, listener, Path(sys.argv[1]))
+            _rank_main(rank, store, Path(sys.argv[1]))
             sys.stdout.flush()
             os._exit(0)
         children.append(child)

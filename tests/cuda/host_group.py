@@ -167,15 +167,7 @@ class HostGroup(dist.ProcessGroup):
 def start_shared_world() -> World:
     """The world of a member that shares its device with all others."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    fd = int(os.environ["SHOAL_STORE_FD"]) if rank == 0 else None
-    store = dist.TCPStore(
-        "127.0.0.1",
-        int(os.environ["SHOAL_STORE_PORT"]),
-        size,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=fd,
-    )
+    store = dist.FileStore(os.environ["SHOAL_STORE"])
     if DEVICE.type == "cuda":
         torch.cuda.set_device(0)
     dist.Backend.register_backend(NAME, HostGroup, devices=["cpu", "cuda"])

@@ -89,9 +89,7 @@ sys.exit(attempt == "0" and rank == "1")
         assert (worker["comm"], worker["session"]) == (f"shoal rank {rank}", True)
         environ = worker["environ"]
         assert (environ["RANK"], environ["KEPT"]) == (str(rank), "of the caller")
-        assert ("SHOAL_STORE_FD" in environ) == (rank == 0)
-        store = [int(environ["SHOAL_STORE_FD"])] if rank == 0 else []
-        assert worker["files"] == [0, 1, 2, *store]  # nothing of the server's
+        assert worker["files"] == [0, 1, 2]  # nothing of the server's
 
 
 def test_workers_draw_other_numbers_than_each_other_and_than_before(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nothing outlives the supervisor; the store is private; workers are told their place."""
+"""Nothing outlives the supervisor; workers are told their place, and meet elsewhere each time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from shoal.base.facts import usable_cores
 from shoal.fabric.process_info import find_place
 from shoal.launch import supervise
-from shoal.launch.processes import private_socket, shared_environment, worker_environment
+from shoal.launch.processes import shared_environment, worker_environment
 
 PARENT = """
 import os, sys
@@ -114,14 +114,12 @@ if os.environ["RANK"] == "1":
 
 
 REPORT_PLACE = """
-import json, os, socket, sys, time
+import json, os, sys, time
 from pathlib import Path
 attempt, rank = os.environ["SHOAL_ATTEMPT"], os.environ["RANK"]
 seen = {"cwd": os.getcwd(), "session": os.getsid(0) == os.getpid(), "env": dict(os.environ)}
-if rank == "0":
-    store = socket.socket(fileno=int(os.environ["SHOAL_STORE_FD"]))
-    seen["address"] = store.getsockname()
-    seen["listens"] = store.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+store = os.stat(os.environ["SHOAL_STORE"])
+seen["store"] = [store.st_dev, store.st_ino, store.st_mode & 0o77]
 Path(os.environ["SHOAL_RUN_FOLDER"], f"seen-{attempt}-{rank}").write_text(json.dumps(seen))
 if attempt == "0":
     other = Path(os.environ["SHOAL_RUN_FOLDER"], f"seen-0-{1 - int(rank)}")
@@ -139,44 +137,27 @@ def test_workers_are_told_their_place_and_each_attempt_meets_elsewhere(tmp_path:
     assert outcome.status == "finished"
     first, second = (json.loads((tmp_path / f"seen-{k}-0").read_text()) for k in (0, 1))
     peer = json.loads((tmp_path / "seen-1-1").read_text())
-    for seen in (first, second):
-        assert seen["address"][0] == "127.0.0.1"
-        assert seen["listens"] == 1
-        assert str(seen["address"][1]) == seen["env"]["SHOAL_STORE_PORT"]
-    assert first["address"][1] != second["address"][1]
-    assert peer["env"]["SHOAL_STORE_PORT"] == second["env"]["SHOAL_STORE_PORT"]
+    assert first["store"][:2] != second["store"][:2], "each attempt has a store of its own"
+    assert peer["store"] == second["store"]
+    assert not os.path.exists(second["env"]["SHOAL_STORE"]), "it ends with the run"
     assert peer["session"]
     assert peer["cwd"] == os.getcwd()
-    assert "SHOAL_STORE_FD" not in peer["env"]
     assert peer["env"]["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
     assert peer["env"]["GLOO_SOCKET_IFNAME"] == "lo"
     assert peer["env"]["SHOAL_RUN_FOLDER"] == str(tmp_path)
     place = find_place(second["env"])
     assert (place.rank, place.size, place.local_rank, place.local_size) == (0, 2, 0, 2)
-    assert place.hosts_store
+    assert place.file == second["env"]["SHOAL_STORE"]
     assert place.started_by == "shoal"
     assert place.attempt == "1"
     assert find_place(peer["env"]).rank == 1
-    assert not find_place(peer["env"]).hosts_store
 
 
 def test_what_the_user_set_is_kept(tmp_path: Path) -> None:
-    with private_socket() as listener:
-        base = {"OMP_NUM_THREADS": "5", "GLOO_SOCKET_IFNAME": "eth7", "SHOAL_STORE_FD": "99"}
-        shared = shared_environment(base, 2)
-        environ = worker_environment(
-            shared, rank=1, processes=2, attempt=0, folder=tmp_path, listener=listener
-        )
+    base = {"OMP_NUM_THREADS": "5", "GLOO_SOCKET_IFNAME": "eth7", "SHOAL_STORE": "another run's"}
+    environ = worker_environment(
+        shared_environment(base, 2), rank=1, processes=2, attempt=0, folder=tmp_path, store="here"
+    )
     assert environ["OMP_NUM_THREADS"] == "5"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert "SHOAL_STORE_FD" not in environ
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_store_listens_on_loopback_only() -> None:
-    with private_socket() as listener:
-        port = listener.getsockname()[1]
-        tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
-        rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-        bound = [row[1] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
-    assert bound == [f"0100007F:{port:04X}"]
+    assert environ["SHOAL_STORE"] == "here"

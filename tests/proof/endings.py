@@ -24,6 +24,7 @@ Source of the questions: docs/lab-log.md, "A world that did not end", "A closed 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -32,7 +33,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -56,6 +56,7 @@ from shoal.base.errors import ShoalError  # noqa: E402
 from shoal.fabric import links, start_world  # noqa: E402
 from shoal.fabric._torch import knock  # noqa: E402
 from shoal.fabric.heartbeat import Pulse  # noqa: E402
+from shoal.launch.processes import PrivateStore, free_port  # noqa: E402
 
 SIZE, QUIET_S, SLOW_S, STACKS_S = 2, 20.0, 120.0, 15.0
 DEADLINE_S, LATE_S, BUSY_S = 5.0, 1.0, 2.5
@@ -208,7 +209,12 @@ def world_of(
 
     nodes   each is alone on its machine, as torchrun says it, and they come up to LATER_S apart
     """
-    pids = start(work, nodes=nodes)
+    with contextlib.closing(PrivateStore()) as store:
+        return watched(start(work, store, nodes=nodes), right)
+
+
+def watched(pids: list[int], right: Collection[int]) -> str:
+    """How a world of these processes ends."""
     began_s = quiet_s = time.monotonic()
     wanted_s = 0.0
     ended: dict[int, int] = {}
@@ -255,12 +261,9 @@ def accounts(pid: int | str) -> list[tuple[int, int]]:
     return found
 
 
-def start(work: Callable[[], None], *, nodes: bool) -> list[int]:
+def start(work: Callable[[], None], store: PrivateStore, *, nodes: bool) -> list[int]:
     """Fork one world; gives its processes."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    port = str(listener.getsockname()[1])
-    if nodes:
-        listener.close()
+    port = str(free_port())
     pids = []
     for rank in range(SIZE):
         pid = os.fork()
@@ -274,13 +277,10 @@ def start(work: Callable[[], None], *, nodes: bool) -> list[int]:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             time.sleep(random.Random(os.getpid()).random() * LATER_S)
         else:
-            os.environ.update(SHOAL_STORE_PORT=port, SHOAL_STORE_FD=str(listener.fileno()))
-        if rank:
-            listener.close()
+            os.environ.update(SHOAL_STORE=store.path)
         faulthandler.dump_traceback_later(STACKS_S)
         work()
         sys.exit(0)
-    listener.close()
     return pids
 
 

@@ -282,9 +282,8 @@ def _as_worker(command: Sequence[str], environ: dict[str, str], log: Path, paren
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         _print_to(log)
-        kept = int(environ.get("SHOAL_STORE_FD", "-1"))
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor != kept:
+            if descriptor > 2:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
         os.environ.clear()

@@ -26,6 +26,7 @@ import torch
 
 from netns import FORBIDDEN
 from shoal.fabric import start_world
+from shoal.launch.processes import PrivateStore
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -48,7 +49,7 @@ def enter_namespace() -> None:
 def member(
     rank: int,
     size: int,
-    store: socket.socket,
+    store: str,
     check: Check,
     calls: list[dict[str, Any]],
     answers: Any,
@@ -57,8 +58,7 @@ def member(
     torch.set_num_threads(1)
     world = start_world(
         {
-            "SHOAL_STORE_PORT": str(store.getsockname()[1]),
-            "SHOAL_STORE_FD": str(store.fileno()),
+            "SHOAL_STORE": store,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": str(rank),
@@ -75,15 +75,13 @@ def run_world(size: int, check: Check, calls: list[dict[str, Any]]) -> list[Any]
     """Rank 0's answers to the calls in a world of that size."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    with socket.socket() as store:
-        store.bind(("127.0.0.1", 0))
-        store.listen(64)
-        members = [
-            fork.Process(target=member, args=(rank, size, store, check, calls, sender))
-            for rank in range(size)
-        ]
-        for process in members:
-            process.start()
+    store = PrivateStore()
+    members = [
+        fork.Process(target=member, args=(rank, size, store.path, check, calls, sender))
+        for rank in range(size)
+    ]
+    for process in members:
+        process.start()
     until_s = time.monotonic() + DEADLINE_S
     try:
         for process in members:
@@ -94,6 +92,7 @@ def run_world(size: int, check: Check, calls: list[dict[str, Any]]) -> list[Any]
     finally:
         for process in members:
             process.kill()
+        store.close()
     return receiver.recv()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.processes import ForkServer, can_fork
+from shoal.launch.processes import ForkServer, PrivateStore, can_fork
 
 HERE = Path(__file__).parent
 START_S, CALL_S = 90.0, 120.0
@@ -72,9 +72,7 @@ class Members:
     def __init__(self, size: int, log_folder: Path, inside: Sequence[str] = ()) -> None:
         """inside   words before the command of every process, say into a network namespace"""
         self.size = size
-        store = socket.socket()
-        store.bind(("127.0.0.1", 0))
-        store.listen(64)
+        self.store = PrivateStore()
         self.log_paths = [log_folder / f"world-{size}-rank-{rank}.log" for rank in range(size)]
         self.processes: list[Any] = []
         forks = self.program == Members.program and not inside and can_fork()
@@ -88,8 +86,7 @@ class Members:
                 env = {
                     **os.environ,
                     **ENVIRON,
-                    "SHOAL_STORE_PORT": str(store.getsockname()[1]),
-                    "SHOAL_STORE_FD": str(store.fileno()) if rank == 0 else "",
+                    "SHOAL_STORE": self.store.path,
                     "SHOAL_TEST_DOOR": f"{folder}/door",
                     "RANK": str(rank),
                     "WORLD_SIZE": str(size),
@@ -110,10 +107,8 @@ class Members:
                             stdout=log,
                             stderr=log,
                             env=env,
-                            pass_fds=[store.fileno()] if rank == 0 else [],
                         )
                 self.processes.append(made)
-            store.close()
             self.channels = self._meet(door)
 
     def _meet(self, door: socket.socket) -> list[Channel]:
@@ -191,6 +186,7 @@ class Members:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 self.kill()
+        self.store.close()
 
 
 class Islands:

@@ -19,7 +19,7 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, PlanError
-from shoal.cli.words import file_and_overrides
+from shoal.cli.words import TRUST, file_and_overrides
 
 if TYPE_CHECKING:
     from shoal.cli.compare_measure import Comparison
@@ -55,6 +55,7 @@ def compare(
     steps: int = STEPS,
     as_json: bool = JSON,
     png: Path = PNG,
+    trust: bool = TRUST,
 ) -> None:
     """Measure layouts × process counts: speed, memory, bytes sent, distance from one process.
 
@@ -71,7 +72,7 @@ def compare(
         raise PlanError("shoal compare: starts its own processes; run it without torchrun or srun")
     if png is not None:
         check_drawable("--png")
-    comparison = prepare(arguments or [], layouts, processes, steps)
+    comparison = prepare(arguments or [], layouts, processes, steps, trust=trust)
     code = measure(comparison, quiet=as_json)
     if code:
         raise typer.Exit(code)
@@ -89,7 +90,9 @@ def compare(
     raise typer.Exit(0 if any(row["per_s"] for row in record["rows"]) else 1)
 
 
-def prepare(arguments: list[str], layouts: str, processes: str, steps: int) -> Comparison:
+def prepare(
+    arguments: list[str], layouts: str, processes: str, steps: int, *, trust: bool = False
+) -> Comparison:
     """Check the request; everything that a user can get wrong is told here.
 
     Errors: ConfigError, PlanError: one line each
@@ -97,15 +100,15 @@ def prepare(arguments: list[str], layouts: str, processes: str, steps: int) -> C
     from shoal.base.facts import this_machine
     from shoal.cli.compare_measure import Comparison
     from shoal.cli.compare_rows import check_memory, plan_rows, read_counts, read_names
-    from shoal.config.load import load
     from shoal.config.resolve import resolve_batch, resolve_length
+    from shoal.config.trust import load_own
     from shoal.planner.model_facts import parameters as count_parameters
 
     path, overrides = file_and_overrides(arguments)
     names, machine = read_names(layouts), this_machine()
     counts = read_counts(processes or f"1,{machine.gpus if machine.gpus > 1 else 2}")
     smaller = [] if path else _smaller(overrides)
-    loaded = load(path, [*smaller, *overrides])
+    loaded = load_own(path, [*smaller, *overrides], trust=trust)
     _check_paths(loaded.config)
     train = loaded.config.train
     # `accumulate` speaks of one layout: the largest that is asked for.

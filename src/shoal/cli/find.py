@@ -12,7 +12,7 @@ import typer
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.phases import phase
-from shoal.cli.words import file_and_overrides
+from shoal.cli.words import TRUST, file_and_overrides
 
 if TYPE_CHECKING:
     from shoal.config.sections import Config
@@ -40,6 +40,7 @@ def rate(
     most: float = MOST,
     steps: int = STEPS,
     json: bool = JSON,
+    trust: bool = TRUST,
 ) -> None:
     """Train a fresh model for a few steps with a learning rate that grows, and draw the loss.
 
@@ -51,7 +52,7 @@ def rate(
             f"--from {least:g} --to {most:g}: a rate above 0 and a larger one are wanted; nearest: "
             f"--from 1e-07 --to 10"
         )
-    found = _tried(arguments or [], least, most, steps)
+    found = _tried(arguments or [], least, most, steps, trust=trust)
     if json:
         typer.echo(json_text.dumps({**asdict(found), "named": found.named}))
         return
@@ -60,7 +61,12 @@ def rate(
 
 
 @app.command("micro-batch")
-def micro_batch(arguments: list[str] = ARGUMENTS, memory: str = MEMORY, json: bool = TRIES) -> None:
+def micro_batch(
+    arguments: list[str] = ARGUMENTS,
+    memory: str = MEMORY,
+    json: bool = TRIES,
+    trust: bool = TRUST,
+) -> None:
     """Find the largest micro-batch, a power of two, that fits under the run's own layout.
 
     The planner names one; that and its neighbours train three steps each in fresh processes.
@@ -70,14 +76,14 @@ def micro_batch(arguments: list[str] = ARGUMENTS, memory: str = MEMORY, json: bo
     from shoal.cli import torchrun
     from shoal.cli.find_batch import find_batch, read_bytes
     from shoal.cli.start import settle_run
-    from shoal.config.load import load
     from shoal.config.paths import search_here
+    from shoal.config.trust import load_own
 
     if torchrun.launched():
         raise PlanError("shoal find micro-batch: starts its own processes; run it without torchrun")
     if memory:
         read_bytes(memory)  # a slip there is told before anything is imported
-    loaded = load(*file_and_overrides(arguments or []))
+    loaded = load_own(*file_and_overrides(arguments or []), trust=trust)
     given = [key for key in ("train.batch", "train.micro_batch") if key in loaded.origins]
     search_here()
     plan = settle_run(loaded, None)
@@ -107,14 +113,16 @@ def micro_batch(arguments: list[str] = ARGUMENTS, memory: str = MEMORY, json: bo
         )
 
 
-def _tried(arguments: list[str], least: float, most: float, steps: int) -> RateRange:
+def _tried(
+    arguments: list[str], least: float, most: float, steps: int, *, trust: bool
+) -> RateRange:
     from shoal.cli.start import check_tune
-    from shoal.config.load import load
     from shoal.config.paths import check_data, search_here
     from shoal.config.resolve import resolve_batch
+    from shoal.config.trust import load_own
     from shoal.view.phases import shown_waits
 
-    loaded = load(*file_and_overrides(arguments))
+    loaded = load_own(*file_and_overrides(arguments), trust=trust)
     search_here()
     check_data(loaded.config.data)
     check_tune(loaded.config)

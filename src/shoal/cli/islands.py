@@ -32,6 +32,7 @@ from shoal.base.events import EventLog
 from shoal.base.facts import usable_cores
 from shoal.base.files import write_whole
 from shoal.base.plan import Plan
+from shoal.base.token import TOKEN, find_token, new_token
 from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find
@@ -42,7 +43,7 @@ from shoal.config.save import to_toml
 from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
 from shoal.launch.grace import Grace
-from shoal.launch.processes import Guardian, die_with, private_socket
+from shoal.launch.processes import Guardian, die_with, free_port
 from shoal.launch.stopping import ASKED, StopSignals
 from shoal.launch.supervisor import Progress
 from shoal.planner.kept_plan import keep_choice
@@ -83,6 +84,8 @@ def launch_all(
     """
     config = loaded.config
     count, restarts = config.islands.count, config.launch.restarts
+    if not find_token(environ):  # the port they meet at is open to every user of this machine
+        environ = {**environ, TOKEN: new_token()}
     view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
     for old, new in _set_aside(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
@@ -110,8 +113,7 @@ def launch_all(
 
 def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
     """A run.toml and a plan for every island; all meet on a fresh port of this machine."""
-    with private_socket() as listener:
-        at = f"127.0.0.1:{listener.getsockname()[1]}"
+    at = f"127.0.0.1:{free_port()}"
     islands = loaded.config.islands
     for index in range(islands.count):
         own = Loaded(loaded.config, dict(loaded.origins), [])

@@ -14,6 +14,8 @@ from typing import Any
 
 import typer
 
+from shoal.cli.words import TRUST, file_and_overrides
+
 ARGUMENTS = typer.Argument(
     None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
 )
@@ -39,6 +41,7 @@ def plan(
     gpus: str = GPUS,
     measure: bool = MEASURE,
     explain: bool = EXPLAIN,
+    trust: bool = TRUST,
 ) -> None:
     """Rank layouts before a run: step time, memory, what fills them, and what to change.
 
@@ -56,7 +59,7 @@ def plan(
     if explain:
         from shoal.cli.plan_explain import explain as explain_layout
 
-        explain_layout(arguments or [], on, as_json)
+        explain_layout(arguments or [], on, as_json, trust=trust)
         return
     if measure:
         from shoal.cli.measure import measure_here
@@ -65,7 +68,7 @@ def plan(
         if on:
             parse_machines(on)  # a slip there is told before half a minute of measuring
         measure_here(arguments or [])
-    record, best = _planned(arguments or [], on, top)
+    record, best = _planned(arguments or [], on, top, trust=trust)
     if write is not None:
         from shoal.cli.plan_write import write_plan
 
@@ -80,15 +83,14 @@ def plan(
     raise typer.Exit(0 if best.fits else 1)
 
 
-def _planned(arguments: list[str], on: str, top: int) -> tuple[dict[str, Any], Any]:
+def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[dict[str, Any], Any]:
     """The plan's document, and its best candidate."""
     from shoal.cli.plan_subject import find_subject
-    from shoal.cli.words import file_and_overrides
-    from shoal.config.load import load
+    from shoal.config.trust import load_own
     from shoal.planner.plan_document import plan_record
     from shoal.planner.search import search
 
-    loaded = load(*file_and_overrides(arguments))
+    loaded = load_own(*file_and_overrides(arguments), trust=trust)
     subject = find_subject(loaded, on)
     found = search(subject.case, subject.space)
     record = plan_record(found, subject.space, top=top, notes=subject.notes)

@@ -18,8 +18,9 @@ from shoal.base.layout import Layout
 from shoal.base.schedules import copies
 from shoal.base.splits import ExchangeRow, Explained, FlopsRow, SplitRow, shard_text
 from shoal.cli.words import file_and_overrides
-from shoal.config.load import Loaded, load
+from shoal.config.load import Loaded
 from shoal.config.sections import Config
+from shoal.config.trust import load_own
 
 SAMPLES = 3
 """That the model is looked at with: no power of two, which degrees are."""
@@ -47,7 +48,7 @@ class Derived:
     notices: tuple[str, ...] = ()
 
 
-def explain(arguments: list[str], on: str, as_json: bool) -> None:
+def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> None:
     """Print the table, or its JSON document.
 
     Errors   ConfigError, PlanError: a layout that cannot be, or not for this model
@@ -58,7 +59,7 @@ def explain(arguments: list[str], on: str, as_json: bool) -> None:
 
     from shoal.view.splits import print_splits
 
-    loaded = load(*file_and_overrides(arguments))
+    loaded = load_own(*file_and_overrides(arguments), trust=trust)
     explained = explain_model(loaded.config, find_layout(loaded, on))
     if as_json:
         typer.echo(json.dumps(explained.record(), indent=1))

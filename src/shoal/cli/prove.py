@@ -19,6 +19,7 @@ from typing import Any
 import typer
 
 from shoal import __version__
+from shoal.cli.words import TRUST
 
 ARGUMENTS = typer.Argument(
     None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
@@ -37,6 +38,7 @@ def prove(
     quick: bool = QUICK,
     by_blocks: bool = BY_BLOCKS,
     as_json: bool = JSON,
+    trust: bool = TRUST,
 ) -> None:
     """Show that a layout computes what one process computes, or name what differs and why.
 
@@ -55,7 +57,7 @@ def prove(
             "one; nearest: the same command alone, with launch.processes=N"
         )
     modes = ["--quick"] * quick + ["--by-blocks"] * by_blocks
-    report = _run(arguments or [], modes, quiet=as_json)
+    report = _run(arguments or [], modes, quiet=as_json, trust=trust)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -65,7 +67,7 @@ def prove(
     raise typer.Exit(EXIT_CODES[report["verdict"]])
 
 
-def _run(arguments: list[str], modes: list[str], quiet: bool) -> dict[str, Any]:
+def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) -> dict[str, Any]:
     """Start the processes and give the report that they left."""
     from shoal.base.errors import BugError
     from shoal.cli.start import prepare, write_folder
@@ -77,7 +79,8 @@ def _run(arguments: list[str], modes: list[str], quiet: bool) -> dict[str, Any]:
     paths = [Path(a) for a in arguments if "=" not in a]
     run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
     with _hidden(Path(run.folder)) as hidden:
-        prepared = prepare([*arguments, f"run.folder={hidden}", "run.name=proof"], None)
+        inside = [f"run.folder={hidden}", "run.name=proof"]
+        prepared = prepare([*arguments, *inside], None, trust=trust)
         folder, config = prepared.folder, prepared.loaded.config
         folder.mkdir(parents=True, exist_ok=True)
         events = write_folder(prepared)

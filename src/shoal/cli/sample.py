@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from shoal.base.phases import phase
+from shoal.cli.words import TRUST
 
 RUN = typer.Argument(..., metavar="RUN", help="A run folder, or one checkpoint in it.")
 PROMPT = typer.Option(..., "--prompt", help="The text to go on from.")
@@ -30,20 +31,24 @@ def sample(
     seed: int = SEED,
     chat: bool = CHAT,
     average: bool = AVERAGED,
+    trust: bool = TRUST,
 ) -> None:
     """Open the newest checkpoint of a run on text, and write on from a prompt.
 
     A run of `shoal train`, or of a loop of one's own with a model of transformers and
     `parallelize(tokenizer=…)`.
 
-    On one process, whatever the run's layout was. A model.build in its run.toml is called, so
-    sample from folders that you would resume.
+    On one process, whatever the run's layout was. A model.build in its run.toml is called if the
+    folder is yours or root's, or with --trust.
     """
     from shoal.checkpoint.hub_folder import run_folder
     from shoal.cli.checkpoint import checkpoints_of
+    from shoal.config.trust import load_own
     from shoal.view.phases import shown_waits
 
     checkpoint = checkpoints_of(path)[0]
+    if (named := run_folder(checkpoint) / "run.toml").is_file():
+        load_own(named, [], trust=trust)
     with shown_waits(sys.stderr):
         with phase("import"):
             from shoal.trainer.write_on import write_on

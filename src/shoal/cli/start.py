@@ -7,15 +7,14 @@ world size, portions of the batch, data paths, import paths, the run folder and 
 from __future__ import annotations
 
 import importlib.util
-import os
-import pwd
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
-from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest
+from shoal.base.cut_back import mend_folder
+from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest, short
 from shoal.base.events import EventLog
 from shoal.base.facts import this_machine
 from shoal.base.files import write_whole
@@ -45,6 +44,7 @@ from shoal.config.resolve import (
 )
 from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import Config
+from shoal.config.trust import load_own
 from shoal.launch import supervise
 from shoal.planner.bubble import describe_bubble
 from shoal.planner.guide import check_cores
@@ -56,8 +56,6 @@ from shoal.planner.schedules import check_micro_batches
 from shoal.planner.settle import settle_batch, settle_layout
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
-
-ROOT = 0
 
 
 @dataclass
@@ -82,11 +80,13 @@ def prepare(
     processes: int | None = None,
     *,
     force: bool = False,
+    trust: bool = False,
 ) -> Prepared:
     """Check the request and settle what was left open.
 
     processes   how many there are, if somebody else started them
     force       a resume goes on with settings and code that its checkpoint was not trained with
+    trust       also functions that a stranger's run.toml names may be called
     Errors      ConfigError, PlanError, CheckpointError: one line each
     """
     path, overrides = file_and_overrides(arguments)
@@ -95,13 +95,12 @@ def prepare(
             raise ConfigError(f"command line: {path}: --resume takes its own run.toml")
         _check_resumable(resume)
         path = resume / "run.toml"
-    loaded = load(path, overrides)
+    loaded = load_own(path, overrides, trust=trust)
     plan = settle_run(loaded, processes)
     folder = resume or resolve_folder(loaded)
     if path == folder / "run.toml":
         keep_origins(loaded, path)
     if resume is not None:
-        loaded.notices += _whose(resume / "run.toml")
         _check_goes_on(loaded.config.islands, resume)
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
@@ -136,18 +135,6 @@ def _check_same(loaded: Loaded, folder: Path) -> None:
         if line := refusal(f"--resume {folder}", found.step, differences):
             raise ConfigError(line)
         return
-
-
-def _whose(path: Path) -> list[str]:
-    """A line where somebody else wrote a run.toml: it says which functions are called."""
-    owner = path.stat().st_uid
-    if owner in (os.getuid(), ROOT):
-        return []
-    try:
-        name = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        name = f"user {owner}"
-    return [f"{path} is {name}'s, and it is code: it names functions that are called here"]
 
 
 def settle_run(loaded: Loaded, processes: int | None) -> Plan:
@@ -223,7 +210,8 @@ def check_tune(config: Config) -> None:
                 value = getattr(tune, key)
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"tune.{key} = {shown}: no adapter is asked for; nearest: tune.adapter=lora"
+                    f"tune.{key} = {short(str(shown))}: no adapter is asked for; nearest: "
+                    f"tune.adapter=lora"
                 )
         return
     where = f"tune.adapter = {tune.adapter}"
@@ -352,6 +340,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
 def write_folder(prepared: Prepared) -> EventLog:
     """run.toml as it was resolved, and the first event."""
     folder = prepared.folder
+    told = mend_folder(folder) if prepared.resumed else []
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
     # What an attempt before this one knew of another model is not this one's.
     known = read_object(folder / "plan.json") if prepared.resumed else {}
@@ -364,6 +353,6 @@ def write_folder(prepared: Prepared) -> EventLog:
         layout=prepared.plan.layout.text(),
         resumed=prepared.resumed,
     )
-    for notice in prepared.loaded.notices:
+    for notice in [*told, *prepared.loaded.notices]:
         events.emit("notice", text=notice)
     return events

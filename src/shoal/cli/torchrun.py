@@ -27,7 +27,9 @@ def launched() -> bool:
     return torchrun or ("SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1")
 
 
-def run(arguments: list[str], resume: Path | None, *, force: bool = False) -> int:
+def run(
+    arguments: list[str], resume: Path | None, *, force: bool = False, trust: bool = False
+) -> int:
     """Train as one of the launcher's processes; gives the exit code.
 
     force   go on although what differs changes the result, as a restart of the same job always does
@@ -35,10 +37,10 @@ def run(arguments: list[str], resume: Path | None, *, force: bool = False) -> in
     from shoal.launch import run_worker
 
     force = force or attempt_of(os.environ) > 0
-    return run_worker(lambda: _work(arguments, resume, force))
+    return run_worker(lambda: _work(arguments, resume, force, trust))
 
 
-def _work(arguments: list[str], resume: Path | None, force: bool) -> int:
+def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -> int:
     from shoal.checkpoint.lease import RunLease
     from shoal.cli.ending import UNSAVED_STATUS, Ending
     from shoal.cli.start import prepare, write_folder
@@ -54,7 +56,7 @@ def _work(arguments: list[str], resume: Path | None, force: bool) -> int:
     if world.is_first:
         try:
             again = continued(arguments, resume, os.environ)
-            prepared = prepare(*again, world.size, force=force)
+            prepared = prepare(*again, world.size, force=force, trust=trust)
             os.environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not force else ""
             (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
             lease = RunLease(prepared.folder, prepared.loaded.config.run.name)

@@ -17,6 +17,7 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, PlanError
+from shoal.cli.words import TRUST
 
 if TYPE_CHECKING:
     from shoal.cli.start import Prepared
@@ -42,27 +43,28 @@ def train(
     resume: Path = RESUME,
     force: bool = FORCE,
     dry_run: bool = DRY_RUN,
+    trust: bool = TRUST,
 ) -> None:
     """Train a model. Without arguments: a small Llama on the Python standard library's source text.
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
     optimizer.lr=3e-4 data.source=text:docs/*.md precision.compute=bf16 layout.strategy=ddp.
-    Ctrl-C, SIGTERM, SIGUSR1 save a checkpoint and stop (130, 143, 138); go on with --resume RUN,
-    of folders that you trust: their run.toml names functions that are called. A resume stops at
-    what would change the result (lr, schedule, code, data, …) and names it; --force goes on.
+    Ctrl-C, SIGTERM, SIGUSR1 save a checkpoint and stop (130, 143, 138); go on with --resume RUN. A
+    resume stops at what would change the result (lr, schedule, code, data, …) and names it; --force
+    goes on. Functions that a run.toml names are called if it is yours or root's, or with --trust.
     Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also
     a stop that could not save, and an end without its checkpoint.
     """
     from shoal.cli import start, torchrun
 
     if torchrun.launched():
-        raise typer.Exit(torchrun.run(arguments or [], resume, force=force))
+        raise typer.Exit(torchrun.run(arguments or [], resume, force=force, trust=trust))
     if force and resume is None:
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
     typer.echo(f"shoal {__version__}: {'resuming ' + str(resume) if resume else 'preparing a run'}")
     sys.stdout.flush()
     try:
-        prepared = start.prepare(arguments or [], resume, force=force)
+        prepared = start.prepare(arguments or [], resume, force=force, trust=trust)
     except KeyboardInterrupt:
         sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
         raise typer.Exit(1) from None

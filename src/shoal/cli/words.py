@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from shoal.base.errors import ConfigError
+
+TRUST = typer.Option(
+    False, "--trust", help="Call functions that a run.toml names which is not your own."
+)
 
 
 def file_and_overrides(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

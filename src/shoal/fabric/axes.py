@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import BugError
+from shoal.fabric.messages import prove_peers
 from shoal.fabric.process_info import Place
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
@@ -79,6 +80,8 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
         group = None
         if len(ranks) > 1 and world.group is not None:
             group = dist.new_group(list(ranks), COLLECTIVE_TIMEOUT, world.backend)
+            if world.rank in ranks:
+                prove_peers(group, ranks, world.key)
         place = ranks.index(world.rank) if world.rank in ranks else 0
         part = World(
             Place(place, len(ranks), world.local_rank, world.local_size, world.started_by),
@@ -87,7 +90,7 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
             store=world.store,
         )
         part.ranks, part.backend = ranks, world.backend
-        part.traffic = world.traffic
+        part.traffic, part.key = world.traffic, world.key
         world.parts[ranks] = part
     return world.parts[ranks]
 

@@ -9,8 +9,8 @@
     failure      whatever goes wrong becomes `IslandLost`, and these connections are broken for good
 
 A group is built on the islands' store, beside any default process group. It listens on the local
-address from which `host` is reached and on no other. gloo neither encrypts nor authenticates: see
-`rendezvous.py`.
+address from which `host` is reached and on no other, and its members prove themselves once
+(`messages.py`); gloo encrypts nothing: see `rendezvous.py`.
 
 Source: torch.distributed.ProcessGroupGloo
 Limits: gloo sends what its receiver has asked for, so an exchange takes a round trip longer than
@@ -20,6 +20,7 @@ Limits: gloo sends what its receiver has asked for, so an exchange takes a round
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from shoal.base.errors import BugError
 from shoal.fabric._torch import exchange_bytes, gloo_group, knock
 from shoal.fabric.heartbeat import IslandLost, Pulse
+from shoal.fabric.messages import PROOF_BYTES, key_of, word
 
 THREADS = 2
 """Of each group, and so its exchanges under way at a time.
@@ -126,10 +128,34 @@ class Links:
         with self.watched("connecting", deadline_s) as deadline:
             for number in range(connections):
                 self.groups.append(self._group(f"{self.name}/{number}", address, deadline))
-            self.wait(self.exchange_all(torch.zeros(1, dtype=torch.uint8), deadline), deadline)
+            self._prove(deadline)
         if self.index == 0:  # everybody has read the addresses
             for number, member in product(range(connections), range(self.count)):
                 self.store.delete_key(f"{self.name}/{number}/0/{member}")
+            self.store.delete_key(f"{self.name}/word")
+
+    def _prove(self, deadline: Deadline) -> None:
+        """Have every member show over each connection that it was at the store (messages.py).
+
+        Errors   IslandLost naming the one whose place somebody else has
+        """
+        if self.index == 0:
+            self.store.set(f"{self.name}/word", secrets.token_hex(16))
+        key = key_of(b"", self.store.get(f"{self.name}/word"))
+        others = range(self.count)
+        for number in range(len(self.groups)):
+            name = f"{self.name}/{number}"
+            said = torch.cat([word(key, name, self.index, other) for other in others])
+            sizes = [PROOF_BYTES] * self.count
+            heard = self.wait(self.exchange(said, sizes, sizes, deadline), deadline)
+            for other, told in zip(others, heard.split(PROOF_BYTES), strict=True):
+                if not torch.equal(told, word(key, name, other, self.index)):
+                    raise IslandLost(
+                        f"islands: who is connected in the place of island {self.members[other]} "
+                        "does not prove to be it: somebody else on this network took it",
+                        (self.members[other],),
+                        deadline.passed_s,
+                    )
 
     def exchange(
         self, packed: torch.Tensor, to: Sequence[int], of: Sequence[int], deadline: Deadline

@@ -5,9 +5,10 @@
     host/NAME    how many islands there are, and which have joined: a second island of the same
                  index, or one that counts otherwise, is refused by name
 
-Neither this store nor the gloo groups that are made over it encrypt or authenticate anything:
-whoever reaches the port may read and write keys. Bind to an address that only the islands reach, a
-private network or a tunnel (WireGuard, ssh).
+With a token (base/token.py) the store is open to those alone who know it, so islands of another run
+are refused by name. Without one whoever reaches the port may read and write keys, which one line
+says. Nothing is encrypted, and gloo groups that are made over the store carry numbers as they are:
+meet at an address that only the islands reach, in a private network or a tunnel (WireGuard, ssh).
 
 Source: torch.distributed.TCPStore, `master_listen_fd`.
 """
@@ -16,11 +17,14 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.token import TOKEN
+from shoal.fabric.meeting_point import is_loopback
 
 BACKLOG = 1024
 TRY_S = 0.1
@@ -28,13 +32,23 @@ ANY_PORT = 9
 """A datagram socket sends nothing on connecting, so any port will do."""
 
 
-def meet(at: str, index: int, count: int, *, deadline_s: float, lane: str = "0") -> dist.Store:
+def meet(
+    at: str,
+    index: int,
+    count: int,
+    *,
+    deadline_s: float,
+    lane: str = "0",
+    token: bytes = b"",
+    tell: Callable[[str], None] = lambda line: None,
+) -> dist.Store:
     """Join the store of all islands; gives it once every island has joined this lane.
 
     at      HOST:PORT, the same on every island; HOST is an address of island 0's machine
     index, count   this island's number, and how many there are; of one island `at` is not used
     lane    the inner rank whose processes meet: that of island 0's lane "0" serves the store
     deadline_s     how long island 0 is waited for, and then the others
+    token          by which islands know each other; empty: they do not, and `tell` is given a line
 
     Errors  ConfigError for an address that is none, or where the islands were told different things
             ClusterError when island 0 cannot listen, is not reached, or an island stays away
@@ -44,16 +58,16 @@ def meet(at: str, index: int, count: int, *, deadline_s: float, lane: str = "0")
     host, port = address_of(at)
     hosts = index == 0 and lane == "0"
     listener = _listen(at, host, port) if hosts else None
-    _await_host(at, host, port, index, deadline_s)
-    try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=hosts,
-            timeout=timedelta(seconds=deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
+    if hosts and not token and not is_loopback(host):
+        tell(
+            f"islands.at = {at}: without a token whoever reaches that port can end this run; "
+            f"nearest: the same {TOKEN} for all islands"
         )
+    try:
+        if token:
+            store = _guarded(at, index, listener, token, deadline_s, tell)
+        else:
+            store = _open(at, index, listener, deadline_s)
         _join(store, at, lane, index, count)
         _await(store, at, lane, count, deadline_s)
     except (dist.DistError, RuntimeError) as failure:
@@ -61,6 +75,43 @@ def meet(at: str, index: int, count: int, *, deadline_s: float, lane: str = "0")
             f"islands.at = {at}: island {index} lost the store of island 0: {failure}"
         ) from failure
     return store
+
+
+def _open(at: str, index: int, listener: socket.socket | None, deadline_s: float) -> dist.Store:
+    """A store that whoever reaches it may use."""
+    host, port = address_of(at)
+    _await_host(at, host, port, index, deadline_s)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _guarded(
+    at: str,
+    index: int,
+    listener: socket.socket | None,
+    token: bytes,
+    deadline_s: float,
+    tell: Callable[[str], None],
+) -> dist.Store:
+    """A store for those who know the token."""
+    from shoal.fabric.guarded_store import GuardedStore
+    from shoal.fabric.store_server import Server
+
+    if listener is not None:
+        Server(listener, token, tell)
+    try:
+        return GuardedStore(*address_of(at), token, timedelta(seconds=deadline_s))
+    except ClusterError as failure:
+        raise ClusterError(
+            f"islands.at = {at}: island {index} does not reach island 0 there within "
+            f"{deadline_s:g} s: {failure}; is island 0 running, with the same {TOKEN}?"
+        ) from failure
 
 
 def address_of(at: str) -> tuple[str, int]:

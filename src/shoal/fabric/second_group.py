@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shoal.fabric.messages import prove_peers
 from shoal.fabric.process_info import Place
 from shoal.fabric.traffic import Traffic
 from shoal.fabric.world import World
@@ -35,11 +36,12 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     group = None
     if world.group is not None:
         group = dist.new_group(backend="gloo", timeout=timeout)
+        prove_peers(group, world.ranks, world.key)
     place = Place(
         world.rank, world.size, world.local_rank, world.local_size, f"{world.started_by}, twin"
     )
     found = World(place, torch.device("cpu"), group)
-    found.backend = "gloo"
+    found.backend, found.key = "gloo", world.key
     found.traffic = Traffic(watched=False)  # the page is the training thread's
     return found
 

@@ -6,7 +6,7 @@ one process needs no process group, so code written against it runs alone, uncha
 
 How a process learns its place, first match wins:
   a process group that exists already    adopted as it is
-  SHOAL_STORE_PORT                       started by `shoal train`'s own supervisor
+  SHOAL_STORE                            started by `shoal train`'s own supervisor
   RANK, WORLD_SIZE, MASTER_ADDR          torchrun, Kubernetes
   SLURM_PROCID, SLURM_NTASKS             srun
   none                                   one process
@@ -19,11 +19,10 @@ import itertools
 import json
 import logging
 import os
-import threading
+import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from shoal.base.systems import loopback
 from shoal.fabric import messages
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
 from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
+from shoal.fabric.messages import key_of, prove_peers
 from shoal.fabric.process_info import Place, find_place
 from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SEND, Traffic
 
@@ -72,6 +72,7 @@ class World:
     backend             what its parts are made with; None: as torch chooses for the device
     parts, meshes       made of it so far (see `axes`)
     traffic             what it sent and how long it waited
+    key                 by which members of its groups prove themselves (messages.py)
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class World:
         self.owns_group = owns_group
         self.store = store
         self.traffic = Traffic()
+        self.key = b""
         self._turns = itertools.count()
         self.backend: str | None = None
         self.ranks = tuple(range(place.size))
@@ -234,7 +236,7 @@ class World:
                 return work()
             finally:
                 self.store.set(machine, "")
-        self.store.wait([machine], PREPARE_TIMEOUT)
+        _wait(self.store, [machine], PREPARE_TIMEOUT)
         return work()
 
     def told_on_machine(self, work: Callable[[], Any]) -> Any:
@@ -253,7 +255,7 @@ class World:
             finally:
                 self.store.set(key, json.dumps(told))
             return told
-        self.store.wait([key], PREPARE_TIMEOUT)
+        _wait(self.store, [key], PREPARE_TIMEOUT)
         return json.loads(self.store.get(key))
 
     def machine_barrier(self) -> None:
@@ -264,7 +266,7 @@ class World:
         key, first = f"here/{next(self._turns)}", self.rank - self.local_rank
         self.store.set(f"{key}/{self.rank}", "")
         local = range(first, first + self.local_size)
-        self.store.wait([f"{key}/{rank}" for rank in local], PREPARE_TIMEOUT)
+        _wait(self.store, [f"{key}/{rank}" for rank in local], PREPARE_TIMEOUT)
 
     def _local_first_by_barrier(self, work: Callable[[], Any]) -> Any:
         result = work() if self.local_rank == 0 else None
@@ -304,7 +306,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             "an existing process group",
         )
         atexit.register(_let_go)
-        store = _adopted_store()
+        store = meeting_store(f"shoal/{next(_worlds_made)}")
         return World(place, device_of_group(), dist.group.WORLD, store=store)
     place = find_place(os.environ if environ is None else environ)
     device = own_device(place.local_rank, place.local_size, place.started_by == "Slurm")
@@ -313,12 +315,11 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     if place.host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     try:
-        with _waiting_told(place):
-            store = _meeting_store(place)
+        store = _meeting_store(place)
         # Each attempt, and each world of one process, has its own names: a stock restart may read
         # a dead peer's address.
         named = dist.PrefixStore(f"attempt-{place.attempt}/{next(_worlds_made)}", store)
-        _await_all(named, place)
+        key = key_of(place.token, _await_all(named, place))
         dist.init_process_group(
             backends(device),
             store=named,
@@ -326,85 +327,81 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
             world_size=place.size,
             timeout=COLLECTIVE_TIMEOUT,
         )
+        prove_peers(dist.group.WORLD, range(place.size), key)
     except (RuntimeError, dist.DistError) as failure:
         raise ClusterError(
             f"rank {place.rank} of {place.size} ({place.started_by}): the processes did not meet "
-            f"at {place.host}:{place.port} within {JOIN_TIMEOUT.seconds} s: {failure}"
+            f"at {place.meets_at} within {JOIN_TIMEOUT.seconds} s: {failure}"
         ) from failure
     atexit.register(_leave_at_exit)
-    return World(place, device, dist.group.WORLD, owns_group=True, store=named)
+    world = World(place, device, dist.group.WORLD, owns_group=True, store=named)
+    world.key = key
+    return world
 
 
-def _adopted_store() -> dist.Store | None:
-    """The store of a group that the user made, over a connection of its own, with names of ours."""
-    try:
-        store = own_connection(default_store())
-    except (RuntimeError, NotImplementedError):
-        return None
-    return dist.PrefixStore(f"shoal/{next(_worlds_made)}", store)
-
-
-@contextmanager
-def _waiting_told(place: Place) -> Iterator[None]:
-    """Tell once, on each machine, that rank 0 is waited for: a start is never silent."""
-    text = "shoal: rank %d of %d: nobody answers at %s:%d since %.0f s; gives up after %d s"
-    values = (place.rank, place.size, place.host, place.port, TELL_AFTER_S, JOIN_TIMEOUT.seconds)
-    timer = threading.Timer(TELL_AFTER_S, logging.getLogger("shoal").warning, (text, *values))
-    timer.daemon = True
-    if place.local_rank == 0:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _await_all(store: dist.Store, place: Place) -> None:
+def _await_all(store: dist.Store, place: Place) -> bytes:
     """Wait for everybody, and say for whom: torch would wait as long as for a collective.
 
+    Gives    a random word, the same on all ranks
     Errors   ClusterError naming who did not come
     """
     keys = [f"here/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], "")
     if store.add("here", 1) == place.size:  # one key is awaited: all keys of all ranks are ranks²
-        store.set("all here", "")
+        store.set("all here", secrets.token_hex(16))
     until_s = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:
         left_s = until_s - time.monotonic()
         try:
-            store.wait(["all here"], timedelta(seconds=max(0.001, min(TELL_AFTER_S, left_s))))
-            return
-        except dist.DistStoreError:
+            _wait(store, ["all here"], timedelta(seconds=max(0.001, min(TELL_AFTER_S, left_s))))
+            return bytes(store.get("all here"))
+        except RuntimeError:
             away = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if not away:
-            return
+        if not away and left_s > 0:
+            continue  # the last one is about to say that all are here
         who = f"rank{'s' * (len(away) > 1)} {', '.join(away)}"
+        if not away:
+            raise ClusterError(
+                f"all ranks came to {place.meets_at}, and were not counted so: somebody else "
+                "writes to the store there"
+            )
         if left_s <= TELL_AFTER_S:
             raise ClusterError(
-                f"{who} of {place.size} did not come to {place.host}:{place.port} within "
+                f"{who} of {place.size} did not come to {place.meets_at} within "
                 f"{JOIN_TIMEOUT.total_seconds():g} s ({place.started_by}); look at what they print"
             )
         if place.local_rank == 0:
             logging.getLogger("shoal").warning("shoal: rank %d waits for %s", place.rank, who)
 
 
+def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
+    """Wait for keys. Errors: RuntimeError after the timeout.
+
+    torch's store in a file looks every 10 ms, where a peer is often no later than one.
+    """
+    pause_s, until_s = 0.0002, time.monotonic() + 0.05
+    while time.monotonic() < until_s:
+        if store.check(keys):
+            return
+        time.sleep(pause_s)
+        pause_s *= 1.5
+    store.wait(keys, timeout)
+
+
 _worlds_made = itertools.count()
-_stores: dict[tuple[str, int], dist.TCPStore] = {}
+_stores: dict[str, dist.Store] = {}
 
 
-def _meeting_store(place: Place) -> dist.TCPStore:
+def _meeting_store(place: Place) -> dist.Store:
     """The store of this job, opened once per process: its port cannot be bound a second time."""
-    at = (place.host, place.port)
-    if at not in _stores:
-        _stores[at] = dist.TCPStore(
-            place.host,
-            place.port,
-            place.size,
-            is_master=place.hosts_store,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=place.listen_fd,
-        )
+    at = place.meets_at
+    if at not in _stores and place.file:
+        _stores[at] = dist.FileStore(place.file)
+        _stores[at].set_timeout(JOIN_TIMEOUT)
+    elif at not in _stores:
+        from shoal.fabric.meeting_point import open_store  # one machine's ranks need none of it
+
+        _stores[at] = open_store(place, JOIN_TIMEOUT, TELL_AFTER_S)
     return _stores[at]
 
 
@@ -441,17 +438,14 @@ def _let_go() -> None:
     _holders.clear()
 
 
-def meeting_store() -> dist.Store | None:
+def meeting_store(prefix: str = "meeting") -> dist.Store | None:
     """Returns the default process group's store over a connection of its own; None without one.
 
-    Its keys have the prefix "meeting". A thread that asks must not wait behind the main one, which
-    may stand in the store for hours.
+    A thread that asks must not wait behind the main one, which may stand in the store for hours.
     """
-    if not dist.is_initialized():
-        return None
     try:
-        return dist.PrefixStore("meeting", own_connection(default_store()))
-    except (RuntimeError, NotImplementedError, dist.DistError):
+        return dist.PrefixStore(prefix, own_connection(default_store()))
+    except (RuntimeError, NotImplementedError, ValueError):  # none, or no store that can
         return None
 
 

@@ -6,9 +6,9 @@ the memory that it takes. Two sides, one channel of messages (a SOCK_SEQPACKET p
 
     supervisor (`processes.ForkServer`)            the server (this program), which imports first
                                                ←   {"ready": true} | {"cannot": reason}
-    {"command", "environ"}, three open files   →   forks; the files are its log, what it waits for
+    {"command", "environ"}, two open files     →   forks; the files are its log, what it waits for
                                                ←   {"pid": n} | {"cannot": reason}
-    a byte in the second file: n is guarded    →   the worker begins, rank 0 with the store's socket
+    a byte in the second file: n is guarded    →   the worker begins
                                                ←   {"ended": n, "code": c}, its group killed before
 
 A worker sees what it would as a program: its module is `__main__`, it leads its own session, and
@@ -85,7 +85,7 @@ def _opened() -> str:
 
 def _answer(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
     """Do one request; False if the supervisor is gone."""
-    told, files, *_ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+    told, files, *_ = socket.recv_fds(channel, MESSAGE_BYTES, 2)
     if not told:
         return False
     request = json.loads(told)
@@ -136,11 +136,9 @@ def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: i
         os.close(begun)
         if not os.read(files[1], 1):
             os._exit(1)  # the supervisor died before anybody guarded this process
-        for file in files[:2]:
+        for file in files:
             os.close(file)
         os.environ.update(request["environ"])
-        if len(files) > 2:
-            os.environ["SHOAL_STORE_FD"] = str(files[2])
         name = f"shoal rank {os.environ['RANK']}"
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
         if numpy := sys.modules.get("numpy"):

@@ -2,14 +2,14 @@
 
 A worker is told its place by environment variables (read by `fabric/process_info.py`):
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   as torchrun names them
-  SHOAL_STORE_PORT, SHOAL_STORE_FD                 where the ranks meet; rank 0 gets the socket
+  SHOAL_STORE                                      the file at which the ranks meet
   SHOAL_ATTEMPT, SHOAL_RUN_FOLDER                  how many restarts came before; where to report
   SHOAL_WATCH_PAGE                                 the page in which it says what it does; or empty
 
 Nothing survives the run: each worker leads its own session, so one signal to its process group
 reaches its loader processes too; the kernel kills it when the supervisor dies (parent-death signal,
-prctl(2)); `guardian.py` then kills what it had started. The store's socket is bound to loopback
-before anyone else can claim the port; torch alone would listen on all interfaces.
+prctl(2)); `guardian.py` then kills what it had started. No other user can reach what the ranks meet
+at (`PrivateStore`); torch alone would listen on all interfaces, and ask nobody who he is.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,12 +43,43 @@ FORK_S = 30.0
 """How long a fork may take: of 300 MiB of page tables on a machine that swaps."""
 
 
-def private_socket() -> socket.socket:
-    """Open a listening TCP socket on a free port of 127.0.0.1; the caller closes it."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
-    listener.listen(1024)
-    return listener
+class PrivateStore:
+    """The file at which the workers of one attempt meet: torch's FileStore reads and writes it.
+
+    path   by which this user's processes open it, and no other user's
+
+    Linux    memory without a name (memfd), which only who may look into this process can open, by
+             /proc/PID/fd. It is gone with this process, no disk is full of it, nobody tidies it up
+    others   a file in a folder of mode 0700, removed by `close`
+
+    Source   memfd_create(2); proc_pid_fd(5): permission to follow is PTRACE_MODE_READ_FSCREDS
+    """
+
+    def __init__(self) -> None:
+        self._folder, self._file = "", -1
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("shoal-store")
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+            if os.access(self.path, os.R_OK | os.W_OK):  # /proc is there
+                return
+            self.close()
+        self._folder = tempfile.mkdtemp(prefix="shoal-store-")
+        self.path = os.path.join(self._folder, "store")
+
+    def close(self) -> None:
+        """End it; a second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder, self._file = "", -1
+
+
+def free_port() -> int:
+    """A port of loopback at which nobody listens just now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
@@ -63,8 +96,7 @@ def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
     }
-    inherited = {key: value for key, value in base.items() if key != "SHOAL_STORE_FD"}
-    return {**defaults, **inherited}
+    return {**defaults, **base}
 
 
 def worker_environment(
@@ -74,31 +106,27 @@ def worker_environment(
     processes: int,
     attempt: int,
     folder: Path,
-    listener: socket.socket,
+    store: str,
     page: str = "",
 ) -> dict[str, str]:
     """The environment of one worker: what all share, with its place added, and that of its page.
 
-    >>> listener = private_socket()
     >>> found = worker_environment({"RANK": "9"}, rank=1, processes=2, attempt=0,
-    ...                            folder=Path("/run"), listener=listener)
-    >>> listener.close()
-    >>> found["RANK"], found["WORLD_SIZE"], "SHOAL_STORE_FD" in found
-    ('1', '2', False)
+    ...                            folder=Path("/run"), store="/proc/9/fd/5")
+    >>> found["RANK"], found["WORLD_SIZE"], found["SHOAL_STORE"]
+    ('1', '2', '/proc/9/fd/5')
     """
-    place = {
+    return {
+        **shared,
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(processes),
-        "SHOAL_STORE_PORT": str(listener.getsockname()[1]),
+        "SHOAL_STORE": store,
         "SHOAL_ATTEMPT": str(attempt),
         "SHOAL_RUN_FOLDER": str(folder.absolute()),
         PAGE_VARIABLE: page,
     }
-    if rank == 0:
-        place["SHOAL_STORE_FD"] = str(listener.fileno())
-    return {**shared, **place}
 
 
 def die_with(parent: int) -> Callable[[], None] | None:
@@ -232,14 +260,12 @@ class ForkServer:
         Errors   OSError when there is no worker after FORK_S
         """
         place = {key: text for key, text in environ.items() if self.environ.get(key) != text}
-        store = place.pop("SHOAL_STORE_FD", "")
         request = json.dumps({"command": list(command[2:]), "environ": place})
         until_s = time.monotonic() + FORK_S
         waits, goes = os.pipe()
         try:
-            files = [log, waits, *([int(store)] if store else [])]
             with contextlib.suppress(OSError):
-                socket.send_fds(self._channel, [request.encode()], files)
+                socket.send_fds(self._channel, [request.encode()], [log, waits])
             while self.ready and not self._forked and time.monotonic() < until_s:
                 self.look(1.0)
             answer = self._forked.pop() if self._forked else {"cannot": self.cannot or "no answer"}
@@ -312,7 +338,6 @@ class Worker:
         self.guardian = watched_by
         self.code: int | None = None
         self.ended_s = 0.0
-        descriptor = int(environ.get("SHOAL_STORE_FD", "-1"))
         try:
             with self.log_path.open("ab") as log:
                 with contextlib.suppress(OSError):  # a full disk must not stop a restart
@@ -322,7 +347,7 @@ class Worker:
                 self.process = (
                     server.fork(command, environ, log.fileno(), self._guard)
                     if server
-                    else _program(command, environ, log, descriptor)
+                    else _program(command, environ, log)
                 )
         except (OSError, subprocess.SubprocessError) as failure:
             raise ClusterError(
@@ -368,16 +393,15 @@ class Worker:
 
 
 def _program(
-    command: Sequence[str], environ: dict[str, str], log: IO[bytes], store: int
+    command: Sequence[str], environ: dict[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """A worker that imports for itself; `store` is the store's socket, or -1."""
+    """A worker that imports for itself."""
     return subprocess.Popen(
         list(command),
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        pass_fds=() if store < 0 else (store,),
         start_new_session=True,
         preexec_fn=die_with(os.getpid()),
     )

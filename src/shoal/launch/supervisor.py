@@ -4,7 +4,7 @@
                        → RESTARTING → STARTING   one died and restarts are left
                        → STOPPING → DONE      a signal asked for a clean stop
 
-Every attempt meets on a fresh port under a fresh name; stock restarts that reuse both came back in
+Every attempt meets at a fresh store under a fresh name; stock restarts that reuse both came back in
 4 of 10 trials. The workers resume by themselves from the newest complete checkpoint.
 """
 
@@ -37,9 +37,9 @@ from shoal.launch.grace import Grace
 from shoal.launch.processes import (
     ForkServer,
     Guardian,
+    PrivateStore,
     Worker,
     can_fork,
-    private_socket,
     shared_environment,
     worker_environment,
 )
@@ -147,6 +147,7 @@ def supervise(
         finally:
             run.kill_all()
             run.end_server()
+            run.store.close()
             run.watcher.close()
 
 
@@ -177,6 +178,7 @@ class _Supervisor:
         shared = processes > 1 or restarts > 0
         self.imports = imports if shared and can_fork() else ()
         self.server: ForkServer | None = None
+        self.store = PrivateStore()
 
     def run(self, shared: Mapping[str, str], grace: Grace) -> Outcome:
         """Attempts until the run ends."""
@@ -231,21 +233,21 @@ class _Supervisor:
         for stale in (self.folder / "logs").glob("rank-*.error.json"):
             stale.unlink(missing_ok=True)
         pages = self.watcher.begin(self.processes)
-        # Closed here as soon as rank 0 has it: else its peers could connect to nobody and wait.
-        with private_socket() as listener:
-            for rank in range(self.processes):
-                environ = worker_environment(
-                    shared,
-                    rank=rank,
-                    processes=self.processes,
-                    attempt=self.attempt,
-                    folder=self.folder,
-                    listener=listener,
-                    page=pages[rank] if pages else "",
-                )
-                worker = Worker(self.command, environ, self.guardian, self.server)
-                self.workers.append(worker)
-                self.emit("worker_started", rank=rank, pid=worker.pid, attempt=self.attempt)
+        self.store.close()
+        self.store = PrivateStore()
+        for rank in range(self.processes):
+            environ = worker_environment(
+                shared,
+                rank=rank,
+                processes=self.processes,
+                attempt=self.attempt,
+                folder=self.folder,
+                store=self.store.path,
+                page=pages[rank] if pages else "",
+            )
+            worker = Worker(self.command, environ, self.guardian, self.server)
+            self.workers.append(worker)
+            self.emit("worker_started", rank=rank, pid=worker.pid, attempt=self.attempt)
         self.move(State.RUNNING)
 
     def watch(self) -> Death | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.events import Emit
 from shoal.base.islands import IslandsPolicy, check_keep
 from shoal.base.phases import phase
+from shoal.base.token import find_token
 from shoal.checkpoint.faults import Damaged
 from shoal.checkpoint.folders import temporary
 from shoal.checkpoint.listing import find, read_manifest
@@ -173,7 +175,15 @@ def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
 def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -> Plane:
     lane = str(inner.rank)
     at = policy.at or f"{LOOPBACK}:0"
-    store = meet(at, policy.index, policy.count, deadline_s=MEET_S, lane=lane)
+    store = meet(
+        at,
+        policy.index,
+        policy.count,
+        deadline_s=MEET_S,
+        lane=lane,
+        token=find_token(os.environ),
+        tell=tell,
+    )
     return open_plane(
         store,
         lane,

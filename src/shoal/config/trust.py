@@ -1,0 +1,89 @@
+"""Whose code a run.toml names: functions of a stranger's file are not called without a word.
+
+A run.toml is code: it names functions, and with them their arguments, that are imported and called
+in this user's name. So a file counts as his own where he or root owns it and its folder, and not
+everybody may write there; of any other one what it names is called only after `--trust`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from shoal.base.errors import ConfigError, short
+from shoal.config.load import Loaded, load
+from shoal.config.mixture import split_mixture
+from shoal.config.paths import split_source
+
+ROOT = 0
+CODE = (
+    *("model.build", "model.loss", "data.source", "data.collate", "optimizer.name"),
+    *("train.on",),
+)
+"""Keys whose values may name functions or classes, pkg.mod:name."""
+
+
+def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loaded:
+    """`load`, for a command that calls what the file names.
+
+    trust    the user has said --trust
+    Errors   as `load`; ConfigError where a stranger's file names functions
+    """
+    loaded = load(path, overrides)
+    if path is not None and not trust:
+        check_owner(loaded, path)
+    return loaded
+
+
+def check_owner(loaded: Loaded, path: Path) -> None:
+    """Errors: ConfigError where a file that is not this user's own names a function.
+
+    path   from which `loaded` was read
+    """
+    named = next(_functions(loaded, str(path)), "")
+    if named and (why := _whose(path) or _whose(path.absolute().parent)):
+        raise ConfigError(
+            f"{path}: {why}, and it names functions that would be called here: {named}; nearest: "
+            f"read it, then the same command with --trust"
+        )
+
+
+def _functions(loaded: Loaded, origin: str) -> Iterator[str]:
+    """What of a file names a function: "key = value"."""
+    for key in CODE:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(loaded.config, section), name)
+        for text in [value] if isinstance(value, str) else value:
+            if loaded.origins.get(key) == origin and _calls(key, text):
+                yield f"{key} = {short(text)}"
+
+
+def _calls(key: str, text: str) -> bool:
+    if key not in ("data.source", "data.validation"):
+        return ":" in text
+    kind, argument = split_source(text, key)
+    if kind == "mix":
+        return any(_calls(key, part) for _, part in split_mixture(argument, key))
+    return kind == "function"
+
+
+def _whose(path: Path) -> str:
+    """Why a file or folder is not this user's own; "" where it is."""
+    found = path.stat()
+    here = "" if path.is_file() else f"its folder {path} "
+    if found.st_uid not in (os.geteuid(), ROOT):
+        return f"{here}is {_name(found.st_uid)}'s"
+    # In a folder with the sticky bit, as /tmp has it, nobody replaces another one's file.
+    open_to_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    return f"{here}may be written by everybody" if open_to_all else ""
+
+
+def _name(user: int) -> str:
+    import pwd  # no such thing on Windows, where `load_own` is not asked
+
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"

@@ -1,0 +1,131 @@
+"""Where processes of several machines meet: a store at MASTER_ADDR:MASTER_PORT, which rank 0 has.
+
+    torchrun's own store   used as it is: its boundary is torch's (SECURITY.md)
+    with a token           a store for those who know it (`guarded_store.py`)
+    without one            torch's TCPStore, and one line that says what that means
+
+Rank 0 listens on the one address that MASTER_ADDR names; torch alone would listen on all interfaces
+of its machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError
+from shoal.base.token import TOKEN
+from shoal.fabric.process_info import Place
+
+BACKLOG = 1024
+
+
+def open_store(place: Place, timeout: timedelta, tell_after_s: float) -> dist.Store:
+    """The store of a place, served by its rank 0; who waits for that says so after a while.
+
+    Errors   ClusterError where rank 0 cannot listen, or nobody answers; ConfigError for another
+             token than rank 0's
+    """
+    with _waiting_told(place, timeout, tell_after_s):
+        return _opened(place, timeout)
+
+
+@contextmanager
+def _waiting_told(place: Place, timeout: timedelta, tell_after_s: float) -> Iterator[None]:
+    """Tell once, on each machine, that rank 0 is waited for: a start is never silent."""
+    text = "shoal: rank %d of %d: nobody answers at %s since %.0f s; gives up after %d s"
+    values = (place.rank, place.size, place.meets_at, tell_after_s, timeout.total_seconds())
+    timer = threading.Timer(tell_after_s, logging.getLogger("shoal").warning, (text, *values))
+    timer.daemon = True
+    if place.local_rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _opened(place: Place, timeout: timedelta) -> dist.Store:
+    if place.agent_store:
+        return _torchs(place, None, timeout)
+    if place.token:
+        from shoal.fabric.guarded_store import GuardedStore
+        from shoal.fabric.store_server import Server  # torchrun's worlds have none
+
+        if place.hosts_store:
+            Server(_listen(place, quiet=True), place.token)
+        return GuardedStore(place.host, place.port, place.token, timeout)
+    if place.hosts_store and not is_loopback(place.host):
+        logging.getLogger("shoal").warning(
+            "shoal: the store at %s has no token: whoever reaches that port can end this run; "
+            "nearest: export %s=$(openssl rand -hex 32) for all of its processes",
+            *(place.meets_at, TOKEN),
+        )
+    return _torchs(place, _listen(place) if place.hosts_store else None, timeout)
+
+
+def _torchs(place: Place, listener: socket.socket | None, timeout: timedelta) -> dist.Store:
+    return dist.TCPStore(
+        place.host,
+        place.port,
+        place.size,
+        is_master=place.hosts_store,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
+    """Listen on the address that MASTER_ADDR names, on all where it names none of this machine's.
+
+    quiet   do not say which of both
+    """
+    why = ""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            place.host, place.port, type=socket.SOCK_STREAM
+        )[0]
+        if not is_loopback(str(address[0])) or is_loopback(place.host):
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        why = f"means {address[0]} here, which other machines do not reach"  # Debian's /etc/hosts
+    except OSError as failure:
+        if failure.errno != errno.EADDRNOTAVAIL:
+            raise ClusterError(
+                f"MASTER_ADDR, MASTER_PORT = {place.meets_at}: rank 0 cannot listen there: "
+                f"{failure.strerror or failure}; nearest: another MASTER_PORT"
+            ) from failure
+        why = "is no address of rank 0's machine"  # a service's, behind which it stands
+    if not quiet:
+        logging.getLogger("shoal").warning(
+            "shoal: MASTER_ADDR = %s %s: the store listens on all interfaces; nearest: the address "
+            "of rank 0's machine in digits",
+            *(place.host, why),
+        )
+    try:
+        return socket.create_server(("", place.port), backlog=BACKLOG)
+    except OSError as failure:
+        raise ClusterError(
+            f"MASTER_PORT = {place.port}: rank 0 cannot listen there: {failure.strerror}; nearest: "
+            "another MASTER_PORT"
+        ) from failure
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is said to be this machine alone.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("node7")
+    (True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
