@@ -4,8 +4,12 @@ One process with one thread: whole passes over a dataset that lies in memory, in
 micro-batches of an eighth of the batch against torch's one batch; no step in between. Beside it the
 same of torch against itself, and the first batch of a dataset of 10¹² samples.
 
+What is freed stays with the process: glibc gives a batch of 20 MB back to the system or keeps it as
+the heap happens to lie, which is 0 to 48,000 page faults a pass, on either side.
+
     python benchmarks/loading.py                  about four minutes
     python benchmarks/loading.py --pairs 2        does it work?
+    python benchmarks/loading.py "text 64 x 512"  rows of this data only
 
 Gate: upper end of each ratio ≤ 1.15; first batch ≤ 10 ms.
 """
@@ -13,6 +17,7 @@ Gate: upper end of each ratio ≤ 1.15; first batch ≤ 10 ms.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 
 LIMIT, FIRST_LIMIT_S, BATCH = 1.15, 0.010, 64
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class Rows(Dataset[Any]):
@@ -64,10 +70,14 @@ def seconds(batches: Iterable[Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("data", nargs="*", help="rows that are measured; default: all")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="one JSON line after the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(parameter, 2**30)
     run = shoal.parallelize(
         torch.nn.Linear(1, 1),
         lambda p: torch.optim.SGD(p, lr=0.1),
@@ -80,9 +90,10 @@ def main() -> None:
         "text 64 x 512": (text, 300),
         "images 64 x 3 x 160 x 160": (images, 40),
     }
-    for name, (make, batches) in makers.items():
+    for name in options.data or makers:
+        make, batches = makers[name]
         data = make(batches)
-        for workers in (0, 1, 2):
+        for workers in options.workers:
             record["rows"].append(measured(run, data, name, batches, workers, options.pairs))
     endless = text(10**12 // BATCH)
     began = time.perf_counter()

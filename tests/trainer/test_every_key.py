@@ -113,6 +113,7 @@ VALUES: dict[str, str] = {
     "train.prove": "train.prove=off",
     "train.skip_limit": "train.skip_limit=2",
     "train.trace": "train.trace=2:3",
+    "train.drift": "train.drift=every",
     "train.on": "train.on=shoal.models.mlp:MLP",
     "layout.strategy": "layout.strategy=zero2",
     "layout.dp_replicate": "layout.dp_replicate=2 layout.dp_shard=2",
@@ -169,6 +170,7 @@ VALUES: dict[str, str] = {
     "launch.processes": "launch.processes=4",
     "launch.nodes": "launch.nodes=2",
     "launch.restarts": "launch.restarts=1",
+    "launch.patience_s": "launch.patience_s=5",
     "launch.grace_s": "launch.grace_s=25.0",
 }
 """Every key with a value that is not its default."""
@@ -256,6 +258,7 @@ NOT_FORESEEN = {
     "train.prove": "before the run",
     "train.skip_limit": "when a run gives up",
     "train.trace": "what is written of a few steps, which are slower for it",
+    "train.drift": "a hundredth of a step's time",
     "train.on": "the user's own function",
     "layout.threads": "replicas in threads are not foreseen, and `foresee` says so",
     "layout.compress": "left out of the figures, and `shoal plan` says so",
@@ -268,6 +271,7 @@ NOT_FORESEEN = {
     "run.": "names",
     "launch.nodes": "--on says which machines; a plan for several without it is refused",
     "launch.restarts": "what happens after a failure",
+    "launch.patience_s": "what happens after a failure",
     "launch.grace_s": "how long a stop may take",
 }
 """Keys, and sections as a whole, that change neither time, memory nor bytes of a step foreseen."""

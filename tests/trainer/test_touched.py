@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.machine.memory import trim_heap
-from shoal.trainer.touched import LOOKED_AT, SURE, fingerprint
+from shoal.trainer.bit_sums import LOOKED_AT, SURE, fingerprint
 
 MIB = 2**20
 

@@ -46,7 +46,12 @@ class PlanError(UserError):
 
 
 class ClusterError(ShoalError):
-    """A ShoalError: a process, a link or a disk failed, and a restart may help; exit status 1."""
+    """A ShoalError: a process, a link or a disk failed, and a restart may help; exit status 1.
+
+    here   True: it is this rank's own fault, and not what others' does to it
+    """
+
+    here: bool = False
 
 
 class CheckpointError(ShoalError):

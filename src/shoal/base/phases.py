@@ -7,8 +7,7 @@ Any room says it where the work is done, and nothing happens unless somebody lis
             told.step()
 
 Who listens is set per thread (`listen`), so what runs beside training, a save in the background,
-stays silent. A worker tells its run folder (`tell_folder`): one small file, `phase.json`, always
-the newest state, which `view` reads. It is no log: what happened stands in events.jsonl.
+stays silent. A worker keeps the newest state in its folder's `phase.json` (`tell_folder`).
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 FILE_NAME = "phase.json"
 EVERY_S = 0.2
 """Progress within a phase is told so often; a new phase at once."""
+
+NOWHERE, DATA, PASSES, SUM, UPDATE, HOOKS = range(6)  # parts of a step, for the page only
 
 
 @dataclass
@@ -79,8 +80,7 @@ _TELLER: ContextVar[Teller | None] = ContextVar("teller", default=None)
 def listen(hear: Hear | None) -> None:
     """Have `hear` called with this thread's open phases, outermost first; None: nobody listens.
 
-    It is called as one begins or ends, and at most every 0.2 s while steps are counted. Who
-    listened before is replaced.
+    As one begins or ends, and every 0.2 s while steps are counted. Who listened before is replaced.
     """
     _TELLER.set(None if hear is None else Teller(hear))
 
@@ -129,7 +129,7 @@ def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
 def tell_folder(folder: Path) -> None:
     """Write this thread's open phases to `folder/phase.json` whenever they change (`listen`).
 
-    The file is replaced whole; what the disk refuses is dropped. What listened before is replaced.
+    The file is replaced whole; what the disk refuses is dropped. Of others, the page listens on.
     """
     path, half = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
 
@@ -138,5 +138,16 @@ def tell_folder(folder: Path) -> None:
         with contextlib.suppress(OSError):  # it is for readers; a full disk must stop nobody
             half.write_text(json.dumps(record))
             os.replace(half, path)
+        if page is not None:
+            page.hear(phases)
 
     listen(hear)
+
+
+page: Any = None  # the watch_page.Page of this process, where somebody watches it
+
+
+def part(number: int) -> None:
+    """A part of a step begins: PASSES, SUM, …; nothing where nobody watches this process."""
+    if page is not None:
+        page.part(number)

@@ -8,37 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
+from shoal.base.declared import number, word
 from shoal.base.errors import ConfigError, PlanError, one_of, short
-
-
-def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
-    """Declare a policy's key that is one of a few words, the first by default.
-
-    others   what users write instead → the legal word that they mean; proposed by `check_value`
-    """
-    return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
-
-
-def number(
-    default: float,
-    *,
-    least: float,
-    below: float = math.inf,
-    usual: float | None = None,
-    **more: Any,
-) -> Any:
-    """Declare a policy's key that is a number of at least `least` and less than `below`.
-
-    usual   proposed in the place of any number that is refused; default: `least`
-    more    further arguments of `dataclasses.field`; the value is checked by `check_value`
-    """
-    near = least if usual is None else usual
-    bounds = {"least": least, "below": below, "usual": near}
-    return field(default=default, metadata=bounds, **more)
-
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
 OTHER_FORMATS = {
@@ -56,6 +30,7 @@ SPLITS = ("whole", "column", "row")
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 CONTEXT = ("auto", "ring", "ulysses", "gather")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
+DRIFT = ("auto", "every", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +206,8 @@ class LoopPolicy:
     seed         of initial weights, sample order and dropout
     skip_limit   steps in a row with non-finite numbers, each skipped, after which the run stops
     trace        steps that are recorded, "FIRST:LAST", both included; "" none
+    drift        how often weights and states are looked at for bits that changed in memory: auto
+                 (a hundredth of a step's time), every (step), off
     """
 
     seed: int = number(0, least=0)
@@ -240,6 +217,9 @@ class LoopPolicy:
     trace: str = ""
     """FIRST:LAST, both included: steps of which each rank writes a torch.profiler trace and their
     memory into the run folder's traces/; empty: none"""
+    drift: str = word(DRIFT, {"true": "auto", "false": "off", "none": "off", "on": "auto"})
+    """auto (costs a hundredth of a step at most), every (step), off: whether bits of weights and
+    optimizer state changed in memory, or differ between ranks that hold the same"""
 
     @staticmethod
     def traced(name: str, text: str) -> tuple[int, int]:

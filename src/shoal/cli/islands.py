@@ -318,6 +318,7 @@ def _supervise(folder: Path, config: Config) -> Outcome:
         emit=events.emit,
         environ=dict(os.environ),
         imports=imports_of(config.model.name),
+        patience_s=config.launch.patience_s,
         grace_s=config.launch.grace_s,
         steps_to_save=_steps_to_save(config),
     )

@@ -9,7 +9,7 @@ import typer
 from shoal import __version__
 from shoal.base.errors import ShoalError
 from shoal.base.systems import untried
-from shoal.cli import checkpoint, compare, find, plan, prove, sample, simulate, train
+from shoal.cli import checkpoint, compare, diagnose, find, plan, prove, sample, simulate, train
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -41,6 +41,7 @@ def _keys() -> str | None:
 
 app.command("train", epilog=_keys())(train.train)
 app.command("compare")(compare.compare)
+app.command("diagnose")(diagnose.diagnose)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("sample")(sample.sample)

@@ -327,6 +327,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 on_tick=view.tick,
                 environ=environ,
                 imports=imports_of(config.model.name, prepared.plan.layout),
+                patience_s=config.launch.patience_s,
                 grace_s=config.launch.grace_s,
                 steps_to_save=2 + (config.islands.period if config.islands.on else 0),
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from shoal.base.declared import number, word
 from shoal.base.islands import IslandsPolicy
 from shoal.base.layout import AXES, STAGES
 from shoal.base.policies import (
@@ -24,8 +25,6 @@ from shoal.base.policies import (
     OptimizerPolicy,
     PrecisionPolicy,
     TensorPolicy,
-    number,
-    word,
 )
 
 
@@ -215,6 +214,8 @@ class LaunchSection:
     """machines; more than one are started by torchrun or srun"""
     restarts: int = number(3, least=0)
     """restarts from the last checkpoint before the run gives up"""
+    patience_s: float = number(60.0, least=0)
+    """seconds that a rank which the others wait for, told as late, may still come back in"""
     grace_s: float = number(0.0, least=0)
     """seconds that a stop (SIGTERM, SIGUSR1, Ctrl-C) may take to save, a little less than the
     scheduler waits; 0: a minute, two steps and three saves, as they are measured"""

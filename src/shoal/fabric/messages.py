@@ -10,16 +10,22 @@ Protocol  1  an all-reduce of the least of (digest, its complement, −length): 
              rank with each message adds it        16 bytes × ranks + the sum of unlike messages
 Cost      300 tensors in 30 KB of JSON that all 4,096 ranks agree on: 72 bytes, in place of 120 MB
 Source    docs/lab-log.md, "A control plane that scales"
+
+At a start ranks also sum numbers whose sum is known (`check_sums`): links and cards that add
+wrongly exist, and vendors' own diagnostics passed beside them (SemiAnalysis, on NVLS).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+from shoal.base.errors import ClusterError
 
 SHORT_BYTES = 64
 """Messages up to this length are sent as they are."""
@@ -33,6 +39,7 @@ class Talker(Protocol):
 
     rank: int
     size: int
+    device: torch.device
     messages: torch.device
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
@@ -153,3 +160,49 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     for length in lengths:
         starts.append(starts[-1] + length)
     return starts
+
+
+LENGTHS = (3, 5003)
+"""Of the sums: a short message, and one that is cut into pieces; no number of ranks fits."""
+
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def check_sums(world: Talker) -> None:
+    """Compare all-reduces with what is known beforehand, once per world; every rank calls it.
+
+    Errors: ClusterError, on all ranks, naming the first rank with another sum, a place and both
+    """
+    if world.size == 1 or world in _checked:
+        return
+    _checked.add(world)
+    wrong = wrong_sums(world)
+    also = [str(rank) for rank, found in enumerate(wrong) if found]
+    if also:
+        place, got, right = wrong[int(also[0])]
+        failure = ClusterError(
+            f"rank {also[0]}: an all-reduce of known numbers gave {got:g} at place {place:g}, "
+            f"{right:g} is right (wrong on ranks {', '.join(also)} of {world.size}): a link, a "
+            f"card or its library adds wrongly; nearest: leave that machine out, or another "
+            f"version of the library"
+        )
+        failure.here = int(also[0]) == world.rank
+        raise failure
+
+
+def wrong_sums(world: Talker) -> list[list[float]]:
+    """For every rank the first place where its sum is wrong, what it got, what is right; or [].
+
+    Rank r gives (r mod 64 + 1) · (i mod 13 + 1) at place i: float32 holds the sums of 4,096 ranks
+    exactly, added in any order.
+    """
+    mine: list[float] = []
+    factors = sum(rank % 64 + 1 for rank in range(world.size))
+    for length in LENGTHS:
+        places = (torch.arange(length) % 13 + 1).to(torch.float32)
+        tensor = (places * (world.rank % 64 + 1)).to(world.device)
+        world.all_reduce(tensor)
+        got, right = tensor.cpu(), places * factors
+        for place in (got != right).nonzero().reshape(-1).tolist()[:1]:
+            mine = mine or [place, float(got[place]), float(right[place])]
+    return [[float(one) for one in found] for found in gather(world, mine)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric.device import runs_in_queues
-from shoal.fabric.traffic import SEND
+from shoal.fabric.traffic import RECEIVE, SEND
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 
@@ -82,6 +82,7 @@ class PointToPoint:
         """Begin to receive what `peer` sends next; shape and dtype must be known."""
         arriving = Transfer(torch.empty(shape, dtype=dtype, device=self.world.device), self.world)
         if arriving.tensor.numel():
+            self.world.traffic.begin(RECEIVE)
             group = self._group(peer, self.world.rank)
             arriving.work = dist.irecv(_bytes(arriving.tensor), group=group, group_src=peer)
         return arriving

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric.process_info import Place
+from shoal.fabric.traffic import Traffic
 from shoal.fabric.world import World
 
 TWIN_TIMEOUT = timedelta(hours=1)
@@ -39,6 +40,7 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     )
     found = World(place, torch.device("cpu"), group)
     found.backend = "gloo"
+    found.traffic = Traffic(watched=False)  # the page is the training thread's
     return found
 
 

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shoal.base import phases
+
 ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
 REDUCE_SCATTER = "reduce_scatter"
-SEND = "send"
+SEND, RECEIVE = "send", "receive"
 ALL_TO_ALL = "all_to_all"
 
 
@@ -44,7 +46,8 @@ class Traffic:
     `count(kind, payload_bytes, degree)` adds one; `with waiting():` adds the time inside
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, watched: bool = True) -> None:
+        self.page = phases.page if watched else None
         self.sent_bytes: Counter[str] = Counter()
         self.exposed_s = 0.0
         self.calls = 0
@@ -52,15 +55,25 @@ class Traffic:
     def count(self, kind: str, payload_bytes: int, degree: int) -> None:
         """Add one collective."""
         self.calls += 1
+        self.begin(kind, payload_bytes)
         self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
 
+    def begin(self, kind: str, payload_bytes: int = 0) -> None:
+        """Tell the page of one; also what sends nothing that counts: a barrier, a receive."""
+        if self.page is not None:
+            self.page.begun(kind, payload_bytes)
+
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time spent inside counts as exposed: nothing else ran on this rank meanwhile."""
+    def waiting(self, count: int = 1) -> Iterator[None]:
+        """Time inside counts as exposed, nothing else ran; `count` are complete afterwards."""
         began_s = time.perf_counter()
+        if self.page is not None:
+            self.page.waits()
         try:
             yield
         finally:
+            if self.page is not None:
+                self.page.waited(count)
             self.exposed_s += time.perf_counter() - began_s
 
     def take(self) -> tuple[dict[str, int], float]:

@@ -274,6 +274,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.group is not None:
+            self.traffic.begin("barrier")
             with self.traffic.waiting():
                 dist.barrier(group=self.group)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError
+from shoal.launch.hung import Hang
 from shoal.launch.processes import Worker
 from shoal.launch.stopping import ASKED
 
@@ -65,10 +66,13 @@ class Report:
     def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
         """The report of an exception that happened now."""
         text = str(failure).lower()
-        lost = isinstance(failure, ClusterError) or any(words in text for words in LOST_PEER)
+        ours = isinstance(failure, ClusterError)
+        here = isinstance(failure, ClusterError) and failure.here
+        lost = (ours and not here) or any(words in text for words in LOST_PEER)
         passing = isinstance(failure, (OSError, MemoryError)) or any(w in text for w in MAY_PASS)
         kind, now_s = type(failure).__name__, time.time()
-        return Report(kind, line, trace, exit_code, now_s, lost, not lost and not passing)
+        certain = not (lost or passing or ours)
+        return Report(kind, line, trace, exit_code, now_s, lost, certain)
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -95,6 +99,7 @@ class Death:
     words    its own traceback, else its one line, else the end of its log; empty if it said nothing
     line     one line that says the same
     certain  an exception that the same code and data meet again
+    hung     it did not die: the others waited for it, and it was ended with them
     """
 
     rank: int
@@ -106,11 +111,12 @@ class Death:
     lost_peer: bool
     seen_s: float
     certain: bool = False
+    hung: bool = False
 
     @property
     def how(self) -> str:
         """How it ended, as a person says it."""
-        return exit_text(self.code)
+        return "ended by the watch" if self.hung else exit_text(self.code)
 
     def same_as(self, other: Death) -> bool:
         """Whether two attempts failed alike, on whichever rank.
@@ -134,6 +140,16 @@ def exit_text(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def death_by_hanging(worker: Worker, hang: Hang) -> Death:
+    """The failure of a rank that the others waited for; it is written down like any other."""
+    line, now_s = hang.line, time.time()
+    report = Report("Hang", line, "", 1, now_s, lost_peer=False)
+    write_report(worker.error_path, report)
+    return Death(
+        worker.rank, worker.pid, 1, line, line, worker.log_path, False, now_s, hung=True
+    )  # fmt: skip
 
 
 def first_death(workers: Sequence[Worker]) -> Death | None:

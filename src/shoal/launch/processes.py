@@ -4,6 +4,7 @@ A worker is told its place by environment variables (read by `fabric/process_inf
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   as torchrun names them
   SHOAL_STORE_PORT, SHOAL_STORE_FD                 where the ranks meet; rank 0 gets the socket
   SHOAL_ATTEMPT, SHOAL_RUN_FOLDER                  how many restarts came before; where to report
+  SHOAL_WATCH_PAGE                                 the page in which it says what it does; or empty
 
 Nothing survives the run: each worker leads its own session, so one signal to its process group
 reaches its loader processes too; the kernel kills it when the supervisor dies (parent-death signal,
@@ -29,6 +30,7 @@ from typing import IO, Any
 from shoal.base.errors import ClusterError
 from shoal.base.facts import usable_cores
 from shoal.base.systems import loopback
+from shoal.base.watch_page import PAGE_VARIABLE
 from shoal.launch import guardian
 
 LOOPBACK = "127.0.0.1"
@@ -73,8 +75,9 @@ def worker_environment(
     attempt: int,
     folder: Path,
     listener: socket.socket,
+    page: str = "",
 ) -> dict[str, str]:
-    """The environment of one worker: what all share, with its place added.
+    """The environment of one worker: what all share, with its place added, and that of its page.
 
     >>> listener = private_socket()
     >>> found = worker_environment({"RANK": "9"}, rank=1, processes=2, attempt=0,
@@ -91,6 +94,7 @@ def worker_environment(
         "SHOAL_STORE_PORT": str(listener.getsockname()[1]),
         "SHOAL_ATTEMPT": str(attempt),
         "SHOAL_RUN_FOLDER": str(folder.absolute()),
+        PAGE_VARIABLE: page,
     }
     if rank == 0:
         place["SHOAL_STORE_FD"] = str(listener.fileno())

@@ -28,6 +28,7 @@ from shoal.launch.failures import (
     STOPPED_CODE,
     Death,
     certain_text,
+    death_by_hanging,
     exit_text,
     first_death,
     obituary,
@@ -43,6 +44,7 @@ from shoal.launch.processes import (
     worker_environment,
 )
 from shoal.launch.stopping import ASKED, StopSignals
+from shoal.launch.watch import Watch
 
 LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1
@@ -110,6 +112,7 @@ def supervise(
     on_tick: Callable[[], None] = lambda: None,
     environ: Mapping[str, str] | None = None,
     imports: Sequence[str] = (),
+    patience_s: float = 60.0,
     grace_s: float = 0.0,
     steps_to_save: int = 2,
 ) -> Outcome:
@@ -118,11 +121,13 @@ def supervise(
     command   PYTHON -m MODULE ARGUMENT…; any program where `imports` is empty
     folder    the run folder: `logs/` is written, `metrics.jsonl` is watched for progress
     restarts  how many times the workers may be started again
-    emit      receives worker_started, worker_died, restarting, stop_requested
+    emit      receives worker_started, worker_died, restarting, stop_requested, hang
     on_tick   called about ten times a second, for drawing; keep it under 50 ms
     environ   of the workers; default: this process's
     imports   modules that every worker needs and that take time: imported once for all of them and
               for every restart, by a process that then forks the workers (fork_server.py)
+    patience_s  how long a rank that the others wait for, and that may only be slow, is waited for
+              after it was told (`watch.py`); then it counts as dead
     grace_s   how long workers may take to save after a stop was asked for; 0: learnt, a minute,
               `steps_to_save` of the longest recent steps and three of the longest recent saves
 
@@ -136,11 +141,13 @@ def supervise(
         run = _Supervisor(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
+        run.watcher = Watch(folder, emit, patience_s)
         try:
             return run.run(shared, Grace(folder, grace_s, steps_to_save))
         finally:
             run.kill_all()
             run.end_server()
+            run.watcher.close()
 
 
 class _Supervisor:
@@ -160,6 +167,7 @@ class _Supervisor:
         self.restarts, self.emit, self.on_tick = restarts, emit, on_tick
         self.stop, self.guardian = stop, guardian
         self.state = State.STARTING
+        self.watcher: Watch
         self.workers: list[Worker] = []
         self.attempt = 0
         self.progress = Progress(folder / "metrics.jsonl")
@@ -222,6 +230,7 @@ class _Supervisor:
         self.progress.begin()
         for stale in (self.folder / "logs").glob("rank-*.error.json"):
             stale.unlink(missing_ok=True)
+        pages = self.watcher.begin(self.processes)
         # Closed here as soon as rank 0 has it: else its peers could connect to nobody and wait.
         with private_socket() as listener:
             for rank in range(self.processes):
@@ -232,6 +241,7 @@ class _Supervisor:
                     attempt=self.attempt,
                     folder=self.folder,
                     listener=listener,
+                    page=pages[rank] if pages else "",
                 )
                 worker = Worker(self.command, environ, self.guardian, self.server)
                 self.workers.append(worker)
@@ -244,6 +254,8 @@ class _Supervisor:
             codes = self.look()
             if (death := first_death(self.workers)) is not None:
                 return death
+            if (hang := self.watcher.look(self.workers)) is not None:
+                return death_by_hanging(self.workers[hang.rank], hang)
             if all(code in (0, UNSAVED_CODE) for code in codes):
                 return None
             self.pause()
@@ -265,9 +277,10 @@ class _Supervisor:
         self.alike = [earlier for earlier in self.alike if death.same_as(earlier)] + [death]
         told_before = len(self.alike) > 1
         step, self.died_after = self.died_after, self.progress.last_step()
-        again = told_before and death.certain and self.died_after == step
+        repeats = death.certain or death.hung
+        again = told_before and repeats and self.died_after == step
         if self.progress.made:
-            self.alike = self.alike[-1:] if death.certain else []
+            self.alike = self.alike[-1:] if repeats else []
         hopeless = again or len(self.alike) >= SAME_FAILURES
         final_code = death.code in NO_RESTART_CODES
         certain = death.certain and not self.progress.ever

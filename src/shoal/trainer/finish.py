@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shoal.base.phases import counting
+from shoal.base.phases import counting, phase
 from shoal.data.sources import Source
 from shoal.machine.device_pool import device_pool, pool_text
 from shoal.models.llama import Llama
@@ -20,6 +20,7 @@ SAMPLE_S = 2.0
 """So long a run may write: a look at what it learnt is worth no more. Large models write less."""
 
 
+@phase("finish")
 def finish(
     run: Run,
     source: Source,

@@ -24,7 +24,7 @@ from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
 from shoal.base.lines import is_number, read_object
-from shoal.base.phases import phase
+from shoal.base.phases import DATA, part, phase
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
 from shoal.base.units import count_text, flops_text
@@ -257,6 +257,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     validate = validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
     run.recorder.restart_clock()
+    part(DATA)
     while run.step_count < total_steps:
         for batch in loader:
             if run.step_count == first_step:

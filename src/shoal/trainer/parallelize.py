@@ -27,6 +27,7 @@ from shoal.base.policies import POLICIES, OptimizerPolicy
 from shoal.base.systems import untried
 from shoal.data.seeding import kept_draws, seed_draws
 from shoal.fabric import World, start_world
+from shoal.fabric.messages import check_sums
 from shoal.machine.memory import trim_heap
 from shoal.optim.accept import rebind
 from shoal.parallel import precision as formats
@@ -206,6 +207,7 @@ def start_run(
     loss = loss or default_loss()
     world = world or start_world()
     install().world = world
+    check_sums(world)
     _agree(world, _compared(plan, said, length))
     plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
     module, notices = _built(model, plan, said, world)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.base import phases
 from shoal.base.errors import ConfigError, short
 from shoal.base.events import EventLog, append_line
 from shoal.fabric import World
@@ -106,6 +107,7 @@ class Recorder:
         """A step begins. Gives seconds since the last one ended: the loader's and the user's."""
         if self.trace is not None:
             self.trace.before(step)
+        phases.part(phases.PASSES)
         return time.perf_counter() - self.waiting_since_s
 
     def restart_clock(self) -> None:
@@ -141,8 +143,11 @@ class Recorder:
                 append_line(self.folder / "metrics.jsonl", _finite(row))
             except OSError:
                 self.events.dropped += 1  # a full disk must not stop training
+        phases.part(phases.HOOKS)
         for listen in self.events.listeners:
             listen({"event": "step", "rank": self.world.rank, **row})
+        if phases.page is not None:
+            phases.page.stepped(row["step"])
         if self.trace is not None:
             self.trace.after(row["step"])
         return row

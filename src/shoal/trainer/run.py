@@ -25,6 +25,7 @@ from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.brought import Brought
 from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
+from shoal.trainer.drift import Drift
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.loaders import Feed
 from shoal.trainer.lockstep import count_forwards, meeting_of, together
@@ -130,7 +131,8 @@ class Run:
         self._evaluation_told = False
         self.meeting = meeting_of(program.world)
         self.meeting.join(program.world)
-        self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed)
+        drift = Drift(program, optimizer, self.average, recorder)
+        self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed, drift)
         self.program = count_forwards(program, self.meeting)
         self._tell()
 
@@ -407,7 +409,7 @@ class Run:
             self.guard.check_first_update()
             if self.average is not None:
                 self.average.update()
-        self.touched.after(self.step_count + 2)
+        self.touched.updated(self.step_count + 1)
         self.step_count, self.epochs_done.steps = self.step_count + 1, self.epochs_done.steps + 1
         self.feed.consumed(self._batch)
         result = StepResult(
@@ -419,14 +421,7 @@ class Run:
         self.recorder.step(row, samples=samples)
         batch, self._batch = self._batch, None
         emit = self.recorder.events.emit
-        if self.loss_scale is not None and self.loss_scale.lowered(done, tally):
-            if self.world.is_first:
-                scale = self.loss_scale.value
-                emit("loss_scale_lowered", step=self.step_count, ranks=tally.broken, scale=scale)
-        elif done.skipped:
-            self.skips.skipped(result.step, done.reason, tally.broken, batch, self.world, emit)
-        else:
-            self.skips.moved()
+        self.skips.note(result.step, done, tally, batch, self.loss_scale, self.world, emit)
         if tally.save:
             self.recorder.wanted.discard("save")
             self.save(wait=False)
@@ -533,7 +528,7 @@ class Run:
         found = restore_run(self, tagged(chosen, tag), step)
         self._restored.add(chosen)
         self.guard.restored()
-        self.touched.after(self.step_count + 1)
+        self.touched.updated(self.step_count)
         self.recorder.restart_clock()
         return found
 

@@ -42,6 +42,7 @@ from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.saving import Saving
+from shoal.trainer.touched import Touched
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -79,6 +80,7 @@ class Kept(Protocol):
     extra: dict[str, Any]
     tokenizer: Any
     step_count: int
+    touched: Touched
 
     @property
     def saving(self) -> Saving:
@@ -96,13 +98,15 @@ def tagged(folder: Path, tag: str) -> Path:
 def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for.
 
-    tag   names a folder inside, where its last checkpoint is kept, of whatever step
+    tag      names a folder inside, where its last checkpoint is kept, of whatever step
+    Errors   ClusterError, on all ranks, where bits of what it would hold changed in memory
     """
     if run.tokenizer is not None and run.program.world.is_first:
         from shoal.trainer.hub_files import keep_given
 
         keep_given(run.tokenizer, folder)
     folder = tagged(folder, tag)
+    run.touched.drift.before_save(run.step_count)
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {

@@ -6,13 +6,16 @@ Many in a row are a diverged run or broken data, which a restart would only repe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import TrainingError
 from shoal.base.events import Emit
 from shoal.data.step import StepBatch
 from shoal.fabric import World
-from shoal.trainer.step import NO_TARGET
+from shoal.trainer.step import NO_TARGET, Tally, Updated
+
+if TYPE_CHECKING:
+    from shoal.trainer.loss_scale import LossScale
 
 
 class Skips:
@@ -23,6 +26,25 @@ class Skips:
         self.in_a_row = 0
         self.any_moved = False
         self.last_reason = "fp16 overflowed at every loss scale"
+
+    def note(
+        self,
+        step: int,
+        done: Updated,
+        tally: Tally,
+        batch: Any,
+        scale: LossScale | None,
+        world: World,
+        emit: Emit,
+    ) -> None:
+        """A step is over, whatever it did; every rank calls it. Errors as of `skipped`."""
+        if scale is not None and scale.lowered(done, tally):
+            if world.is_first:
+                emit("loss_scale_lowered", step=step, ranks=tally.broken, scale=scale.value)
+        elif done.skipped:
+            self.skipped(step, done.reason, tally.broken, batch, world, emit)
+        else:
+            self.moved()
 
     def moved(self) -> None:
         """A step moved the weights."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shoal.base import phases
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.data.step import StepBatch
 from shoal.fabric.device import is_accelerator, numbers_on
@@ -150,6 +151,7 @@ def begin_passes(
 
 def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tally:
     """Sum gradients, loss and count over all ranks, after the passes; `ran` of them count."""
+    phases.part(phases.SUM)
     reducer = reducer_of(program)
     reducer.finish()
     used, norms = reducer.used(), reducer.local_norms()  # before others' gradients come in
@@ -324,6 +326,7 @@ def update(
              used the parameter (weight decay and momentum then leave it alone, as in one process)
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
     """
+    phases.part(phases.UPDATE)
     reducer = reducer_of(program)
     sums = reducer.sums()
     loss = tally.loss_sum / tally.count if tally.count else math.nan

@@ -12,9 +12,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +20,8 @@ from shoal.base.errors import ConfigError
 from shoal.base.policies import OffloadPolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
+from shoal.trainer.bit_sums import fingerprint, here
+from shoal.trainer.drift import Drift
 from shoal.trainer.module_guard import layers_of, refuse_unlike
 
 Holders = dict[str, tuple[int, int]]
@@ -30,14 +30,11 @@ Holders = dict[str, tuple[int, int]]
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
 
+SAYS = 7
+"""Numbers that a rank says before those of `Drift`."""
+
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
-
-LOOKED_AT = 65536
-"""Elements of a tensor that are read where nothing says that it was written."""
-
-SURE = 2**52
-"""Whole numbers below it survive a sum in float64."""
 
 _all: weakref.WeakSet[Touched] = weakref.WeakSet()
 
@@ -46,6 +43,7 @@ class Touched:
     """What one run's weights and gradients looked like when its last step ended.
 
     agreed            asks all ranks whether they say the same
+    drift             looks at what nobody wrote
     weights_written   since then, beside the run · watching  False: whatever is done is meant
     """
 
@@ -55,9 +53,10 @@ class Touched:
         optimizer: torch.optim.Optimizer,
         notice: Callable[[str], None],
         agreed: Callable[[str], bool],
+        drift: Drift,
     ) -> None:
         self.program, self.optimizer, self.notice = program, optimizer, notice
-        self._agreed = agreed
+        self._agreed, self.drift = agreed, drift
         self.ours, self.watching = False, True
         self.weights_written = False
         self._told = False
@@ -136,13 +135,16 @@ class Touched:
             float(self._trains() if self._closely else 0),
             rates[0] if rates else 0.0,
             float(self._layers() if is_read(step) else 0),
+            *self.drift.says(),
         ]
 
     def agree(self, step: int, said: Sequence[Sequence[float]]) -> None:
         """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
         if not self.watching:
             return
-        written, weights, groups, training, trains, rates, layers = said
+        # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
+        self.drift.agree(said[SAYS:], alone=True)
+        written, weights, groups, training, trains, rates, layers = said[:SAYS]
         if len(set(written)) > 1:
             raise ConfigError(
                 f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
@@ -179,6 +181,7 @@ class Touched:
                 f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
                 f"evaluation mode on {_ranks(training, 0)}; nearest: model.train() on every rank"
             )
+        self.drift.agree(said[SAYS:])
 
     def after(self, following: int = 0) -> None:
         """A step, or half of one, is over, here and (its loss may run another model) elsewhere.
@@ -193,6 +196,12 @@ class Touched:
             self._bits = fingerprint(self.pieces)
         for one in list(_all):
             one._gradients = one._of_gradients()
+
+    def updated(self, step: int) -> None:
+        """The update of a step is over, or a checkpoint of it was loaded."""
+        self.after(step + 1)
+        if self.watching:
+            self.drift.take(step)
 
     def close(self) -> None:
         """Leave the optimizer alone."""
@@ -226,14 +235,14 @@ class Touched:
     def _of_gradients(self) -> Counters:
         some = self.graded if self._closely else _few(self.graded)
         found = [(id(p), p.grad) for p in some]
-        return {key: (0, 0) if g is None else (id(g), writes(_here(g))) for key, g in found}
+        return {key: (0, 0) if g is None else (id(g), writes(here(g))) for key, g in found}
 
     def _gradients_written(self) -> bool:
         now = self._of_gradients()
         if now == self._gradients:
             return False
         changed = [p.grad for p in self.graded if now.get(id(p)) != self._gradients.get(id(p))]
-        return any(g is not None and bool((_here(g) != 0).any()) for g in changed)
+        return any(g is not None and bool((here(g) != 0).any()) for g in changed)
 
     def _check_trains(self, step: int) -> None:
         """Errors: ConfigError where ranks would send each other gradients of unlike parameters."""
@@ -299,49 +308,11 @@ def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
     return tensors[:: max(1, len(tensors) // CLOSELY)]
 
 
-def _here(tensor: Any) -> torch.Tensor:
-    """The part of a tensor that is on this rank."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def is_read(step: int) -> bool:
     """Whether all weights are read before this step: 1, 2, 4, 8, …"""
     return step > 0 and step & (step - 1) == 0
 
 
-def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
-    """A number below 2**52 that other bits would hardly give.
-
-    whole   read every element, and not only some tens of thousands of each tensor
-    """
-    total = 0
-    sums: dict[torch.device, torch.Tensor] = {}
-    for place, tensor in enumerate(tensors, start=1):
-        here = _here(tensor).detach()
-        if not here.untyped_storage().nbytes():
-            continue  # on the host between its passes, where it is another of them
-        flat = here.contiguous().reshape(-1)
-        if flat.element_size() in BITS:
-            flat = flat.view(BITS[flat.element_size()])
-        bits = flat[:: 1 if whole else max(1, flat.numel() // LOOKED_AT)]
-        # torch makes a copy of 64 bits per element on the host, and a result that lies between such
-        # copies: of parameters that are parked there the heap kept twice their bytes.
-        if bits.device.type == "cpu" and bits.element_size() in BITS:
-            total += place * int(bits.numpy().sum(dtype=np.int64))
-            continue
-        if bits.device not in sums:
-            sums[bits.device] = torch.zeros(len(tensors), dtype=torch.int64, device=bits.device)
-        torch.sum(bits, 0, dtype=torch.int64, out=sums[bits.device][place - 1])
-    for some in sums.values():  # a device is waited for once
-        total += sum(place * one for place, one in enumerate(some.tolist(), start=1))
-    return total % (SURE - 1)  # not by 2**52: that leaves no sign and no exponent of float64
-
-
 def _ranks(flags: Sequence[float], value: float) -> str:
     found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"
-
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers as wide as an element."""

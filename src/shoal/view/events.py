@@ -74,6 +74,19 @@ def _restarting(event: Record) -> str:
     return f"restart {attempt} of {of}, from {where}"
 
 
+def _hang(event: Record) -> str:
+    waited = seconds_text(event.get("waited_s") or 0.0)
+    where = f"rank {event.get('rank')} on {event.get('host')} (pid {event.get('pid')})"
+    in_what = f"; the last collective: {event['collective']}" if event.get("collective") else ""
+    after_s = event.get("ends_in_s") or 0.0
+    then = f"; if it does not go on, all start again in {seconds_text(after_s)}" if after_s else ""
+    stacks = f"; stacks: {event['stacks']}" if event.get("stacks") else ""
+    return (
+        f"no rank goes on for {waited}: {where}, {event.get('phase')}: {event.get('why')}"
+        f"{in_what}{then}{stacks}"
+    )
+
+
 def _damaged(event: Record) -> str:
     place = " ".join(str(event[key]) for key in ("file", "tensor") if event.get(key))
     where = place or event.get("folder", "")
@@ -219,11 +232,13 @@ def _refused(event: Record) -> str:
 SENTENCES: dict[str, Callable[[Record], str]] = {
     "notice": _notice,
     "worker_died": died_text,
+    "hang": _hang,
     "restarting": _restarting,
     "checkpoint_saved": _saved,
     "checkpoint_failed": _not_saved,
     "checkpoint_damaged": _damaged,
     "resumed": _resumed,
+    "drift": lambda event: str(event.get("text", "")),
     "step_skipped": _skipped,
     "stop_requested": _stopping,
     "validated": _validated,

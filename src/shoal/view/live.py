@@ -38,6 +38,7 @@ STYLES = {
     "checkpoint_damaged": "red",
     "checkpoint_failed": "yellow",
     "step_skipped": "yellow",
+    "drift": "red",
     "restarting": "yellow",
     "stop_requested": "yellow",
     "validated": "bold",

@@ -126,7 +126,7 @@ class BucketReducer:
         self.armed = False
         while len(self.pending) < len(self.flats):
             self._send()
-        with self.traffic.waiting():
+        with self.traffic.waiting(len(self.pending)):
             for number, (work, sent) in enumerate(self.pending):
                 if self.plan[number].cuts:
                     cast("PendingSum", work).result(out=self._own(number))

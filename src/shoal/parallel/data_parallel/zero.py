@@ -143,7 +143,7 @@ class FlatWeights:
                 low, high = self.spans[number]
                 flat[low:high].copy_(master)
             works.append(self.worlds[number].all_gather_parts(flat, bucket.cuts))
-        with self.traffic.waiting():
+        with self.traffic.waiting(len(works)):
             for work in works:
                 if work is not None:
                     work.wait()

@@ -1,0 +1,97 @@
+"""A thread in every rank that tells where all threads are, when the rank's page asks for it.
+
+No signal is sent for it: that would interrupt a user's C call. The thread looks five times a second
+whether it was asked (`watch_page.py`); a process whose C code keeps Python's lock does not answer,
+and by that it is known.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+from shoal.base.frames import OWN_FOLDER, place_in
+from shoal.base.watch_page import Page
+
+LOOK_S = 0.2
+NAME = "shoal-stacks"
+_WRAPPERS = ("wrapper", "__call__", "inner")
+
+
+def answer_for_stacks(page: Page) -> None:
+    """Start the thread; it ends with the process."""
+    main = threading.main_thread().ident or 0
+    threading.Thread(target=_answer, args=(page, main), name=NAME, daemon=True).start()
+
+
+def _answer(page: Page, main: int) -> None:
+    answered = page.asked
+    while True:
+        time.sleep(LOOK_S)
+        if (asked := page.asked) != answered:
+            page.answer(asked, stacks(main))
+            answered = asked
+
+
+def stacks(main: int) -> dict[str, Any]:
+    """Where this process's threads are.
+
+    main    the thread that trains
+    Gives   of it: `place`, the user's line; `collective`, in which it waits, and whether the user
+            called it (`by_user`); `compiling`. `stacks` is text, the training thread first
+    """
+    frames = sys._current_frames()
+    names = {one.ident: one.name for one in threading.enumerate()}
+    order = [main, *(one for one in frames if one != main)]
+    text = [
+        f"thread {names.get(one, one)}:\n{''.join(traceback.format_stack(frames[one]))}"
+        for one in order
+        if one in frames and names.get(one) != NAME
+    ]
+    frame = frames.get(main)
+    collective, by_user = collective_of(frame)
+    told = {
+        "place": place_in(frame),
+        "collective": collective,
+        "by_user": by_user,
+        "compiling": _compiles(frame),
+        "stacks": "\n".join(text),
+    }
+    del frames, frame
+    return told
+
+
+def collective_of(frame: FrameType | None) -> tuple[str, bool]:
+    """Find the collective in which a thread stands, by its innermost frames; "" for none.
+
+    The second value: whether a user's line called it.
+    """
+    found, inside = "", False
+    while frame is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+        frame = frame.f_back
+    while frame is not None and _talks(frame):
+        if frame.f_code.co_name not in _WRAPPERS:
+            found = frame.f_code.co_name
+        frame, inside = frame.f_back, True
+    if not inside:
+        return "", False
+    file = frame.f_code.co_filename if frame is not None else OWN_FOLDER
+    return found or "a collective", "/torch/" not in file and not file.startswith(OWN_FOLDER)
+
+
+def _talks(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(f"{OWN_FOLDER}/fabric/") or "/torch/distributed/" in file
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    # Compiled code itself runs below other frames of this room.
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and "/torch/_dynamo/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,245 @@
+"""A page of memory in which a rank says what it is doing, for somebody who watches it from outside.
+
+A process that is stopped, or whose C code keeps Python's lock, answers nobody; what it wrote before
+can still be read. So the launcher makes one page per rank, in memory that no disk can delay, and
+tells the rank where (`PAGE_VARIABLE`). The rank writes, the launcher reads; it asks for stacks in
+the same page (`stacks.py`).
+
+    bytes 0–127      16 words of 8 bytes, native order: `PAGE`, `PID`, …, below
+    bytes 128–1023   the open phases as text: its length in 2 bytes, then UTF-8
+    bytes 1024–      the last answer, JSON: its length in 4 bytes, then UTF-8
+
+Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
+that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.base import phases
+from shoal.base.phases import DATA, Phase
+
+PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
+PAGE_BYTES, TEXT_AT, ANSWER_AT = 1 << 16, 128, 1024
+FORMAT = 0x5348_4F41_4C01
+(PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
+ WAITS, ASKED, ANSWERED) = range(14)  # fmt: skip
+"""The words: format · process · how often anything changed, when (monotonic, a double) · steps
+done, part of the step under way · collectives enqueued and completed, ever · kind and bytes of the
+last one enqueued, kind of the last one completed · waits that are open · requests for stacks, and
+those answered."""
+
+PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks")
+"""Parts of a step, as phases.py numbers them."""
+
+KINDS = (
+    *("", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "send", "receive"),
+    *("all_to_all", "barrier", "another"),
+)
+_NUMBERS = {name: number for number, name in enumerate(KINDS)}
+_ANOTHER = KINDS.index("another")
+
+
+class Page:
+    """The writing end: what one rank says of itself.
+
+    `begun`, `waits`, `waited` are told of collectives, `part` and `stepped` of steps, `hear` of
+    phases (a listener of base.phases). Each takes under a microsecond, `hear` some. A process that
+    is forked from this one writes to nowhere.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self._whole = memoryview(memory)
+        self._cast(self._whole)
+        self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
+        os.register_at_fork(after_in_child=self._mute)
+
+    @staticmethod
+    def open(environ: Mapping[str, str] = os.environ) -> Page | None:
+        """The page that the launcher made for this process; None where nobody watches it."""
+        path = environ.get(PAGE_VARIABLE)
+        if not path:
+            return None
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return Page(mmap.mmap(file, PAGE_BYTES))
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(file)
+
+    def begun(self, kind: str, payload_bytes: int = 0) -> None:
+        """A collective was enqueued."""
+        words = self._words
+        words[BEGUN] += 1
+        words[LAST_BEGUN] = _NUMBERS.get(kind, _ANOTHER)
+        words[LAST_BYTES] = payload_bytes
+        self._changed()
+
+    def waits(self) -> None:
+        """This rank begins to wait for collectives."""
+        self._words[WAITS] += 1
+        self._changed()
+
+    def waited(self, count: int) -> None:
+        """It has waited for so many."""
+        words = self._words
+        words[WAITS] -= 1
+        words[ENDED] = min(words[BEGUN], words[ENDED] + count)
+        words[LAST_ENDED] = words[LAST_BEGUN]
+        self._changed()
+
+    def part(self, part: int) -> None:
+        """A part of a step begins."""
+        self._words[PART] = part
+        self._changed()
+
+    def stepped(self, step: int) -> None:
+        """Step number `step` is done, and with it every collective that it began."""
+        words = self._words
+        words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
+        self._changed()
+
+    def hear(self, phases: Sequence[Phase]) -> None:
+        """The open phases, outermost first."""
+        text = ": ".join(
+            f"{one.name} {one.done}/{one.of}" if one.of else one.name for one in phases
+        )
+        raw = text.encode()[: ANSWER_AT - TEXT_AT - 2]
+        self._whole[TEXT_AT + 2 : TEXT_AT + 2 + len(raw)] = raw
+        struct.pack_into("=H", self._whole, TEXT_AT, len(raw))
+        self._changed()
+
+    @property
+    def asked(self) -> int:
+        """The number of the newest request for stacks."""
+        return self._words[ASKED]
+
+    def answer(self, request: int, told: Mapping[str, Any]) -> None:
+        """Answer a request; what does not fit is cut off the end of `told["stacks"]`."""
+        room = PAGE_BYTES - ANSWER_AT - 4
+        raw = json.dumps(told).encode()
+        if len(raw) > room:
+            stacks = str(told.get("stacks", ""))[: max(0, room // 8)]
+            raw = json.dumps({**told, "stacks": stacks}).encode()[:room]
+        self._whole[ANSWER_AT + 4 : ANSWER_AT + 4 + len(raw)] = raw
+        struct.pack_into("=I", self._whole, ANSWER_AT, len(raw))
+        self._words[ANSWERED] = request
+
+    def _changed(self) -> None:
+        self._words[CHANGES] += 1
+        self._times[CHANGED_S] = time.monotonic()
+
+    def _mute(self) -> None:
+        self._cast(memoryview(bytearray(PAGE_BYTES)))
+
+    def _cast(self, whole: memoryview) -> None:
+        self._whole = whole
+        self._words, self._times = whole[:TEXT_AT].cast("q"), whole[:TEXT_AT].cast("d")
+
+
+def tell_page(page: Page) -> None:
+    """Have a page told of this thread's phases (`listen`), of steps and of collectives."""
+    phases.page = page
+    phases.listen(page.hear)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a page said when it was read; the fields are the words of the same names.
+
+    live     its rank has opened it · phases  as text, "" where none is open
+    """
+
+    live: bool
+    changes: int
+    changed_s: float
+    step: int
+    part: int
+    begun: int
+    ended: int
+    last: str
+    last_bytes: int
+    waits: bool
+    phases: str
+
+
+class Watched:
+    """The reading end: one rank's page, made here; `path` is what its process is told.
+
+    Errors   OSError where there is no memory for it
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = _shared_file(name)
+        os.truncate(self._file, PAGE_BYTES)
+        self._memory = mmap.mmap(self._file, PAGE_BYTES)
+        # Of this process, which outlives the rank: nothing is left behind, whoever is killed.
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._requests = 0
+
+    def read(self) -> Told:
+        """What it says now."""
+        words = struct.unpack_from("=3qd12q", self._memory)
+        (length,) = struct.unpack_from("=H", self._memory, TEXT_AT)
+        raw = self._memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
+        last = words[LAST_BEGUN]
+        return Told(
+            live=words[PAGE] == FORMAT,
+            changes=words[CHANGES],
+            changed_s=words[CHANGED_S],
+            step=words[STEP],
+            part=words[PART],
+            begun=words[BEGUN],
+            ended=words[ENDED],
+            last=KINDS[last] if 0 <= last < len(KINDS) else "",
+            last_bytes=words[LAST_BYTES],
+            waits=words[WAITS] > 0,
+            phases=raw.decode(errors="replace"),
+        )
+
+    def ask(self) -> None:
+        """Ask the rank for its stacks."""
+        self._requests += 1
+        struct.pack_into("=q", self._memory, 8 * ASKED, self._requests)
+
+    def answer(self) -> dict[str, Any] | None:
+        """What it answered to the newest request; None while it has not."""
+        (answered,) = struct.unpack_from("=q", self._memory, 8 * ANSWERED)
+        if answered != self._requests or not self._requests:
+            return None
+        (length,) = struct.unpack_from("=I", self._memory, ANSWER_AT)
+        raw = self._memory[ANSWER_AT + 4 : ANSWER_AT + 4 + length]
+        try:
+            told = json.loads(raw)
+        except ValueError:  # cut, or written by something else
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+        os.close(self._file)
+
+
+def can_watch() -> bool:
+    """Whether this system has memory that two processes reach by a name in /proc: Linux."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def _shared_file(name: str) -> int:
+    return os.memfd_create(name)

@@ -1,0 +1,38 @@
+"""`shoal diagnose`: what went wrong in a run, whom it hit, why, what to type next; no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ConfigError
+
+RUN = typer.Argument(..., metavar="RUN", help="A run folder, also a copy of one.")
+AS_JSON = typer.Option(False, "--json", help="One JSON line per finding.")
+
+
+def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
+    """Tell what went wrong in a run, to whom, why, and what to type next; it reads its folder only.
+
+    Exit status: 0 nothing is wrong, 1 something is or was, 2 no run folder.
+    """
+    from shoal.view.diagnose import diagnose as look
+    from shoal.view.diagnose import text_of
+
+    if not (path / "events.jsonl").exists():
+        near = path.parent if (path.parent / "events.jsonl").exists() else None
+        hint = f"nearest: {near}" if near else "a run folder has an events.jsonl"
+        raise ConfigError(f"{path}: no run folder; {hint}")
+    wrong = False
+    for folder in (path, *sorted(one.parent for one in path.glob("island-*/events.jsonl"))):
+        found = look(folder)
+        wrong = wrong or any(not one.advice for one in found)
+        if as_json:
+            for one in found:
+                typer.echo(json.dumps({"run": str(folder), **one.record()}))
+        else:
+            typer.echo(text_of(folder, found))
+    if wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,274 @@
+"""Notices that the ranks of a run stand still, from outside of them, and learns when that is late.
+
+Each rank writes what it does into a page of memory (base/watch_page.py); the supervisor reads all
+pages ten times a second. As long as any rank's page changes, the run lives: the others may wait for
+that one. When none changes, the deadline of what the ranks are in counts:
+
+    step        10 × the median step + 5 s, once five steps were seen
+    others      (save, validation, …) the same, and 3 × the longest silence that one of them had
+    not learnt  600 s and more (`FIRST_S`): what nobody has seen yet may take long
+
+Time counts by the watch's own clock, which stands while this process gets no core: then the ranks
+may get none either. Shortly before a deadline the ranks are asked where they are; of their answers
+`hung.py` makes who is at fault. It is told at the deadline. A rank that is stopped, or in a
+collective that the others are not in, will not come back: all are ended at once. One that is busy
+in code of its own may be slow and not hung: it is waited for `patience` more; if it comes back, the
+deadline of its kind is never below what that took.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from shoal.base.events import Emit
+from shoal.base.phases import DATA, HOOKS, NOWHERE
+from shoal.base.watch_page import Told, Watched, can_watch
+from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
+from shoal.launch.processes import Worker
+
+EVERY_S = 0.1
+LONGEST_TICK_S = 0.5
+"""Of a longer pause between two looks only so much counts."""
+STEPS, MEDIANS, MARGIN_S = 5, 10.0, 5.0
+ASK_S, ANSWER_S = 2.0, 1.5
+"""Ranks are asked so long before a deadline · and may take so long to answer."""
+TIMES, COMES_BACK = 3.0, 1.5
+
+START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
+FIRST_S = {
+    FIRST: 1800.0,  # compilers take minutes for a large model, and tell nothing
+    MERGE: 86_400.0,  # islands wait for each other, by deadlines of their own
+}
+OTHER_FIRST_S, PATIENCE_S = 600.0, 1800.0
+"""Seconds of silence in what was not learnt yet: as long as a collective of torch's may take. And
+how much longer data may be prepared, a model be built, the first step be compiled."""
+
+_BY_PHASE = {
+    "compile, first step": FIRST,
+    "merge with the other islands": MERGE,
+    "meet the other islands": MERGE,
+}
+
+
+def kind_of(told: Told) -> str:
+    """What a rank is in: an outermost phase, or a step. Each has a deadline of its own.
+
+    >>> from dataclasses import replace
+    >>> told = Told(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "validation 3/10: data")
+    >>> kind_of(told), kind_of(replace(told, phases="")), kind_of(replace(told, part=NOWHERE))
+    ('validation', 'step', 'validation')
+    """
+    if told.phases:
+        outer = told.phases.split(": ")[0]
+        name, _, count = outer.rpartition(" ")
+        name = name if "/" in count else outer
+        return _BY_PHASE.get(name, name)
+    return {NOWHERE: START, HOOKS: HOOK}.get(told.part, STEP)
+
+
+class Learnt:
+    """The deadlines of one run, by kind; they outlive a restart.
+
+    `heard` learns; `deadline_s` and `patience_s` say what was learnt.
+    """
+
+    def __init__(self) -> None:
+        self.steps_s: deque[float] = deque(maxlen=100)
+        self.longest_s: dict[str, float] = {}
+        self.came_back_s: dict[str, float] = {}
+        self.data_s = 0.0
+        self._under_way_s: dict[str, float] = {}
+
+    @property
+    def usual_s(self) -> float | None:
+        """10 × the median step + 5 s; None before five steps."""
+        if len(self.steps_s) < STEPS:
+            return None
+        return MEDIANS * statistics.median(self.steps_s) + MARGIN_S
+
+    def knows(self, kind: str) -> bool:
+        """Whether `kind` was seen to its end, and steps were."""
+        return self.usual_s is not None and (kind == STEP or kind in self.longest_s)
+
+    def deadline_s(self, kind: str) -> float:
+        """How long all ranks may be silent while one that is not waiting is in `kind`."""
+        usual_s = self.usual_s
+        if usual_s is None or not self.knows(kind):
+            return FIRST_S.get(kind, OTHER_FIRST_S)
+        longest_s = 0.0 if kind == STEP else TIMES * self.longest_s[kind]
+        return max(usual_s, longest_s, self.came_back_s.get(kind, 0.0))
+
+    def patience_s(self, kind: str, least_s: float) -> float:
+        """How long it may go on after its deadline, where it may only be slow.
+
+        An epoch begins as the run's first batch did: the longest wait for data.
+        """
+        if kind == STEP:
+            return max(least_s, TIMES * self.data_s)
+        return least_s if self.knows(kind) else max(least_s, PATIENCE_S)
+
+    def heard(
+        self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
+    ) -> None:
+        """Ranks were in `kinds`, silent for so long, and went on.
+
+        in_data   they waited for data · told   the silence had passed its deadline
+        """
+        for kind in [kind for kind in self._under_way_s if kind not in kinds]:
+            longest_s = self._under_way_s.pop(kind)
+            self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), longest_s)
+        for kind in kinds:
+            self._under_way_s[kind] = max(self._under_way_s.get(kind, 0.0), silence_s)
+            if told:
+                self.came_back_s[kind] = COMES_BACK * silence_s
+        if in_data:
+            self.data_s = max(self.data_s, silence_s)
+
+
+class Watch:
+    """Watches the ranks of a run: `begin` at each start of them, `look` often.
+
+    folder     the run's: stacks go to its logs
+    patience_s how long a rank that may only be slow is waited for after it was told to be late
+    """
+
+    def __init__(self, folder: Path, emit: Emit, patience_s: float) -> None:
+        self.folder, self.emit, self.least_s = folder, emit, patience_s
+        self.learnt = Learnt()
+        self.pages: list[Watched] = []
+        self.clock_s = 0.0
+        self._looked_s = time.monotonic()
+        self._told: list[Told] = []
+        self._number = 0
+        self._quiet()
+
+    def begin(self, processes: int) -> list[str]:
+        """Make a page for each rank of an attempt; their paths, none where this cannot be had."""
+        self.close()
+        if can_watch():
+            try:
+                for rank in range(processes):
+                    self.pages.append(Watched(f"shoal rank {rank}"))
+            except OSError:  # no files left to open: the run goes on unwatched
+                self.close()
+        self._told = []
+        self._step = (0, self.clock_s)
+        self._quiet()
+        return [page.path for page in self.pages]
+
+    def close(self) -> None:
+        """Give the pages back."""
+        for page in self.pages:
+            page.close()
+        self.pages = []
+
+    def look(self, workers: Sequence[Worker]) -> Hang | None:
+        """Look, if it is time; the hang for which all ranks are to be ended now, if any."""
+        now_s = time.monotonic()
+        passed_s = now_s - self._looked_s
+        if passed_s < EVERY_S or not self.pages:
+            return None
+        self._looked_s = now_s
+        self.clock_s += min(passed_s, LONGEST_TICK_S)
+        told = [page.read() for page in self.pages]
+        if not any(one.live for one in told) or all(one.code is not None for one in workers):
+            return None
+        before, self._told = self._told, told
+        if before != told:
+            self._heard(before)
+            return None
+        return self._silent([worker for worker in workers if worker.code is None])
+
+    def _heard(self, before: list[Told]) -> None:
+        """Some rank did something."""
+        silence_s = self.clock_s - self._since_s
+        busy = [one for one in before if not one.waits] or before
+        kinds = {kind_of(one) for one in busy}
+        in_data = STEP in kinds and any(one.part == DATA for one in busy)
+        self.learnt.heard(kinds, silence_s, in_data=in_data, told=self._late is not None)
+        if self._late is not None:
+            who = f"rank {self._late.rank}"
+            self.emit("notice", text=f"{who} goes on after {silence_s:.0f} s: slow, not hung")
+        self._quiet()
+        step, now_s = max(one.step for one in self._told), self.clock_s
+        last, last_s = self._step
+        if any(kind_of(one) not in (STEP, HOOK) for one in self._told) or step < last:
+            self._step = (-1, now_s)  # what is under way is no plain step
+        elif last < 0 or step > last:
+            if 0 < last < step:
+                count = step - last  # several at a time, where they are shorter than a look
+                self.learnt.steps_s.extend([(now_s - last_s) / count] * min(count, STEPS))
+            self._step = (step, now_s)
+
+    def _quiet(self) -> None:
+        """A silence begins."""
+        self._since_s = self.clock_s
+        self._late: Hang | None = None
+        self._asked_s = self._ended_s = 0.0
+        self._found: Hang | None = None
+        self._next_s = -1.0
+
+    def _silent(self, workers: Sequence[Worker]) -> Hang | None:
+        """No rank did anything since the last look."""
+        silence_s = self.clock_s - self._since_s
+        if self._late is not None:
+            return self._late if silence_s >= self._ended_s else None
+        if self._asked_s:
+            self._take_answers(workers, silence_s)
+        elif self._found is None or silence_s >= self._next_s:
+            least_s = min(self.learnt.deadline_s(kind_of(one)) for one in self._told)
+            if silence_s >= max(self._next_s, least_s - ASK_S):
+                self._asked_s = self.clock_s
+                for page in self.pages:
+                    page.ask()
+        if self._found is not None and silence_s >= self._found.deadline_s:
+            return self._tell(self._found, silence_s)
+        return None
+
+    def _take_answers(self, workers: Sequence[Worker], silence_s: float) -> None:
+        """Who is at fault, once all have answered, or had time to."""
+        answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
+        if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
+            return
+        self._asked_s = 0.0
+        seen = [
+            Seen(rank, worker.pid, self._told[rank], answers[rank], kernel_state(worker.pid))
+            for worker in workers
+            for rank in [worker.rank]
+        ]
+        culprit = find_culprit(seen)
+        if culprit is None:  # somebody looks at a rank with a debugger
+            self._next_s = silence_s + ANSWER_S
+            return
+        kind = FIRST if culprit.compiles else kind_of(culprit.of.told)
+        if culprit.together:
+            kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
+        deadline_s = self.learnt.deadline_s(kind)
+        self._found = culprit.hang(kind, deadline_s)
+        self._found_seen = seen
+        self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
+
+    def _tell(self, hang: Hang, silence_s: float) -> Hang | None:
+        """Say who hangs; the hang itself if it is not worth waiting for."""
+        self._number += 1
+        path = self.folder / "logs" / f"hang-{self._number}.txt"
+        wait_s = 0.0 if hang.certain else self.learnt.patience_s(hang.kind, self.least_s)
+        self._late, self._ended_s = hang, silence_s + wait_s
+        self.emit(
+            "hang",
+            rank=hang.rank,
+            host=hang.host,
+            pid=hang.pid,
+            phase=hang.phase,
+            why=hang.why,
+            collective=hang.collective,
+            waited_s=round(silence_s, 2),
+            deadline_s=round(hang.deadline_s, 2),
+            ends_in_s=round(wait_s, 1),
+            stacks=write_stacks(path, self._found_seen),
+        )
+        return hang if hang.certain else None

@@ -1,0 +1,387 @@
+"""What went wrong in a run, to whom, why, and what to type next: read from its folder alone.
+
+    events.jsonl    what the run itself said: deaths, hangs, skipped steps, saves that failed
+    metrics.jsonl   what its steps show: where they wait
+    owner.json      whose run it is: one that ended without a word was killed with its launcher
+
+Nothing is guessed that no file says. What the run did not notice is not in here; `shoal doctor`
+looks at the machine. Neither torch nor the run's own modules are loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.base.lines import Record, is_number
+from shoal.base.units import seconds_text
+from shoal.checkpoint.lease import read_owner
+from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text
+from shoal.view.folder import RunFolder
+
+LEAST_STEPS = 50
+"""A wait is a habit, not a moment, after so many steps."""
+MUCH = 0.2
+"""Of a step's time: a wait of so much is worth a word."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that happened, or one that makes the run slower than it need be.
+
+    kind      an event's name, "killed", or of advice "communication" or "data"
+    what      it, and whom it happened to · why  the evidence
+    command   what to type next; "" nothing
+    rank, step  where that is known
+    over      whether the run went on after it by itself
+    advice    nothing is wrong; the run could be faster
+    """
+
+    kind: str
+    what: str
+    why: str
+    command: str
+    rank: int | None = None
+    step: int | None = None
+    over: bool = False
+    advice: bool = False
+
+    def record(self) -> Record:
+        """As JSON."""
+        return asdict(self)
+
+
+def diagnose(folder: Path) -> list[Finding]:
+    """Find what is wrong with a run, oldest first; advice comes last."""
+    run = RunFolder(folder)
+    events = run.events.read()[0]
+    found: list[Finding] = []
+    for place, event in enumerate(events):
+        name = str(event.get("event"))
+        if (look := LOOKS.get(name)) is None:
+            continue
+        try:
+            seen = look(event, events[place + 1 :], folder)
+        except DAMAGED:
+            seen = Finding(name, f"{name}: its line in events.jsonl is damaged", "", "")
+        if seen is not None:
+            found.append(seen)
+    found = _alike(found)
+    if (end := _ended_without_a_word(folder)) is not None:
+        found.append(end)
+    return found + _advice(folder, run, {one.kind for one in found})
+
+
+def text_of(folder: Path, found: list[Finding]) -> str:
+    """Write findings for a terminal, each with its evidence and the next command."""
+    wrong = [one for one in found if not one.advice]
+    lines = [f"{folder}: nothing wrong"] if not wrong else []
+    for number, one in enumerate(wrong, 1):
+        lines += _shown(f"{number}. ", one)
+    for one in found:
+        if one.advice:
+            lines += _shown("faster: ", one)
+    return "\n".join(lines)
+
+
+def _shown(lead: str, one: Finding) -> list[str]:
+    over = "; the run went on by itself" if one.over else ""
+    lines = [f"{lead}{one.what}{over}"]
+    if one.why:
+        lines += [f"   why: {one.why}"]
+    if one.command:
+        lines += [f"   next: {one.command}"]
+    return [printable(line) for line in lines]
+
+
+def _alike(found: Iterable[Finding]) -> list[Finding]:
+    """Of deaths that are told again and again alike, the last one, and how often."""
+    kept: dict[tuple[Any, ...], tuple[Finding, int]] = {}
+    for one in found:
+        key = (one.kind, one.rank, re.sub(r"\d+", "#", one.what), one.why)
+        before = kept.pop(key, None)
+        kept[key] = one, 1 if before is None else before[1] + 1
+    return [
+        one
+        if times == 1
+        else Finding(**{**asdict(one), "what": f"{one.what} (the last of {times} alike)"})
+        for one, times in kept.values()
+    ]
+
+
+# ---- what the run said
+
+
+Look = Callable[[Record, list[Record], Path], Finding | None]
+"""(an event, those after it, the run folder) → what it means; None: nothing is wrong."""
+
+CAUSES: tuple[tuple[str, str, str], ...] = (
+    (
+        r"out of memory|can't allocate memory|cannot allocate memory|MemoryError",
+        "memory: it asked for more than there is",
+        "shoal plan {toml} --explain",
+    ),
+    (
+        r"No space left on device|ENOSPC",
+        "the disk is full",
+        "df -h {run}",
+    ),
+    (
+        r"DataLoader worker|data\.workers",
+        "a process that loads data ended",
+        "tail -n 50 {log}",
+    ),
+    (
+        r"sample \d+ \(epoch",
+        "the data: this sample cannot be read or joined",
+        "tail -n 50 {log}",
+    ),
+    (
+        r"closed by peer|reset by peer|Connection refused|timed out waiting|did not come to|"
+        r"remote process exited|ConnectionError",
+        "the link to another rank broke, or that rank ended; it is no cause of its own",
+        "tail -n 50 {logs}",
+    ),
+    (
+        r"non-finite|diverged",
+        "the numbers: loss or gradients are no longer finite",
+        "shoal train --resume {run} optimizer.lr=…",
+    ),
+    (
+        r"collective mismatch|ranks wait for each other|other collective",
+        "ranks made different calls: what one of them calls, all must",
+        "tail -n 50 {log}",
+    ),
+)
+"""(what a death's words say, the cause, the next command), first match wins."""
+
+
+def _died(event: Record, after: list[Record], folder: Path) -> Finding:
+    rank = event.get("rank")
+    step = _step_before(event)
+    words = str(event.get("traceback") or "")
+    how = str(event.get("how", "ended"))
+    log = shlex.quote(str(folder / "logs" / f"rank-{rank}.log"))
+    names = {
+        "run": shlex.quote(str(folder)),
+        "toml": shlex.quote(str(folder / "run.toml")),
+        "log": log,
+        "logs": f"{shlex.quote(str(folder))}/logs/rank-*.log",
+    }
+    why, command = "", "tail -n 50 {log}"
+    for pattern, cause, next_command in CAUSES:
+        if re.search(pattern, words, re.IGNORECASE):
+            why, command = cause, next_command
+            break
+    else:
+        if "SIGKILL" in how:
+            why = "a SIGKILL leaves no words: a person, a scheduler, or the kernel out of memory"
+            command = "dmesg -T | grep -i -e oom -e 'killed process'"
+        elif "SIG" in how:
+            why = f"{how}: the program itself, or a library in C"
+        elif words:
+            why = "an exception that nobody caught, in the code that its traceback names"
+    return Finding(
+        "worker_died",
+        died_text(event),
+        why,
+        command.format(**names),
+        rank,
+        step,
+        over=_went_on(after),
+    )
+
+
+def _hang(event: Record, after: list[Record], folder: Path) -> Finding:
+    stacks = event.get("stacks")
+    return Finding(
+        "hang",
+        event_text(event) or f"rank {event.get('rank')} hangs",
+        str(event.get("why") or ""),
+        f"less {shlex.quote(str(stacks))}" if stacks else "",
+        event.get("rank"),
+        event.get("step"),
+        over=_went_on(after),
+    )
+
+
+def _said(kind: str, why: str, command: str = "", *, over: bool = True) -> Look:
+    """A look at an event that says in its own sentence what happened."""
+
+    def look(event: Record, after: list[Record], folder: Path) -> Finding:
+        names = {
+            "run": shlex.quote(str(folder)),
+            "toml": shlex.quote(str(folder / "run.toml")),
+            **{key: str(value) for key, value in event.items()},
+        }
+        text = event_text(event) or str(event.get("text") or kind)
+        return Finding(
+            kind,
+            text,
+            str(event.get("why") or "") or why,
+            command.format_map(_Known(names)),
+            _rank_of(event),
+            event.get("step"),
+            over=over,
+        )
+
+    return look
+
+
+class _Known(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "…"
+
+
+def _not_saved(event: Record, after: list[Record], folder: Path) -> Finding:
+    later = any(
+        one.get("event") == "checkpoint_saved" and (one.get("step") or 0) > (event.get("step") or 0)
+        for one in after
+    )
+    reason = str(event.get("reason") or "")
+    full = re.search(r"space|free|ENOSPC|quota", reason, re.IGNORECASE)
+    command = f"df -h {shlex.quote(str(folder))}" if full else "dmesg -T | tail"
+    return Finding(
+        "checkpoint_failed",
+        event_text(event) or "a checkpoint was not saved",
+        "the disk is full" if full else "the disk, or the file system, refused",
+        command,
+        event.get("rank"),
+        event.get("step"),
+        over=later,
+    )
+
+
+def _stopped(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    name = signal_text(str(event.get("signal", "a signal")))
+    ended = [one for one in after if one.get("event") in ("run_finished", "run_started")]
+    if ended and ended[0].get("event") == "run_finished":
+        return None  # asked for, and saved
+    if any(one.get("event") == "checkpoint_saved" for one in after):
+        return None
+    return Finding(
+        "stop_requested",
+        f"{name} asked for a stop, and no checkpoint was written after it",
+        "what was running then took longer than a stop may, or it could not save",
+        f"shoal checkpoint list {shlex.quote(str(folder))}",
+        event.get("rank"),
+        event.get("step"),
+    )
+
+
+def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    differs = event.get("differs")
+    if not differs:
+        return None
+    return Finding(
+        "resumed",
+        event_text(event) or "resumed with other settings",
+        "what follows is not the continuation of what came before",
+        f"shoal checkpoint list {shlex.quote(str(folder))}",
+        None,
+        event.get("step"),
+        over=True,
+        advice=True,
+    )
+
+
+def _step_before(event: Record) -> int | None:
+    step = event.get("step")
+    return step if isinstance(step, int) else None
+
+
+def _rank_of(event: Record) -> int | None:
+    ranks = event.get("ranks")
+    if isinstance(ranks, list) and ranks and isinstance(ranks[0], int):
+        return ranks[0]
+    rank = event.get("rank")
+    return rank if isinstance(rank, int) else None
+
+
+def _went_on(after: list[Record]) -> bool:
+    """Whether the next thing that the launcher did was another start that came to its steps."""
+    for one in after:
+        if one.get("event") == "compute_started":
+            return True
+        if one.get("event") in ("run_finished", "worker_died"):
+            return False
+    return False
+
+
+LOOKS: dict[str, Look] = {
+    "worker_died": _died,
+    "hang": _hang,
+    "checkpoint_failed": _not_saved,
+    "stop_requested": _stopped,
+    "resumed": _resumed,
+    "step_skipped": _said(
+        "step_skipped",
+        "numbers that are not finite, made of the samples that are named",
+    ),
+    "checkpoint_damaged": _said(
+        "checkpoint_damaged",
+        "its bytes on the disk are not those that were written",
+        "shoal checkpoint verify {run}",
+    ),
+    "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
+    "island_lost": _said(
+        "island_lost", "it ended, or the link to it did", "tail -n 50 {run}/logs/*", over=False
+    ),
+    "island_refused": _said("island_refused", "its change is not like the others'"),
+    "round_discarded": _said("round_discarded", "islands could not agree on a merge"),
+}
+"""By event; those that are missing tell of nothing wrong."""
+
+
+def _ended_without_a_word(folder: Path) -> Finding | None:
+    """A run that has an owner who is gone: it was killed with its launcher."""
+    owner = read_owner(folder)
+    if owner is None or not owner.has_ended:
+        return None
+    return Finding(
+        "killed",
+        f"the run ended without a word: its launcher ({owner.text()}) was killed, or the machine "
+        f"went down",
+        "a launcher takes owner.json away as it ends, and this one is still there",
+        f"shoal train --resume {shlex.quote(str(folder))}",
+    )
+
+
+# ---- what its steps show
+
+
+def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
+    steps = run.last_steps(10 * LEAST_STEPS)
+    if len(steps) < LEAST_STEPS or kinds & {"slow_rank"}:
+        return []  # what waits for a slow rank looks like the network
+    whole_s = sum(_values(steps, "step_s"))
+    toml = shlex.quote(str(folder / "run.toml"))
+    asked = {
+        "comm_exposed_s": (
+            "communication",
+            "ranks wait for sums and gathers longer than these can hide behind computation",
+            f"shoal plan {toml} --top 5",
+        ),
+        "data_wait_s": (
+            "data",
+            "samples are read between steps, and not while one computes",
+            f"shoal train --resume {shlex.quote(str(folder))} data.workers=2",
+        ),
+    }
+    found = []
+    for key, (kind, why, command) in asked.items():
+        waits = _values(steps, key)
+        if whole_s and sum(waits) > MUCH * whole_s:
+            share, each_s = sum(waits) / whole_s, statistics.median(waits)
+            what = f"{kind} takes {share:.0%} of a step ({seconds_text(each_s)})"
+            found.append(Finding(kind, what, why, command, advice=True))
+    return found
+
+
+def _values(steps: list[Record], key: str) -> list[float]:
+    return [step[key] for step in steps if is_number(step.get(key))]

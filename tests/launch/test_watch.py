@@ -1,0 +1,331 @@
+"""The watch with ranks that need no torch: who hangs, when it is told, what is only slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.base.phases import DATA, NOWHERE, PASSES, Phase
+from shoal.base.stacks import collective_of, stacks
+from shoal.base.watch_page import PAGE_VARIABLE, Page, Told, Watched
+from shoal.launch import Outcome, supervise, watch
+from shoal.launch.hung import Seen, find_culprit
+from shoal.launch.watch import FIRST, STEP, Learnt, Watch, kind_of
+
+MARGIN_S = 0.6
+"""In the place of five seconds, so that a test waits less; steps take 0.03 s."""
+
+RANKS = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from shoal.base.phases import DATA, PASSES
+from shoal.base.stacks import answer_for_stacks
+from shoal.base.watch_page import Page
+rank, attempt = int(os.environ["RANK"]), int(os.environ["SHOAL_ATTEMPT"])
+size, folder = int(os.environ["WORLD_SIZE"]), Path(os.environ["SHOAL_RUN_FOLDER"])
+page = Page.open()
+answer_for_stacks(page)
+
+def forever():
+    while True:
+        time.sleep(0.005)
+
+def meet(step):
+    (folder / f"{attempt}-{step}-{rank}").touch()
+    while not all((folder / f"{attempt}-{step}-{one}").exists() for one in range(size)):
+        time.sleep(0.002)
+
+def trouble(step):
+    pass
+TROUBLE
+for step in range(1, 31):
+    page.part(DATA)
+    time.sleep(0.02)
+    page.part(PASSES)
+    trouble(step)
+    page.begun("all_reduce", 64)
+    page.waits()
+    meet(step)
+    page.waited(1)
+    page.stepped(step)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": %d}\\n' % step)
+"""
+
+
+class Run:
+    """Supervises RANKS with a trouble; keeps the events with the time of each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.events = folder, list[dict[str, Any]]()
+
+    def __call__(self, trouble: str, *, processes: int = 2, **settings: Any) -> Outcome:
+        (self.folder / "ranks.py").write_text(RANKS.replace("TROUBLE", trouble))
+        paths = [str(self.folder), os.environ.get("PYTHONPATH", "")]
+        return supervise(
+            [sys.executable, "-m", "ranks"],
+            processes=processes,
+            folder=self.folder,
+            restarts=1,
+            emit=lambda event, **fields: self.events.append({"event": event, **fields}),
+            environ={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            imports=("json",),
+            **{"patience_s": 0.5, **settings},
+        )
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [found for found in self.events if found["event"] == event]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(watch, "MARGIN_S", MARGIN_S)
+    return Run(tmp_path)
+
+
+def in_first(act: str, rank: int = 1) -> str:
+    """`act` by one rank in step 20 of the first attempt."""
+    return f"def trouble(step):\n    if (step, rank, attempt) == (20, {rank}, 0):\n        {act}\n"
+
+
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (STOP, "its process is stopped (SIGSTOP)"),
+        (KEEP_LOCK, "Python does not answer: a call into C keeps its lock"),
+        ("forever()", "it is in no collective (ranks.py:14)"),
+    ],
+    ids=["stopped", "keeps the lock", "loops"],
+)
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.proof)])
+def test_the_rank_that_hangs_is_named_in_time_and_all_start_again(
+    run: Run, act: str, why: str, processes: int
+) -> None:
+    rank = processes - 1
+    outcome = run(in_first(act, rank), processes=processes)
+    assert outcome == Outcome("finished", 0, 2, "")
+    (told,) = run.named("hang")
+    assert (told["rank"], told["why"]) == (rank, why), told
+    assert told["phase"] == "step 20, forward and backward"
+    assert told["deadline_s"] == pytest.approx(MARGIN_S + 0.3, abs=0.6), "learnt from the steps"
+    assert told["waited_s"] < told["deadline_s"] + 2
+    (died,) = run.named("worker_died")
+    assert (died["rank"], died["how"]) == (rank, "ended by the watch")
+    accounts = Path(told["stacks"]).read_text()
+    if processes == 2:
+        assert told["collective"] == "all_reduce of 64 B"
+        assert "in meet" in accounts, "the stack of the rank that waits"
+    if act == "forever()":
+        assert "in forever" in accounts
+    else:
+        assert "did not answer; the kernel says of it:\nState: " in accounts
+
+
+def test_one_that_is_only_slow_is_told_and_then_left_alone(run: Run) -> None:
+    outcome = run(in_first("time.sleep(1.8)"), patience_s=30.0)
+    assert outcome == Outcome("finished", 0, 1, "")
+    (told,) = run.named("hang")
+    assert (told["rank"], told["ends_in_s"]) == (1, 30.0)
+    (notice,) = run.named("notice")
+    assert "rank 1 goes on after" in notice["text"]
+
+
+def test_a_hang_at_the_same_place_every_time_is_tried_twice(run: Run) -> None:
+    outcome = run(
+        "def trouble(step):\n    step == 20 and rank == 0 and forever()\n", patience_s=0.2
+    )
+    assert (outcome.status, outcome.exit_code, outcome.attempts) == ("failed", 1, 2)
+    assert "rank 0" in outcome.message
+    assert "hung in step 20, forward and backward: it is in no collective (" in outcome.message
+
+
+def test_ranks_on_busy_cores_are_no_hang(run: Run) -> None:
+    """Each core has three more to serve; steps take as long as they take."""
+    pids = []
+    for _ in range(3 * (os.cpu_count() or 1)):
+        if (pid := os.fork()) == 0:
+            until_s = time.monotonic() + 4
+            while time.monotonic() < until_s:
+                pass
+            os._exit(0)
+        pids.append(pid)
+    outcome = run("")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert outcome == Outcome("finished", 0, 1, "")
+    assert run.named("hang") == []
+
+
+def test_without_a_page_nobody_is_watched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first test sees comes from the pages."""
+    monkeypatch.setattr(watch, "can_watch", lambda: False)
+    body = "page = Page.open({}) or __import__('unittest.mock').mock.MagicMock()\n"
+    outcome = run(body + in_first("time.sleep(2)"))
+    assert outcome == Outcome("finished", 0, 1, "")
+    assert run.named("hang") == []
+
+
+def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched("test")
+    assert not watched.read().live
+    page = Page.open({PAGE_VARIABLE: watched.path})
+    assert page is not None
+    page.begun("all_reduce", 4096)
+    page.begun("send", 8)
+    page.waits()
+    page.part(PASSES)
+    page.hear([Phase("proof", of=2, done=1), Phase("build")])
+    told = watched.read()
+    assert (told.live, told.begun, told.ended, told.last, told.last_bytes) == (
+        True,
+        2,
+        0,
+        "send",
+        8,
+    )
+    assert (told.waits, told.part, told.phases) == (True, PASSES, "proof 1/2: build")
+    assert told.changed_s == pytest.approx(time.monotonic(), abs=5)
+    page.waited(1)
+    assert (watched.read().ended, watched.read().waits) == (1, False)
+    page.stepped(7)
+    told = watched.read()
+    assert (told.step, told.part, told.ended, told.changes) == (7, DATA, 2, 7)
+    assert watched.answer() is None
+    watched.ask()
+    page.answer(page.asked, {"place": "x.py:1", "stacks": "é" * 100_000})
+    found = watched.answer()
+    assert found is not None
+    assert found["place"] == "x.py:1"
+    if (pid := os.fork()) == 0:
+        page.stepped(99)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert watched.read().step == 7, "a process that a rank forked writes to nowhere"
+
+
+HERE = Told(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "")
+
+
+def seen(rank: int, state: str = "S", answer: dict[str, Any] | None = None, **told: Any) -> Seen:
+    answer = {} if answer is None else answer
+    return Seen(rank, 100 + rank, replace(HERE, **told), answer, {"State": state})
+
+
+def test_where_all_wait_the_one_in_another_collective_is_at_fault() -> None:
+    barrier = {"collective": "barrier", "by_user": True, "place": "mine.py:4"}
+    inside = {"collective": "all_reduce", "by_user": False}
+    found = find_culprit([seen(0, answer=inside, begun=8), seen(1, answer=barrier)])
+    assert found is not None
+    assert (found.of.rank, found.certain, found.collective) == (1, True, "all_reduce of 8 B")
+    assert found.why == (
+        "it is in torch.distributed.barrier (mine.py:4), rank 0 in all_reduce of 8 B"
+    )
+    other = {**barrier, "place": "mine.py:9"}
+    ranks = [seen(0, answer=other), *(seen(rank, answer=barrier) for rank in (1, 2))]
+    found = find_culprit(ranks)
+    assert found is not None
+    assert found.of.rank == 0
+    found = find_culprit([seen(0, begun=8, waits=True), seen(1, begun=7, waits=True)])
+    assert found is not None
+    assert (found.of.rank, found.certain) == (1, True)
+    found = find_culprit([seen(rank, waits=True, changed_s=rank) for rank in range(3)])
+    assert found is not None
+    assert (found.of.rank, found.certain, found.together) == (2, False, True)
+
+
+def test_a_debugger_is_no_hang() -> None:
+    assert find_culprit([seen(0, waits=True), seen(1, state="t")]) is None
+
+
+def test_a_rank_that_did_not_answer_but_waits_is_not_at_fault() -> None:
+    ranks = [Seen(0, 100, replace(HERE, waits=True), None, {"State": "S"}), seen(1)]
+    found = find_culprit(ranks)
+    assert found is not None
+    assert found.of.rank == 1
+
+
+def test_deadlines_are_learnt_apart() -> None:
+    learnt = Learnt()
+    assert learnt.deadline_s(STEP) == 600
+    assert learnt.deadline_s(FIRST) == 1800
+    learnt.steps_s.extend([0.1] * 4)
+    assert learnt.deadline_s(STEP) == 600, "four steps are not enough"
+    learnt.steps_s.append(0.1)
+    assert learnt.deadline_s(STEP) == 6
+    learnt.heard(["save"], 4.0)
+    assert learnt.deadline_s("save") == 600, "it has not ended yet"
+    learnt.heard([STEP], 0.1)
+    assert learnt.deadline_s("save") == 12
+    learnt.heard([STEP], 40.0, told=True)
+    assert learnt.deadline_s(STEP) == 60, "it came back after that"
+    assert learnt.patience_s(STEP, 60) == 60
+    learnt.heard([STEP], 50.0, in_data=True)
+    assert learnt.patience_s(STEP, 60) == 150, "an epoch may begin as the run did"
+    assert learnt.patience_s("validation", 60) == 1800
+
+
+def test_the_watch_stands_still_while_it_gets_no_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was asleep, or a whole tree that was stopped and goes on."""
+    now_s = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
+    events = []
+    one = Watch(tmp_path, lambda event, **fields: events.append(event), 1.0)
+    (path,) = one.begin(1)
+    page = Page.open({PAGE_VARIABLE: path})
+    assert page is not None
+    workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
+    for step in range(1, 30):
+        now_s[0] += 0.11
+        page.stepped(step)
+        assert one.look(workers) is None
+    for _ in range(5):
+        now_s[0] += 1000
+        assert one.look(workers) is None
+    assert events == []
+    for _ in range(20):
+        now_s[0] += 1.0
+        one.look(workers)
+    assert events == ["hang"]
+    one.close()
+
+
+def test_kinds_have_names_of_their_own() -> None:
+    assert kind_of(replace(HERE, phases="compile, first step")) == FIRST
+    assert kind_of(replace(HERE, phases="validation 3/10: read")) == "validation"
+    assert kind_of(replace(HERE, part=NOWHERE)) == "start"
+
+
+def test_a_stack_says_which_collective_it_is_and_who_called() -> None:
+    told = stacks(threading.main_thread().ident or 0)
+    assert (told["collective"], told["by_user"], told["compiling"]) == ("", False, False)
+    assert "test_a_stack_says" in told["stacks"]
+    frame: Any = frame_of("/x/torch/distributed/distributed_c10d.py", "barrier", frame_of("/me.py"))
+    wrapper: Any = frame_of("/x/torch/distributed/c10d_logger.py", "wrapper", frame)
+    assert collective_of(frame) == ("barrier", True)
+    assert collective_of(wrapper) == ("barrier", True)
+    ours = str(Path(watch.__file__).parents[1] / "fabric" / "world.py")
+    caller = frame_of(str(Path(ours).parents[1] / "trainer" / "step.py"))
+    frame = frame_of("/x/torch/distributed/c10d.py", "all_reduce", frame_of(ours, "add", caller))
+    assert collective_of(frame) == ("add", False)
+    assert json.dumps(told)
+
+
+def frame_of(file: str, name: str = "f", back: Any = None) -> Any:
+    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name=name), f_back=back)

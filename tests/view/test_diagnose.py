@@ -1,0 +1,231 @@
+"""What `shoal diagnose` says of run folders: of each thing that went wrong, and of nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.base.events import EVENTS, EventLog
+from shoal.base.lines import Record
+from shoal.checkpoint.lease import OWNER_FILE, Owner
+from shoal.cli.main import app
+from shoal.view.diagnose import LOOKS, Finding, diagnose, text_of
+
+GOES_ON = [("restarting", {"attempt": 1, "of": 3, "saved": 8}), ("compute_started", {})]
+DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
+
+
+def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **row: Any) -> Path:
+    """A run folder with these events, and so many alike steps."""
+    log = EventLog(folder / "events.jsonl", rank=None)
+    log.emit("run_started", processes=2)
+    for event, fields in events:
+        log.emit(event, **fields)
+    rows = [{"step": n + 1, "loss": 1.0, "step_s": 0.1, **row} for n in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return folder
+
+
+CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
+    "a kill": (
+        [("worker_died", {**DIED, "how": "killed by SIGKILL", "traceback": ""})],
+        "rank 1 (pid 4711): killed by SIGKILL",
+        "a SIGKILL leaves no words",
+        "dmesg -T | grep -i -e oom",
+    ),
+    "memory": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "how": "exit code 1",
+                    "traceback": "DefaultCPUAllocator: can't allocate memory: you tried to "
+                    "allocate 419430400 bytes",
+                },
+            )
+        ],
+        "rank 1 (pid 4711): exit code 1: DefaultCPUAllocator",
+        "memory: it asked for more than there is",
+        "shoal plan RUN/run.toml --explain",
+    ),
+    "a loader's process": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "how": "exit code 1",
+                    "traceback": "DataLoader worker (pid 9) exited unexpectedly",
+                },
+            )
+        ],
+        "rank 1",
+        "a process that loads data ended",
+        "tail -n 50 RUN/logs/rank-1.log",
+    ),
+    "a peer that is gone": (
+        [
+            (
+                "worker_died",
+                {**DIED, "how": "exit code 1", "traceback": "Connection closed by peer [::1]:4"},
+            )
+        ],
+        "rank 1",
+        "it is no cause of its own",
+        "tail -n 50 RUN/logs/rank-*.log",
+    ),
+    "an exception": (
+        [("worker_died", {**DIED, "how": "exit code 1", "traceback": "KeyError: 'gate'"})],
+        "KeyError: 'gate'",
+        "an exception that nobody caught",
+        "tail -n 50 RUN/logs/rank-1.log",
+    ),
+    "a full disk": (
+        [("checkpoint_failed", {"step": 8, "rank": 1, "reason": "0 B are free"})],
+        "checkpoint at step 8 not saved: 0 B are free",
+        "the disk is full",
+        "df -h RUN",
+    ),
+    "a disk that refuses": (
+        [("checkpoint_failed", {"step": 8, "rank": 1, "reason": "Input/output error"})],
+        "not saved: Input/output error",
+        "the file system, refused",
+        "dmesg -T | tail",
+    ),
+    "a flipped byte": (
+        [
+            (
+                "checkpoint_damaged",
+                {"folder": "step-8", "file": "rank-1.safetensors", "tensor": "w", "reason": "hash"},
+            )
+        ],
+        "checkpoint damaged: rank-1.safetensors w: hash",
+        "its bytes on the disk are not those that were written",
+        "shoal checkpoint verify RUN",
+    ),
+    "numbers": (
+        [
+            (
+                "step_skipped",
+                {"step": 3, "ranks": [1], "culprits": [{"rank": 1, "samples": [[107, 0]]}]},
+            )
+        ],
+        "step 3 skipped",
+        "not finite",
+        "",
+    ),
+    "a stop that saved nothing": (
+        [("stop_requested", {"signal": "SIGTERM", "steps": True})],
+        "SIGTERM asked for a stop, and no checkpoint was written after it",
+        "longer than a stop may",
+        "shoal checkpoint list RUN",
+    ),
+    "an island that is gone": (
+        [("island_lost", {"islands": [2], "after_s": 3.0, "round": 4})],
+        "island_lost",
+        "the link",
+        "tail -n 50 RUN/logs/*",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_thing_is_named_with_its_cause_and_the_next_command(tmp_path: Path, case: str) -> None:
+    events, what, why, command = CASES[case]
+    (found,) = diagnose(run_of(tmp_path, *events))
+    assert what in found.what
+    assert why in found.why
+    assert found.command.replace(str(tmp_path), "RUN").startswith(command)
+    # What the run itself dealt with when it met it.
+    assert found.over == (found.kind in ("step_skipped", "checkpoint_damaged"))
+    assert not found.advice
+
+
+def test_what_went_on_by_itself_says_so_and_deaths_alike_are_told_once(tmp_path: Path) -> None:
+    death = ("worker_died", {**DIED, "how": "exit code 1", "traceback": "OSError: no such host"})
+    found = diagnose(run_of(tmp_path, death, *GOES_ON, death, *GOES_ON))
+    assert [(one.over, one.what.endswith("(the last of 2 alike)")) for one in found] == [
+        (True, True)
+    ]
+    assert "the run went on by itself" in text_of(tmp_path, found)
+
+
+def test_nothing_wrong(tmp_path: Path) -> None:
+    events = [
+        ("worker_started", {"rank": 0, "pid": 1}),
+        ("compute_started", {}),
+        ("checkpoint_saved", {"step": 8, "folder": "step-8"}),
+        ("stop_requested", {"signal": "SIGTERM", "steps": True}),
+        ("checkpoint_saved", {"step": 9, "folder": "step-9"}),
+        ("run_finished", {"how": "stopped"}),
+    ]
+    run_of(tmp_path, *events, steps=60, comm_exposed_s=0.01, data_wait_s=0.001)
+    assert diagnose(tmp_path) == []
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
+    assert (told.exit_code, told.output) == (0, f"{tmp_path}: nothing wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("waits", "kind"), [("comm_exposed_s", "communication"), ("data_wait_s", "data")]
+)
+def test_a_wait_that_is_a_habit_is_advice(tmp_path: Path, waits: str, kind: str) -> None:
+    run_of(tmp_path, steps=60, **{waits: 0.03})
+    (found,) = diagnose(tmp_path)
+    assert (found.kind, found.advice) == (kind, True)
+    assert found.what.startswith(f"{kind} takes 30% of a step")
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
+    assert told.exit_code == 0
+    assert "nothing wrong" in told.output
+    run_of(tmp_path, steps=40, **{waits: 0.03})
+    assert diagnose(tmp_path) == [], "forty steps are a moment"
+
+
+def test_a_launcher_that_was_killed_is_known_by_what_it_left(tmp_path: Path) -> None:
+    run_of(tmp_path, ("compute_started", {}))
+    mine = Owner.this_process("run")
+    (tmp_path / OWNER_FILE).write_text(json.dumps(asdict(mine)))
+    assert diagnose(tmp_path) == [], "it runs still"
+    (tmp_path / OWNER_FILE).write_text(json.dumps({**asdict(mine), "born": mine.born - 1}))
+    (found,) = diagnose(tmp_path)
+    assert found.kind == "killed"
+    assert f"pid {os.getpid()}" in found.what
+    assert found.command == f"shoal train --resume {tmp_path}"
+
+
+def test_damaged_records_are_no_traceback(tmp_path: Path) -> None:
+    for name in LOOKS:
+        assert name in EVENTS, name
+        (tmp_path / "events.jsonl").write_text(
+            json.dumps({"event": name, "step": {}, "ranks": 7, "signal": [], "reason": 3}) + "\n"
+        )
+        assert all(isinstance(one, Finding) for one in diagnose(tmp_path))
+
+
+def test_islands_are_looked_at_each_and_json_is_a_line_each(tmp_path: Path) -> None:
+    island = tmp_path / "island-1"
+    island.mkdir()
+    run_of(tmp_path)
+    run_of(island, ("worker_died", {**DIED, "how": "killed by SIGKILL"}))
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"])
+    (line,) = told.output.splitlines()
+    assert told.exit_code == 1
+    found = json.loads(line)
+    assert (found["run"], found["kind"], found["rank"]) == (str(island), "worker_died", 1)
+
+
+def test_no_run_folder_is_one_line_with_the_nearest(tmp_path: Path) -> None:
+    (run_of(tmp_path) / "logs").mkdir()
+    command = [sys.executable, "-m", "shoal", "diagnose", str(tmp_path / "logs")]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 2
+    line = f"shoal: {tmp_path}/logs: no run folder; nearest: {tmp_path}\n"
+    assert (told.stdout, told.stderr) == ("", line)

@@ -1,0 +1,222 @@
+"""Bits flipped in the memory of one rank, inside a world of processes, and what the run then says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from guards import message
+from shoal.checkpoint.listing import find
+from shoal.checkpoint.read import load
+from shoal.fabric import World, messages
+from shoal.trainer.run import Run
+
+SAMPLES = torch.rand(64, 4, 8, generator=torch.Generator().manual_seed(0))
+QUIET = "nothing was raised"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def begin(world: World, layout: Any, drift: str = "every", **more: Any) -> Run:
+    return shoal.parallelize(
+        lambda: nn.Sequential(*(Layer() for _ in range(2))),
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        lambda y, t: ((y - t) ** 2).flatten(1).sum(1),
+        layout=layout,
+        world=world,
+        batch=16,
+        micro_batch=4,
+        sample=(SAMPLES[:4], SAMPLES[:4]),
+        drift=drift,
+        **more,
+    )
+
+
+def leave(run: Run) -> None:
+    """As `run.close`, but for the group, which other checks use."""
+    run.saving.close()
+    for undo in run.program.on_close:
+        undo()
+
+
+def own(run: Run, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of a step; ranks that hold parts of one copy of the model see the same."""
+    data = run.program.data
+    here = 16 // data.size
+    rows = torch.arange(here) + here * (data.rank + data.size * step)
+    return SAMPLES[rows % 64], SAMPLES[(rows + 1) % 64]
+
+
+def targets(run: Run) -> list[tuple[str, torch.Tensor]]:
+    """What of this rank may be hit: weights as they are stepped, and their moments."""
+    found = [(name, one.parameter) for name, one in run.program.local.items()]
+    for name, one in run.program.local.items():
+        state = run.optimizer.state[one.parameter]
+        found += [(f"{key} of {name}", state[key]) for key in ("exp_avg", "exp_avg_sq")]
+    return [(name, tensor) for name, tensor in found if tensor.numel()]
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Turn one bit of a tensor's memory over, past everything that torch counts."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    assert raw.ctypes.data == tensor.data_ptr(), "a copy would be hit"
+    raw[bit // 8] ^= 1 << bit % 8
+
+
+def steps(run: Run, count: int) -> None:
+    for _ in range(count):
+        run.step(own(run, run.world.rank, run.step_count))
+
+
+def flips(
+    world: World, layout: Any, folder: str, count: int, seed: int, drift: str = "every"
+) -> dict[str, Any]:
+    """So many bits flipped, one at a time, half seen by a step and half by a save; then undone.
+
+    Gives what was hit by (tensor's kind, rank), what was not named rightly, clean steps and saves
+    between, which of those were blamed, and what checkpoints hold that were written while a bit
+    was over
+    """
+    rng, root = random.Random(seed), Path(folder) / str(seed)
+    run = begin(world, layout, drift, folder=root)
+    steps(run, 2)
+    wrong: list[str] = []
+    alarms: list[str] = []
+    hit: dict[str, int] = {}
+    clean = {"steps": 2, "saves": 0}
+    looks = 0
+    for trial in range(count):
+        rank, chance, saves = rng.randrange(world.size), rng.random(), bool(trial % 2)
+        mine = targets(run) if world.rank == rank else []
+        name, bit, undo = "", 0, None
+        if mine:
+            name, tensor = mine[int(chance * len(mine))]
+            bit = rng.randrange(tensor.nbytes * 8)
+            flip(tensor, bit)
+            undo = tensor
+        rng = random.Random(f"{seed} {trial}")  # the same again on all ranks
+        name, bit = world.broadcast_json([name, bit], rank)
+        before = len(find(root / "checkpoints"))
+        act: Callable[[], Any] = run.save if saves else lambda: steps(run, 1)
+        told = message(act)
+        if undo is not None:
+            flip(undo, bit)
+        run._tally = None
+        looks += told != QUIET
+        hit[f"{name.split(' of ')[0] if ' of ' in name else 'weight'} {rank}"] = (
+            hit.get(f"{name.split(' of ')[0] if ' of ' in name else 'weight'} {rank}", 0) + 1
+        )
+        right = (
+            told.startswith("ClusterError: step ")
+            and f" of rank {rank} (" in told
+            and f": {name} changed in memory" in told
+            and f": bit {bit % 32} of one element flipped" in told
+            and len(find(root / "checkpoints")) == before
+        )
+        if not right:
+            wrong.append(f"{'save' if saves else 'step'}, rank {rank}, {name}, bit {bit}: {told}")
+        if trial % 10 == 9:
+            told = message(lambda: steps(run, 1))
+            clean["steps"] += 1
+            alarms += [told] * (told != QUIET)
+        if trial % 50 == 49:
+            told = message(run.save)
+            clean["saves"] += 1
+            alarms += [told] * (told != QUIET)
+    leave(run)
+    return {
+        "flips": count, "told": looks, "hit": hit, "wrong": wrong, "clean": clean,
+        "false alarms": alarms,
+    }  # fmt: skip
+
+
+def unwatched(world: World, layout: Any, folder: str) -> dict[str, Any]:
+    """The same flip with nobody looking: it is in the checkpoint, so the injection is real."""
+    run = begin(world, layout, "off", folder=folder)
+    steps(run, 2)
+    name, one = next(iter(run.program.local.items()))
+    if world.rank == world.size - 1:
+        flip(one.parameter, 30)
+    flipped = one.parameter.detach().clone()
+    told = message(lambda: run.save() and None)
+    (newest,) = find(Path(folder) / "checkpoints")
+    kept = load(newest.path, [replace(one.shard, name=f"model.{name}")])[f"model.{name}"]
+    leave(run)
+    return {"told": told, "kept": bool(torch.equal(kept.reshape(flipped.shape), flipped))}
+
+
+def clean_steps(world: World, layout: Any, count: int, drift: str = "every") -> dict[str, Any]:
+    """Steps in which nothing happens: (what was raised, steps from one look to the next)."""
+    run = begin(world, layout, drift, average=0.9)
+    told = message(lambda: steps(run, count))
+    leave(run)
+    return {"told": told, "steps": run.step_count, "every": run.touched.drift.every}
+
+
+def wrong_update(world: World, layout: Any) -> str:
+    """One rank's optimizer adds one unit in the last place to one weight, by ordinary operations."""
+    run = begin(world, layout)
+    steps(run, 3)
+    stepped = run.optimizer.step
+
+    def step(*given: Any, **named: Any) -> Any:
+        done = stepped(*given, **named)
+        if world.rank == 1:
+            name = sorted(run.program.local)[0]
+            with torch.no_grad():
+                weight = run.program.local[name].parameter.reshape(-1)[:1]
+                weight.copy_(torch.nextafter(weight, torch.tensor(9.0)))
+        return done
+
+    with patch.object(run.optimizer, "step", step):
+        told = message(lambda: steps(run, 1))
+        assert told == QUIET, told  # it is known when the ranks meet again
+    told = message(lambda: steps(run, 1))
+    leave(run)
+    return told
+
+
+def written(world: World, layout: Any) -> list[str]:
+    """What user code does to weights past torch's counters is meant, where all ranks do it."""
+    run = begin(world, layout)
+    told = []
+    for _ in range(4):
+        told.append(message(lambda: steps(run, 1)))
+        for parameter in run.model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+    leave(run)
+    return told
+
+
+def wrong_sum(world: World) -> list[str]:
+    """An all-reduce that gives rank 1 another sum at one place of the longer message."""
+    messages._checked.discard(world)
+    summed = World.all_reduce
+
+    def all_reduce(self: World, tensor: torch.Tensor, **named: Any) -> Any:
+        done = summed(self, tensor, **named)
+        if self.rank == 1 and tensor.numel() == messages.LENGTHS[1]:
+            tensor[77] += 1
+        return done
+
+    with patch.object(World, "all_reduce", all_reduce):
+        told = message(lambda: begin(world, "ddp"))
+    messages._checked.discard(world)
+    return [told, message(lambda: messages.check_sums(world))]

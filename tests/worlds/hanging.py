@@ -1,0 +1,127 @@
+"""A model and its data, of which one rank hangs once: how, which, when is said by the file `hang.json`.
+
+    kind   stopped  its process gets SIGSTOP
+           lock     a call into C keeps Python's lock
+           loop     a loop without an end
+           barrier  it calls a barrier that the others do not
+           cut      what comes for it over the network is dropped from then on
+    place  data, when a sample is read · forward, which only layouts have that leave the model whole
+    rank   of its run (RANK) · island  its folder's name, if there are islands
+    after  samples or passes of this rank
+
+It hangs once: the file `hung` tells a restart that it has been.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06
+
+
+class Once:
+    """Counts how often it is called, and hangs if it is this rank's turn."""
+
+    def __init__(self, place: str) -> None:
+        self.asked = json.loads(Path("hang.json").read_text()) if Path("hang.json").exists() else {}
+        mine = self.asked.get("rank") == int(os.environ.get("RANK", "0"))
+        here = self.asked.get("island", "") in os.environ.get("SHOAL_RUN_FOLDER", "")
+        self.mine = mine and here and self.asked["place"] == place
+        self.passes = 0
+
+    def __call__(self) -> None:
+        self.passes += 1
+        if not self.mine or self.passes <= self.asked["after"]:
+            return
+        self.mine = False
+        try:
+            os.close(os.open("hung", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        HANGS[self.asked["kind"]]()
+
+
+def loop() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def cut() -> None:
+    """Drop what arrives at this process's connections: a filter that passes no byte."""
+    line = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
+    program = struct.pack("HL", 1, ctypes.addressof(line))
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        except OSError:  # no socket, or closed meanwhile
+            continue
+
+
+HANGS = {
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "lock": lambda: ctypes.PyDLL(None).sleep(3600),
+    "loop": loop,
+    "barrier": lambda: dist.barrier(),
+    "cut": cut,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Hanging(nn.Module):
+    """Some blocks."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.last = nn.Linear(16, 4)
+        self.once = Once("forward")
+
+    def forward(self, x):
+        self.once()
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def build(layers: int = 4) -> nn.Module:
+    return Hanging(layers)
+
+
+class Samples:
+    def __init__(self, count: int = 64, sleep_s: float = 0.003) -> None:
+        self.count, self.sleep_s = count, sleep_s
+        self.once = Once("data")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int):
+        time.sleep(self.sleep_s)
+        self.once()
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator), torch.tensor(index % 4)
+
+
+def data():
+    return Samples(), [Samples(8, 0.0)[index] for index in range(8)]

@@ -1,0 +1,64 @@
+"""Hangs of the real command: the right rank, in time, with stacks, and the run goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_run import CommandLine
+
+HERE = Path(__file__).parent
+ARGUMENTS = [
+    "model.build=hanging:build", "data.source=hanging:data", "train.batch=8",
+    "train.micro_batch=2", "train.steps=40", "checkpoint.every=8", "precision.compute=fp32",
+    "train.prove=off", "launch.patience_s=0", "launch.processes=2",
+]  # fmt: skip
+WHY = {
+    "stopped": "its process is stopped (SIGSTOP)",
+    "lock": "Python does not answer: a call into C keeps its lock",
+    "loop": "it is in no collective (hanging.py:",
+    "barrier": "it is in torch.distributed.barrier (hanging.py:",
+}
+
+
+def hang(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[CommandLine, int, str]:
+    """A run with a hang; (command, exit status, what it said)."""
+    shutil.copy(HERE / "hanging.py", folder)
+    (folder / "hang.json").write_text(json.dumps(asked))
+    command = CommandLine(folder, *ARGUMENTS, *arguments)
+    return command, *command.finish(150)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "layout"),
+    [
+        ("stopped", "forward", "layout.strategy=ddp"),
+        ("lock", "forward", "layout.strategy=ddp"),
+        ("loop", "data", "layout.pp=2"),
+        ("barrier", "forward", "layout.strategy=ddp"),
+    ],
+)
+def test_a_hang_is_told_in_time_with_its_rank_and_survived(
+    tmp_path: Path, kind: str, place: str, layout: str
+) -> None:
+    after = 60 if place == "forward" else 150
+    asked = {"kind": kind, "place": place, "rank": 1, "after": after}
+    command, code, output = hang(tmp_path, asked, layout)
+    assert (tmp_path / "hung").exists(), output
+    assert code == 0, output
+    (told,) = command.events("hang")
+    assert told["rank"] == 1, told
+    assert told["why"].startswith(WHY[kind]), told
+    assert told["waited_s"] <= told["deadline_s"] + 2, told
+    assert told["deadline_s"] < 30, "learnt"
+    assert f"rank 1 on {told['host']}" in output
+    accounts = (tmp_path / told["stacks"]).read_text()
+    assert "rank 0 (pid" in accounts
+    assert "trainer/step.py" in accounts, "where the rank waits that is not at fault"
+    (died,) = command.events("worker_died")
+    assert (died["rank"], died["how"]) == (1, "ended by the watch")
+    assert command.steps() == 40
