@@ -356,7 +356,7 @@ def _ended_without_a_word(folder: Path) -> Finding | None:
 
 
 def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
-    steps = run.metrics.read()[0][-10 * LEAST_STEPS :]
+    steps = run.last_steps(10 * LEAST_STEPS)
     if len(steps) < LEAST_STEPS or kinds & {"slow_rank"}:
         return []  # what waits for a slow rank looks like the network
     whole_s = sum(_values(steps, "step_s"))
