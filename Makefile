@@ -70,6 +70,7 @@ test-sim: $(STAMP)  ## simulated CUDA devices: planted device bugs, and a loop o
 
 proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
+	$(BIN)/python tests/proof/flips.py
 	for what in worlds nodes sharded differ closed; do \
 	  $(BIN)/python tests/proof/endings.py $$what --out docs/proof/endings.json || exit 1; done
 	$(BIN)/python tests/proof/hangs.py
