@@ -43,7 +43,7 @@ floors: $(STAMP)
 
 # Three lanes on two cores, the longest first: each waits for processes and deadlines about a third of its time.
 COMMANDS := tests/cli tests/cuda tests/fabric tests/islands tests/launch tests/moving tests/trainer
-ENDINGS := $(patsubst %,tests/worlds/test_%.py,compositions ends exit faults first_run islands \
+ENDINGS := $(patsubst %,tests/worlds/test_%.py,compositions ends exit faults first_run hangs islands \
   islands_command launchers layout_resume parts_resume plane saving survival)
 
 lanes: $(STAMP)
@@ -72,6 +72,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/kills.py
 	for what in worlds nodes sharded differ closed; do \
 	  $(BIN)/python tests/proof/endings.py $$what --out docs/proof/endings.json || exit 1; done
+	$(BIN)/python tests/proof/hangs.py
 	$(BIN)/python tests/proof/poison.py --out docs/proof/poison.json
 	$(BIN)/python tests/proof/equality.py
 	$(BIN)/python tests/proof/formats.py

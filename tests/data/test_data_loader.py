@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
+from shoal.data import dataset as datasets
+from shoal.data import workers as crews
 from shoal.data.loader import Loader
 
 
@@ -215,11 +219,117 @@ class Suicidal(Numbers):
         return super().__getitem__(index)
 
 
-def test_a_killed_worker_is_named() -> None:
+def test_a_worker_that_is_killed_again_and_again_is_named() -> None:
     loader = Loader(Suicidal(4), batch=1, micro_batch=1, seed=0, workers=1, shuffle=False)
-    with pytest.raises(ClusterError, match=r"data.workers = 1: DataLoader worker .* fewer"):
+    told: list[str] = []
+    loader.tell = told.append
+    with pytest.raises(ClusterError) as caught:
         list(loader)
+    assert re.fullmatch(
+        r"data.workers = 1: loader worker 0 \(pid \d+\) at sample 1 \(position 1\) was killed by "
+        r"SIGKILL; out of memory or shared memory is the usual cause: fewer data.workers, .*",
+        str(caught.value),
+    )
+    assert len(told) == crews.MADE_AGAIN
     assert multiprocessing.active_children() == []
+
+
+class Mortal(Augmented):
+    """Some samples, drawn at random, kill or stop the process that reads them, once each."""
+
+    def __init__(self, samples: int, folder: Path, number: int, at: tuple[int, ...]) -> None:
+        super().__init__(samples)
+        self.folder, self.number, self.at = folder, number, at
+
+    def __getitem__(self, index: int) -> Any:
+        mark = self.folder / f"{index}"
+        if index in self.at and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), self.number)
+        return super().__getitem__(index)
+
+
+def test_a_dead_worker_is_made_again_and_its_samples_come_in_their_order(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 3}
+    want = run(Loader(Augmented(21), **settings), epochs=2)
+    told: list[str] = []
+    loader = Loader(Mortal(21, tmp_path, signal.SIGKILL, (0, 7, 20)), workers=2, **settings)
+    loader.tell = told.append
+    assert run(loader, epochs=2) == want, "bits and order, of each sample once"
+    assert len(told) == 3
+    assert all(re.search(r"at sample (0|7|20) .*killed by SIGKILL; they are", one) for one in told)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_hung_worker_is_named_then_killed_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "LOOK_S", 0.1)
+    monkeypatch.setattr(crews, "SILENT_S", 0.3)
+    monkeypatch.setattr(crews, "SILENCES", 0)
+    settings: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 3}
+    want = run(Loader(Augmented(13), **settings), epochs=1)
+    told: list[str] = []
+    loader = Loader(Mortal(13, tmp_path, signal.SIGSTOP, (7,)), workers=2, **settings)
+    loader.tell = told.append
+    assert run(loader, epochs=1) == want
+    pid = re.search(r"pid (\d+)", told[0])
+    assert pid is not None
+    assert re.search(rf"pid {pid[1]}\) at sample 7 .* has not answered for 0 s$", told[0])
+    assert re.search(rf"pid {pid[1]}\) at sample 7 .* s and is killed; they are made", told[1])
+
+
+def test_a_death_is_told_where_a_sample_is_waited_for_and_nowhere_else(tmp_path: Path) -> None:
+    """torch's own handler raises in the middle of whatever the trainer does."""
+    data = Mortal(12, tmp_path, signal.SIGKILL, (7,))
+    loader = Loader(data, batch=2, micro_batch=2, seed=0, workers=1, shuffle=False)
+    told: list[str] = []
+    loader.tell = told.append
+    steps = iter(loader)
+    assert [next(steps).position for _ in range(2)] == [0, 2]  # then step 6 is read ahead
+    until_s = time.monotonic() + 20
+    while not (tmp_path / "7").exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    time.sleep(0.2)  # a step is trained while the worker dies
+    assert told == []
+    assert [one.position for one in steps] == [4, 6, 8, 10]
+    assert len(told) == 1
+
+
+class Flaky(Augmented):
+    """Reads fail so often before they go well."""
+
+    def __init__(self, samples: int, fails: int, error: Exception) -> None:
+        super().__init__(samples)
+        self.fails, self.error, self.tries = fails, error, 0
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)  # which draws
+        if index == 3:
+            self.tries += 1
+            if self.tries <= self.fails:
+                raise self.error
+        return sample
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_read_error_that_passes_is_tried_again(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "PAUSES_S", (0.01, 0.01, 0.01))
+    settings: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 3}
+    want = run(Loader(Augmented(9), **settings), epochs=2)
+    error = OSError(errno.EIO, "Input/output error")
+    assert run(Loader(Flaky(9, 3, error), workers=workers, **settings), epochs=2) == want
+    with pytest.raises(ClusterError, match=r"sample 3 .*Input/output error"):
+        run(Loader(Flaky(9, 50, error), workers=workers, **settings), epochs=1)
+
+
+def test_an_error_that_stays_is_not_waited_for() -> None:
+    data = Flaky(9, 50, FileNotFoundError(errno.ENOENT, "no such file"))
+    with pytest.raises(UserError, match=r"sample 3 "):
+        run(Loader(data, batch=4, micro_batch=2, seed=3), epochs=1)
+    assert data.tries <= 3, "in the watch for what it draws, but without a pause"
 
 
 PARENT = """

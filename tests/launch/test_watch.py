@@ -20,6 +20,7 @@ from shoal.base.stacks import collective_of, stacks
 from shoal.base.watch_page import PAGE_VARIABLE, Page, Told, Watched
 from shoal.launch import Outcome, supervise, watch
 from shoal.launch.hung import Seen, find_culprit
+from shoal.launch.unlike import find_unlike
 from shoal.launch.watch import FIRST, STEP, Learnt, Watch, kind_of
 
 MARGIN_S = 0.6
@@ -277,6 +278,10 @@ def test_deadlines_are_learnt_apart() -> None:
     learnt.heard([STEP], 50.0, in_data=True)
     assert learnt.patience_s(STEP, 60) == 150, "an epoch may begin as the run did"
     assert learnt.patience_s("validation", 60) == 1800
+    learnt.heard(["validation"], 1.0)
+    learnt.heard([STEP], 0.1)
+    assert learnt.patience_s("validation", 60) == 60
+    assert learnt.patience_s("save", 60) == 1800, "a disk may stand still, whatever it did before"
 
 
 def test_the_watch_stands_still_while_it_gets_no_core(
@@ -329,3 +334,54 @@ def test_a_stack_says_which_collective_it_is_and_who_called() -> None:
 
 def frame_of(file: str, name: str = "f", back: Any = None) -> Any:
     return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name=name), f_back=back)
+
+
+def kept(*calls: str, group: str = "0:0,1,2") -> bytes:
+    """What a page keeps: `all_reduce 4 a.py:1` each."""
+    return "\n".join(f"{group}\t" + "\t".join(call.split(" ")) for call in calls).encode()
+
+
+A, B = "all_reduce 4 /m.py:1", "all_reduce 4 /m.py:2"
+
+
+def test_collectives_that_differ_are_named_with_both_ranks_and_both_lines() -> None:
+    assert find_unlike(3, {rank: kept(A, B) for rank in range(3)}) is None
+    found = find_unlike(3, {0: kept(A, B), 1: kept(A, B), 2: kept(B, A)})
+    assert found is not None
+    assert (found.rank, found.certain) == (2, True)
+    assert "rank 0 calls all_reduce of 4 at m.py:1, rank 2 all_reduce of 4 at m.py:2" in found.line
+    found = find_unlike(3, {0: kept(B, A), 1: kept(A, B), 2: kept(A, B)})
+    assert found is not None
+    assert found.rank == 0, "the rest agrees"
+    found = find_unlike(3, {0: kept(A), 1: kept(A, B), 2: kept(A)})
+    assert found is not None
+    assert (found.rank, found.certain) == (1, True)
+    assert "rank 0 calls none more, rank 1 all_reduce of 4 at m.py:2" in found.line
+    found = find_unlike(3, {0: kept(A), 1: kept("all_reduce 5 /m.py:1"), 2: kept(A)})
+    assert found is not None
+    assert found.certain
+    found = find_unlike(3, {0: kept(A, A), 1: kept(A, B), 2: kept(A, A)})
+    assert found is not None
+    assert (found.rank, found.certain) == (1, False), "it may be meant"
+    ours = ["all_reduce 4 trainer/step.py:1", "all_reduce 4 trainer/step.py:2"]
+    assert find_unlike(3, {0: kept(ours[0]), 1: kept(ours[1]), 2: kept(ours[0])}) is None
+    assert find_unlike(-3, {0: kept(A), 1: kept(A, B), 2: kept(A)}) is None, "it may come yet"
+    found = find_unlike(-3, {0: kept(A, B), 1: kept(A, A, B), 2: kept(A)})
+    assert found is None
+    found = find_unlike(-3, {rank: kept(A, f"all_reduce {4 + rank} /m.py:1") for rank in range(2)})
+    assert found is not None
+    assert found.certain
+    parts = {0: kept(A, group="1:0,1"), 1: kept(A, group="1:0,1"), 2: kept(B, group="2:2")}
+    assert find_unlike(3, parts) is None, "another group's calls are its own business"
+
+
+def test_a_page_keeps_the_calls_of_its_last_steps() -> None:
+    watched = Watched("test")
+    page = Page.open({PAGE_VARIABLE: watched.path})
+    assert page is not None
+    for step in range(1, 11):
+        page.keep_calls(step, step, f"{step}".encode())
+    assert watched.calls(()) == {step: f"{step}".encode() for step in range(3, 11)}
+    assert watched.calls(range(10)) == {10: b"10"}
+    page.keep_calls(11, 11, b"x" * 100_000)
+    assert len(watched.calls(range(11))[11]) < 17_000

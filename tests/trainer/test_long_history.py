@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from shoal.base import lines
+from shoal.base.cut_back import cut_lines, mend_folder
 from shoal.base.events import EventLog, append_line
 from shoal.cli.ending import Ending
-from shoal.trainer.cut_back import cut_lines
 from shoal.view import LiveView, summary
 
 STEPS = 1_000_000
@@ -121,3 +121,20 @@ def test_what_is_cut(tmp_path: Path, before: bytes, step: int, after: bytes, asi
     assert path.read_bytes() == after
     damaged = tmp_path / "metrics.jsonl.damaged"
     assert (damaged.read_bytes() if damaged.exists() else b"") == aside
+
+
+def test_what_cannot_be_read_is_put_aside_before_a_run_goes_on(tmp_path: Path) -> None:
+    events, plan = tmp_path / "events.jsonl", tmp_path / "plan.json"
+    assert mend_folder(tmp_path) == []
+    whole = b'{"event":"notice","text":"a"}\n'
+    events.write_bytes(whole + b"null\n" + whole + b'{"event":"not')
+    plan.write_text('{"steps": ')
+    assert mend_folder(tmp_path) == [
+        f"{events}: 1 line that cannot be read, put aside into events.jsonl.damaged",
+        f"{plan}: cannot be read, put aside as plan.json.damaged",
+    ]
+    assert events.read_bytes() == whole + whole
+    assert (tmp_path / "events.jsonl.damaged").read_bytes() == b"null\n"
+    assert not plan.exists()
+    plan.write_text("{}")
+    assert mend_folder(tmp_path) == []

@@ -55,6 +55,12 @@ from shoal.view.events import SENTENCES, event_text
          "at once, unsaved)"),
         ("stop_requested", {"signal": "SIGINT", "steps": False},
          "Ctrl-C: stopping, before the first step"),
+        ("hang", {"rank": 1, "host": "a", "pid": 7, "phase": "step 3, data", "waited_s": 6.0,
+                  "why": "it is in no collective (m.py:4)", "collective": "all_reduce of 8 B",
+                  "ends_in_s": 60.0, "stacks": "runs/r/logs/hang-1.txt"},
+         "no rank goes on for 6.0 s: rank 1 on a (pid 7), step 3, data: it is in no collective "
+         "(m.py:4); the last collective: all_reduce of 8 B; if it does not go on, all start again "
+         "in 1 min 00 s; stacks: runs/r/logs/hang-1.txt"),
         ("restarting", {"attempt": 1, "of": 3, "saved": 40}, "restart 1 of 3, from step-40"),
         ("validated", {"step": 20, "loss": 4.5, "targets": 12345, "unigram_entropy": 6.0},
          "validation at step 20: loss 4.5000, unigram entropy 6.0000 (1.5000 below it), "

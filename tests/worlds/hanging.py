@@ -9,6 +9,10 @@
     rank   of its run (RANK) · island  its folder's name, if there are islands
     after  samples or passes of this rank
 
+           swap     its two sums over ranks change places, in every forward pass
+           extra    it makes one more, of the same shape, in every forward pass
+           apart    it makes one at another line, as is right where that is meant; harmless
+
 It hangs once: the file `hung` tells a restart that it has been.
 """
 
@@ -40,7 +44,7 @@ class Once:
 
     def __call__(self) -> None:
         self.passes += 1
-        if not self.mine or self.passes <= self.asked["after"]:
+        if not self.mine or self.asked["kind"] in SUMS or self.passes <= self.asked["after"]:
             return
         self.mine = False
         try:
@@ -77,6 +81,32 @@ HANGS = {
 }
 
 
+SUMS = ("swap", "extra", "apart", "none")
+
+
+def add(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def sums(kind: str) -> None:
+    """Two sums over ranks, as a model may make them; `kind` is what is wrong with them here."""
+    means, squares = torch.ones(4), torch.full((4,), 100.0)
+
+    def first() -> None:
+        add(means)
+
+    def second() -> None:
+        add(squares)
+
+    order = [second, first] if kind == "swap" else [first, second]
+    if kind == "apart":
+        order[1] = lambda: add(squares)
+    for one in order:
+        one()
+    if kind == "extra":
+        add(means)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +128,8 @@ class Hanging(nn.Module):
 
     def forward(self, x):
         self.once()
+        if self.once.asked.get("kind") in SUMS:
+            sums(self.once.asked["kind"] if self.once.mine else "")
         x = self.first(x)
         for block in self.blocks:
             x = block(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,27 @@ def test_a_hang_is_told_in_time_with_its_rank_and_survived(
     (died,) = command.events("worker_died")
     assert (died["rank"], died["how"]) == (1, "ended by the watch")
     assert command.steps() == 40
+
+
+@pytest.mark.parametrize("kind", ["swap", "extra", "apart", "none"])
+def test_sums_of_a_users_own_are_compared_over_ranks(tmp_path: Path, kind: str) -> None:
+    """Two sums of equal shape in another order on rank 1: wrong numbers, and nothing fails."""
+    asked = {"kind": kind, "place": "forward", "rank": 1}
+    command, code, output = hang(tmp_path, asked, "layout.strategy=ddp", "train.steps=12")
+    told = command.events("collectives_differ")
+    if kind in ("swap", "extra"):
+        assert code == 3, output
+        (one,) = told
+        assert one["rank"] == 1
+        at = r"all_reduce of 4 float32 at hanging\.py:(\d+) from hanging\.py:(\d+)"
+        found = re.search(rf"rank 0 calls .*? at (.*), rank 1 {at}", one["text"])
+        assert found is not None, one
+        if kind == "swap":
+            assert re.search(rf"rank 0 calls {at}", one["text"])
+            assert f"hanging.py:{found[3]}" not in found[1], "the lines that call the helper"
+        assert one["text"] in output
+        assert command.events("restarting") == [], "they would be summed wrongly again"
+        return
+    assert code == 0, output
+    assert [one["step"] for one in told] == ([1] if kind == "apart" else [])
+    assert ("do they belong together?" in output) == (kind == "apart")

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from shoal.base.declared import number, word
-from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.errors import ConfigError, PlanError, one_of, short
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
 OTHER_FORMATS = {
@@ -350,8 +350,8 @@ class TensorPolicy:
             pattern, equals, word = (part.strip() for part in text.rpartition("="))
             if not (pattern and equals):
                 raise ConfigError(
-                    f"layout.split = {text}: is written PATTERN=WORD; nearest: "
-                    f"layout.split={text.strip('=')}=column"
+                    f"layout.split = {short(text)}: is written PATTERN=WORD; nearest: "
+                    f"layout.split={short(text.strip('='))}=column"
                 )
             if word not in SPLITS:
                 raise ConfigError(one_of(f"layout.split: {pattern}", word, SPLITS))

@@ -8,6 +8,8 @@ the same page (`stacks.py`).
     bytes 0–127      16 words of 8 bytes, native order: `PAGE`, `PID`, …, below
     bytes 128–1023   the open phases as text: its length in 2 bytes, then UTF-8
     bytes 1024–      the last answer, JSON: its length in 4 bytes, then UTF-8
+    from `CALLS_AT`  8 slots, each of one step whose collectives are kept by name: the step and the
+                     length in 8 bytes each, then a line per call (`fabric/fingerprints.py`)
 
 Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
 that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
@@ -21,7 +23,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,9 @@ from shoal.base import phases
 from shoal.base.phases import DATA, Phase
 
 PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
-PAGE_BYTES, TEXT_AT, ANSWER_AT = 1 << 16, 128, 1024
+TEXT_AT, ANSWER_AT, CALLS_AT = 128, 1024, 1 << 16
+SLOTS, SLOT_BYTES = 8, 1 << 14
+PAGE_BYTES = CALLS_AT + SLOTS * SLOT_BYTES
 FORMAT = 0x5348_4F41_4C01
 (PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
  WAITS, ASKED, ANSWERED) = range(14)  # fmt: skip
@@ -55,6 +59,7 @@ class Page:
     `begun`, `waits`, `waited` are told of collectives, `part` and `stepped` of steps, `hear` of
     phases (a listener of base.phases). Each takes under a microsecond, `hear` some. A process that
     is forked from this one writes to nowhere.
+    on_step   called with the number of each step that is done
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -62,6 +67,7 @@ class Page:
         self._whole = memoryview(memory)
         self._cast(self._whole)
         self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
+        self.on_step: Callable[[int], None] = lambda step: None
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -112,6 +118,7 @@ class Page:
         words = self._words
         words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
         self._changed()
+        self.on_step(step)
 
     def hear(self, phases: Sequence[Phase]) -> None:
         """The open phases, outermost first."""
@@ -130,7 +137,7 @@ class Page:
 
     def answer(self, request: int, told: Mapping[str, Any]) -> None:
         """Answer a request; what does not fit is cut off the end of `told["stacks"]`."""
-        room = PAGE_BYTES - ANSWER_AT - 4
+        room = CALLS_AT - ANSWER_AT - 4
         raw = json.dumps(told).encode()
         if len(raw) > room:
             stacks = str(told.get("stacks", ""))[: max(0, room // 8)]
@@ -138,6 +145,14 @@ class Page:
         self._whole[ANSWER_AT + 4 : ANSWER_AT + 4 + len(raw)] = raw
         struct.pack_into("=I", self._whole, ANSWER_AT, len(raw))
         self._words[ANSWERED] = request
+
+    def keep_calls(self, slot: int, step: int, lines: bytes) -> None:
+        """Keep the collectives of a step, −`step` while it is under way; too much is cut off."""
+        at, room = CALLS_AT + slot % SLOTS * SLOT_BYTES, SLOT_BYTES - 16
+        lines = lines[:room]
+        struct.pack_into("=qq", self._whole, at, 0, 0)  # nobody reads a half-written one
+        self._whole[at + 16 : at + 16 + len(lines)] = lines
+        struct.pack_into("=qq", self._whole, at, step, len(lines))
 
     def _changed(self) -> None:
         self._words[CHANGES] += 1
@@ -228,6 +243,20 @@ class Watched:
         except ValueError:  # cut, or written by something else
             return {}
         return told if isinstance(told, dict) else {}
+
+    def calls(self, known: Container[int]) -> dict[int, bytes]:
+        """The collectives of each step that is kept, but for those of `known` steps.
+
+        Those of a step under way have its number with a minus.
+        """
+        found = {}
+        for at in range(CALLS_AT, PAGE_BYTES, SLOT_BYTES):
+            step, length = struct.unpack_from("=qq", self._memory, at)
+            if step and step not in known:
+                lines = self._memory[at + 16 : at + 16 + length]
+                if struct.unpack_from("=qq", self._memory, at) == (step, length):
+                    found[step] = lines
+        return found
 
     def close(self) -> None:
         """Give the memory back."""

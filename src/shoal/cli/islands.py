@@ -100,6 +100,9 @@ def launch_all(
                 break
             if any(codes[island] in USER_MUST_ACT for island in lost):
                 break
+            for island in lost[lost[0] == 0 :]:  # the first one's own events are on the terminal
+                text = f"island {island}: {islands[island].why(codes[island])}"
+                EventLog(islands[0].folder / "events.jsonl", None).emit("notice", text=text)
             events.emit("restarting", attempt=attempt + 1, of=restarts, islands=lost)
     view.finish()
     return [

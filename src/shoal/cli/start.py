@@ -13,7 +13,8 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest
+from shoal.base.cut_back import mend_folder
+from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest, short
 from shoal.base.events import EventLog
 from shoal.base.facts import this_machine
 from shoal.base.files import write_whole
@@ -209,7 +210,8 @@ def check_tune(config: Config) -> None:
                 value = getattr(tune, key)
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"tune.{key} = {shown}: no adapter is asked for; nearest: tune.adapter=lora"
+                    f"tune.{key} = {short(str(shown))}: no adapter is asked for; nearest: "
+                    f"tune.adapter=lora"
                 )
         return
     where = f"tune.adapter = {tune.adapter}"
@@ -338,6 +340,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
 def write_folder(prepared: Prepared) -> EventLog:
     """run.toml as it was resolved, and the first event."""
     folder = prepared.folder
+    told = mend_folder(folder) if prepared.resumed else []
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
     # What an attempt before this one knew of another model is not this one's.
     known = read_object(folder / "plan.json") if prepared.resumed else {}
@@ -350,6 +353,6 @@ def write_folder(prepared: Prepared) -> EventLog:
         layout=prepared.plan.layout.text(),
         resumed=prepared.resumed,
     )
-    for notice in prepared.loaded.notices:
+    for notice in [*told, *prepared.loaded.notices]:
         events.emit("notice", text=notice)
     return events

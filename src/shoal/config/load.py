@@ -196,6 +196,12 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
             f"{origin}: {section}.{key} = {short(repr(value))}: {_type_text(hints[key])} is "
             f"wanted, got {_type_text(type(value))}"
         ) from None
+    for text in typed if isinstance(typed, tuple) else (typed,):
+        if isinstance(text, str) and any(ord(letter) < ord(" ") for letter in text):
+            raise ConfigError(
+                f"{origin}: {section}.{key} = {short(repr(text))}: holds a line break or another "
+                f"control character; nearest: {short(repr(' '.join(text.split())))}"
+            )
     loaded.replace(section, origin, **{key: typed})
 
 

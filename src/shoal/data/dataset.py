@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from shoal.data.seeding import seeded_draws
 
 Collate = Callable[[list[Any]], Any]
 
+T = TypeVar("T")
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Before the second, the third and the last try of a read that failed."""
 PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 """Error numbers that a further attempt meets again; decoders raise OSError without a number."""
 
@@ -30,12 +34,37 @@ def load_error(what: str, error: Exception) -> ShoalError:
     Gives   UserError; ClusterError where a disk, a mount or a connection is at fault, which may
             work again after a restart
     """
-    lost = isinstance(error, ConnectionError | TimeoutError)
-    transient = lost or (isinstance(error, OSError) and error.errno not in PERMANENT)
-    kind: type[ShoalError] = ClusterError if transient else UserError
+    kind: type[ShoalError] = ClusterError if may_pass(error) else UserError
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
     wrapped.add_note("".join(traceback.format_exception(error)))
     return wrapped
+
+
+def may_pass(error: BaseException) -> bool:
+    """Tell whether a further try may go well: a disk, a mount or a connection failed.
+
+    >>> may_pass(OSError(5, "Input/output error")), may_pass(FileNotFoundError(2, "no such file"))
+    (True, False)
+    """
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno not in PERMANENT
+
+
+def read_patiently(read: Callable[[], T]) -> T:
+    """Give what `read` gives, at one of up to four tries with pauses between.
+
+    A file system that answers late must not end a run of days.
+    Errors: those that no further try can mend, at once; else those of the last try.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return read()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+        time.sleep(pause_s)
+    return read()
 
 
 def digest_of(value: Any) -> str:

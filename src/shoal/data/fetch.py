@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter, length_hint
 from typing import Any
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from shoal.data.dataset import Collate, join, load_error
+from shoal.base.errors import ShoalError
+from shoal.data.dataset import Collate, join, load_error, may_pass, read_patiently
 from shoal.data.order import samples_at
 from shoal.data.seeding import Draws, draws_nothing
 
@@ -130,6 +132,7 @@ class Fetcher:
         self._order = order
         self._whole_index = getattr(dataset, "whole_index", None)
         self._draws = Draws()
+        self.mark: Callable[[int], None] | None = None
         self._block_start = 0
         self._block: tuple[int, ...] = ()
 
@@ -185,17 +188,43 @@ class Fetcher:
         return join(samples, self.collate, f"positions {start} … {stop - 1} (epoch {epoch})")
 
     def _samples(self, start: int, stop: int) -> list[Any]:
-        epoch, dataset = start // self.samples, self.dataset
+        epoch, dataset, mark = start // self.samples, self.dataset, self.mark
         places = iter(self.ids(start, stop))
+        plain = self._is_quiet or self._draws.only_watches
         try:
-            if self._is_quiet or self._draws.only_watches:
+            if mark is not None:  # it gives None
+                told = zip(range(start, stop), places, strict=True)
+                if plain:
+                    return [dataset[index] for place, index in told if not mark(place)]
+                return [dataset[self._seeded(i, epoch)] for place, i in told if not mark(place)]
+            if plain:
                 return [dataset[index] for index in places]
             return [dataset[self._seeded(index, epoch)] for index in places]
         except Exception as error:
             place = stop - 1 - length_hint(places)
-            (known,) = self.own_ids(place, place + 1)
-            where = f"data.source: sample {known} (epoch {epoch}, position {place})"
-            raise load_error(where, error) from error
+            if may_pass(error):
+                return self._patiently(start, stop)
+            raise self._failed(place, error) from error
+
+    def _patiently(self, start: int, stop: int) -> list[Any]:
+        """The same, where what fails for now is tried again: one by one, each with its own seed."""
+        epoch, found = start // self.samples, []
+        for place, index in enumerate(self.ids(start, stop), start):
+            if self.mark is not None:
+                self.mark(place)
+            try:
+                found.append(read_patiently(partial(self._one, index, epoch)))
+            except Exception as error:
+                raise self._failed(place, error) from error
+        return found
+
+    def _one(self, index: int, epoch: int) -> Any:
+        return self.dataset[index if self._is_quiet else self._seeded(index, epoch)]
+
+    def _failed(self, place: int, error: Exception) -> ShoalError:
+        (known,) = self.own_ids(place, place + 1)
+        epoch = place // self.samples
+        return load_error(f"data.source: sample {known} (epoch {epoch}, position {place})", error)
 
     def _seeded(self, index: int, epoch: int) -> int:
         self._draws.seed(self.seed, epoch, index)

@@ -45,7 +45,8 @@ class Loader:
     this rank owns no micro-batch of the short last step. Iterating again is the next epoch.
     `position` moves when a step is handed out. Setting it ends a running iteration; the next one
     starts there, be it in mid-epoch. `under_way` is true while somebody loops over it. `len()` is
-    the steps of an epoch; `restore(loader.state())` goes on there, under any layout.
+    the steps of an epoch; `restore(loader.state())` goes on there, under any layout. `tell` hears,
+    in one line, of worker processes that were made again.
 
     Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
             seed, of the order and of the samples' own draws · position, samples to begin at
@@ -54,8 +55,8 @@ class Loader:
             collate, list of samples -> batch; None: torch's default_collate
             shuffle, False: dataset order in every epoch
     Errors  ConfigError for an empty dataset or impossible numbers; while iterating UserError for an
-            exception in the dataset or in collate, ClusterError for a failed disk or connection or
-            a dead worker process
+            exception in the dataset or in collate, ClusterError for a disk or connection that
+            fails four times, and for worker processes that die or hang again and again
     Limits  one thread in a worker, several in the main process: a dataset that sums large tensors
             in `__getitem__` may differ between the two in the last bit
     """
@@ -88,6 +89,7 @@ class Loader:
         deal = getattr(dataset, "deal", None) if shuffle else None
         order = deal(micro_batch, degree) if deal else getattr(dataset, "stream_order", None)
         self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
+        self.tell: Callable[[str], None] | None = None
         self._moves = 0
         self.position = position
         self.under_way = False
@@ -213,12 +215,14 @@ class Loader:
         from shoal.data.workers import (  # torch's, which one may do without
             FetcherView,
             from_workers,
+            warn,
         )
 
         spans = chain([] if self._probed else [[(first, first + 1)] * 2], self._messages(steps))
         per_step = -(-self.batch // (self.micro_batch * self.degree * MESSAGE))
         ahead = max(2, -(-per_step // self.workers))
-        return from_workers(FetcherView(self._fetcher), spans, self.workers, ahead)
+        view = FetcherView(self._fetcher, self.workers)
+        return from_workers(view, spans, self.workers, ahead, self.tell or warn)
 
     def _messages(self, steps: Iterator[Span]) -> Iterator[list[Span]]:
         """Spans of this rank's micro-batches; those of one message are of one step."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.base.errors import UNSAVED_CODE, ClusterError
+from shoal.base.errors import UNSAVED_CODE, ClusterError, TrainingError
 from shoal.launch.hung import Hang
 from shoal.launch.processes import Worker
 from shoal.launch.stopping import ASKED
@@ -145,10 +145,10 @@ def exit_text(code: int) -> str:
 def death_by_hanging(worker: Worker, hang: Hang) -> Death:
     """The failure of a rank that the others waited for; it is written down like any other."""
     line, now_s = hang.line, time.time()
-    report = Report("Hang", line, "", 1, now_s, lost_peer=False)
-    write_report(worker.error_path, report)
+    code = TrainingError.exit_code if hang.unlike else 1
+    write_report(worker.error_path, Report("Hang", line, "", code, now_s, lost_peer=False))
     return Death(
-        worker.rank, worker.pid, 1, line, line, worker.log_path, False, now_s, hung=True
+        worker.rank, worker.pid, code, line, line, worker.log_path, False, now_s, hung=True
     )  # fmt: skip
 
 

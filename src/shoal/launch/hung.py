@@ -65,7 +65,9 @@ class Seen:
 
     @property
     def place(self) -> str:
-        """The user's line where it is, in brackets; empty where it is in none."""
+        """The user's line where it is, in brackets; empty where it is in none, or in Shoal's."""
+        if self.waits and not self.by_user:
+            return ""
         place = self.answer.get("place") if self.answer else ""
         return f" ({place})" if place else ""
 
@@ -84,6 +86,7 @@ class Hang:
 
     why       what its rank does instead · collective  in which the others wait, or its last one
     kind      whose deadline has passed · certain  it will not come back by itself
+    unlike    it does not hang: it makes other collectives than the others, and `why` says which
     """
 
     rank: int
@@ -95,11 +98,12 @@ class Hang:
     kind: str
     deadline_s: float
     certain: bool
+    unlike: bool = False
 
     @property
     def line(self) -> str:
         """The same in one line without numbers that differ from one time to the next."""
-        return f"hung in {self.phase}: {self.why}"
+        return self.why if self.unlike else f"hung in {self.phase}: {self.why}"
 
 
 @dataclass(frozen=True)

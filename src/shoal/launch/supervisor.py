@@ -255,7 +255,8 @@ class _Supervisor:
         while self.stop.first is None and not self.stopped_themselves():
             codes = self.look()
             if (death := first_death(self.workers)) is not None:
-                return death
+                unlike = self.watcher.compare(self.workers, dead=True)
+                return death_by_hanging(self.workers[unlike.rank], unlike) if unlike else death
             if (hang := self.watcher.look(self.workers)) is not None:
                 return death_by_hanging(self.workers[hang.rank], hang)
             if all(code in (0, UNSAVED_CODE) for code in codes):

@@ -18,6 +18,7 @@ deadline of its kind is never below what that took.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import Told, Watched, can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
 from shoal.launch.processes import Worker
+from shoal.launch.unlike import find_unlike
 
 EVERY_S = 0.1
 LONGEST_TICK_S = 0.5
@@ -43,9 +45,17 @@ FIRST_S = {
     FIRST: 1800.0,  # compilers take minutes for a large model, and tell nothing
     MERGE: 86_400.0,  # islands wait for each other, by deadlines of their own
 }
-OTHER_FIRST_S, PATIENCE_S = 600.0, 1800.0
+OTHER_FIRST_S, NEW_S = 600.0, 1800.0
 """Seconds of silence in what was not learnt yet: as long as a collective of torch's may take. And
-how much longer data may be prepared, a model be built, the first step be compiled."""
+how much longer data may be read, a model be built, the first step be compiled."""
+MORE_S = {
+    START: NEW_S,  # the first batch of a start may come after all that were read before
+    "data": 86_400.0,  # prepared once, for hours, by code that tells nothing
+    "save": 1800.0,  # a disk may stand still for minutes, and go on
+    "finish the last save": 3600.0,  # as long as ranks wait for each other's (second_group.py)
+    HOOK: 600.0,  # a user's own, now and then a long one
+}
+"""Patience with what cannot be learnt from the times before."""
 
 _BY_PHASE = {
     "compile, first step": FIRST,
@@ -109,7 +119,7 @@ class Learnt:
         """
         if kind == STEP:
             return max(least_s, TIMES * self.data_s)
-        return least_s if self.knows(kind) else max(least_s, PATIENCE_S)
+        return max(least_s, MORE_S.get(kind, 0.0 if self.knows(kind) else NEW_S))
 
     def heard(
         self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
@@ -143,7 +153,7 @@ class Watch:
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
         self._told: list[Told] = []
-        self._number = 0
+        self._number, self._unlike_told = 0, -1
         self._quiet()
 
     def begin(self, processes: int) -> list[str]:
@@ -156,6 +166,7 @@ class Watch:
             except OSError:  # no files left to open: the run goes on unwatched
                 self.close()
         self._told = []
+        self._compared = set[int]()
         self._step = (0, self.clock_s)
         self._quiet()
         return [page.path for page in self.pages]
@@ -180,15 +191,37 @@ class Watch:
         before, self._told = self._told, told
         if before != told:
             self._heard(before)
-            return None
+            return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
+
+    def compare(self, workers: Sequence[Worker], *, dead: bool = False) -> Hang | None:
+        """Ranks whose collectives differ, if there are: what they sum is wrong.
+
+        dead   one died, maybe of that: what ranks keep of a step under way counts too
+        """
+        kept = [page.calls(self._compared) for page in self.pages]
+        for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
+            if step < 0 and not dead:
+                continue
+            self._compared.add(step)
+            unlike = find_unlike(step, {rank: one[step] for rank, one in enumerate(kept)})
+            if unlike is None or not (unlike.certain or step > 0 > self._unlike_told):
+                continue
+            rank, line = unlike.rank, unlike.line
+            self._unlike_told = step
+            self.emit("collectives_differ", rank=rank, step=abs(step), text=line)
+            if unlike.certain:
+                pid, host = workers[rank].pid, os.uname().nodename
+                return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True)
+            self.emit("notice", text=line)
+        return None
 
     def _heard(self, before: list[Told]) -> None:
         """Some rank did something."""
         silence_s = self.clock_s - self._since_s
         busy = [one for one in before if not one.waits] or before
         kinds = {kind_of(one) for one in busy}
-        in_data = STEP in kinds and any(one.part == DATA for one in busy)
+        in_data = START in kinds or (STEP in kinds and any(one.part == DATA for one in busy))
         self.learnt.heard(kinds, silence_s, in_data=in_data, told=self._late is not None)
         if self._late is not None:
             who = f"rank {self._late.rank}"

@@ -31,9 +31,20 @@ if TYPE_CHECKING:  # steps over batches of one's own do without
 
 
 class Feed:
-    """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON."""
+    """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON.
 
-    def __init__(self, plan: Plan, world: World, seed: int, notice: Callable[[str], None]) -> None:
+    notice   tells what all ranks find, by rank 0 · tell  what one rank finds, by that one
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        seed: int,
+        notice: Callable[[str], None],
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.tell = tell or notice
         self.plan = plan
         self.world = world
         self.seed = seed
@@ -86,6 +97,8 @@ class Feed:
             loader = open_loader(dataset, **settings)
             if not (is_indexed(dataset) or is_told(dataset)):
                 self._tell_whole(dataset)
+        if hasattr(loader, "tell"):
+            loader.tell = self.tell
         place = len(self._loaders)
         self._settings.append((dataset, workers, collate))
         if place < len(self.state) and self.state[place]:

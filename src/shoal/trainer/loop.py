@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base import phases
 from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder, write_whole
 from shoal.base.lines import is_number, read_object
-from shoal.base.phases import DATA, part, phase
+from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
 from shoal.base.units import count_text, flops_text
@@ -80,6 +81,11 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     world = world or start_world()
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
     previous = _stop_on_signal(run)
+    phases.part(phases.NOWHERE)  # a proof's steps are over, and the first batch may take long
+    if phases.page is not None and world.group is not None:
+        from shoal.fabric.fingerprints import Fingerprints
+
+        Fingerprints(phases.page, run.step_count + 1)
     try:
         if joined is not None:
             return train_rounds(run, joined, source, config, total_steps)
@@ -257,7 +263,6 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     validate = validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
     run.recorder.restart_clock()
-    part(DATA)
     while run.step_count < total_steps:
         for batch in loader:
             if run.step_count == first_step:

@@ -92,6 +92,12 @@ class Recorder:
             self.events.emit("notice", text=text)
         self.warn(text)
 
+    def here(self, text: str) -> None:
+        """One line on what happened to this rank: an event, and through `logging`."""
+        text = f"rank {self.world.rank}: {text}" if self.world.size > 1 else text
+        self.events.emit("notice", text=text)
+        logging.getLogger("shoal").warning("shoal: %s", text)
+
     def warn(self, text: str) -> None:
         """What an event tells already, for scripts that show none, by rank 0 through `logging`."""
         if self.world.is_first:
@@ -170,7 +176,7 @@ class Recorder:
         self._went_back_to = None
         if self.folder is None or not self.world.is_first:
             return
-        from shoal.trainer.cut_back import cut_lines  # only a resume reads what was written
+        from shoal.base.cut_back import cut_lines  # only a resume reads what was written
 
         if told := cut_lines(self.folder / "metrics.jsonl", step):
             self.notice(told)

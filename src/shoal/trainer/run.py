@@ -90,7 +90,7 @@ class Run:
         self.recorder = recorder
         self.step_count = self.first_key = 0
         plan = program.plan
-        self.feed = Feed(plan, program.data, plan.seed, recorder.notice)
+        self.feed = Feed(plan, program.data, plan.seed, recorder.notice, recorder.here)
         self.beside: Beside | None = None
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.base.lines import is_number
 from shoal.view.events import died_text, event_text, printable
 from shoal.view.folder import RunFolder, last_session
 from shoal.view.phases import Doing, Silence, read_doing
@@ -263,4 +264,5 @@ class LiveView:
 def _began_s(events: list[Record]) -> float:
     """When the workers were last started, by the wall clock; 0 where no event says so."""
     starts = [e for e in events if e.get("event") in ("run_started", "restarting")]
-    return max((float(e.get("time_s") or 0.0) for e in starts), default=0.0)
+    times = [e["time_s"] for e in starts if is_number(e.get("time_s"))]
+    return float(max(times, default=0.0))

@@ -1,4 +1,4 @@
-"""Cuts the lines of later steps off metrics.jsonl, when a run goes on from an earlier one.
+"""Cuts lines of later steps off metrics.jsonl, and puts damaged ones aside, when a run goes on.
 
 Only the end of the file is read, and mostly it is only made shorter: a run of a million steps goes
 on as fast as one of ten.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from shoal.base.lines import lines_from_end, parse_step
+from shoal.base.lines import lines_from_end, parse_event, parse_object, parse_step
 
 UNREADABLE = math.inf
 """In the place of the step of a damaged line: later than any."""
@@ -25,26 +26,51 @@ def cut_lines(path: Path, step: int) -> str:
     Lines near the end that cannot be read are put aside into `metrics.jsonl.damaged`, and told;
     what is left of it where the disk refuses is told, too.
     """
+
+    def step_of(line: bytes) -> float:
+        record = parse_step(line)
+        return UNREADABLE if record is None else record["step"]
+
+    return _told(path, step_of, step, f"still holds steps after {step}")
+
+
+def mend_folder(folder: Path) -> list[str]:
+    """Put aside what of events.jsonl and plan.json cannot be read, before a run goes on there.
+
+    Gives   lines to tell. Half a line at the end of events.jsonl goes: it would spoil the next one
+    """
+    events, plan = folder / "events.jsonl", folder / "plan.json"
+    told = [_told(events, lambda line: UNREADABLE if parse_event(line) is None else 0, 0, "")]
+    try:
+        if parse_object(plan.read_bytes()) is None:
+            os.replace(plan, plan.with_name(f"{plan.name}.damaged"))
+            told.append(f"{plan}: cannot be read, put aside as {plan.name}.damaged")
+    except OSError:
+        pass  # there is none, or nothing can be mended here
+    return [line for line in told if line]
+
+
+def _told(path: Path, step_of: Callable[[bytes], float], step: int, otherwise: str) -> str:
+    """Cut a file; gives the line to tell. otherwise: said where the disk refuses; "" nothing."""
     try:
         with path.open("rb") as file:
-            damaged = _cut(path, file, step)
+            damaged = _cut(path, file, step_of, step)
     except FileNotFoundError:
         return ""
     except OSError as failure:  # a full disk must not stop training
-        return f"{path}: still holds steps after {step}: {failure.strerror}"
+        return f"{path}: {otherwise}: {failure.strerror}" if otherwise else ""
     if not damaged:
         return ""
     word = "line" if damaged == 1 else "lines"
     return f"{path}: {damaged} {word} that cannot be read, put aside into {path.name}.damaged"
 
 
-def _cut(path: Path, file: BinaryIO, step: int) -> int:
+def _cut(path: Path, file: BinaryIO, step_of: Callable[[bytes], float], step: int) -> int:
     """Gives how many damaged lines were put aside."""
     size = first = file.seek(0, os.SEEK_END)
     known: list[tuple[int, bytes, float]] = []
     for place, line in lines_from_end(file):
-        record = parse_step(line)
-        known.append((place, line, UNREADABLE if record is None else record["step"]))
+        known.append((place, line, step_of(line)))
         if known[-1][2] > step:
             first = place
         elif place < first - LOOK_BYTES:

@@ -1,0 +1,159 @@
+"""Sixty hangs of the real command: is the right rank told, in time, and does the run go on?
+
+    python tests/proof/hangs.py [--seconds 3000] [--out docs/proof/hangs.json] [--only ddp,pp]
+
+Kinds × ranks × layouts (`worlds/hanging.py` does them), each in a run of its own on this machine. A
+trial counts as well when the first hang told is of that rank and of that cause, `waited_s` (the
+watch's own clock) is within the learnt deadline + 2 s, the deadline had been learnt from the run,
+the run came to its end by a restart with every step in its metrics, and left no process behind. A
+link that is cut has no culprit: there "all ranks wait for each other" must be said. What was done
+with the same source stays in the file, so it can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
+
+from processes import machine  # noqa: E402
+from source import source_hash  # noqa: E402
+
+from cli_run import commands, lines  # noqa: E402
+from test_hangs import ARGUMENTS, WHY, hang  # noqa: E402
+
+TARGET = HERE.parents[1] / "docs" / "proof" / "hangs.json"
+ALIKE = "all ranks wait for each other"
+LATE_S, LEARNT_S, STEPS = 2.0, 60.0, 40
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    # ranks of a run, arguments
+    "ddp": (2, ["layout.strategy=ddp"]),
+    "ddp of three": (3, ["layout.strategy=ddp", "launch.processes=3", "train.batch=12"]),
+    "fsdp": (2, ["layout.strategy=fsdp"]),
+    "tp": (2, ["layout.tp=2"]),
+    "pp": (2, ["layout.pp=2"]),
+    "islands": (2, ["islands.method=diloco", "islands.count=2", "islands.period=10"]),
+    "one process": (1, ["launch.processes=1"]),
+}
+KINDS = ("stopped", "lock", "loop", "barrier", "cut")
+WHOLE = ("ddp", "ddp of three", "fsdp", "one process")
+"""Layouts that run the module's own forward pass."""
+
+
+def trials() -> list[dict[str, Any]]:
+    """Every trial, in an order in which the first ones already hold some of everything."""
+    found = []
+    for kind in KINDS:
+        for layout, (size, _) in LAYOUTS.items():
+            if size == 1 and kind in ("barrier", "cut"):
+                continue  # nobody to wait for
+            ranks = range(size) if kind != "cut" else [size - 1]
+            for rank in ranks:
+                place = "forward" if layout in WHOLE and kind != "loop" else "data"
+                asked = {"kind": kind, "place": place, "rank": rank}
+                asked["after"] = 60 if place == "forward" else 100
+                if layout == "islands":
+                    asked["island"] = f"island-{rank}"
+                found.append({"layout": layout, **asked})
+    return sorted(found, key=lambda one: -one["rank"])
+
+
+def name_of(trial: dict[str, Any]) -> str:
+    return f"{trial['layout']}, {trial['kind']}, rank {trial['rank']}"
+
+
+def one(trial: dict[str, Any]) -> dict[str, Any]:
+    """Do a trial; what came out, `wrong` being empty where all is well."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
+        try:
+            command, code, output = hang(Path(folder), trial, *LAYOUTS[trial["layout"]][1])
+        except AssertionError as failure:
+            return {"wrong": f"no end: {str(failure)[-400:]}"}
+        island = Path(trial.get("island", ""))
+        events = lines(command.run / island / "events.jsonl")
+        told = [event for event in events if event["event"] == "hang"]
+        steps = {row["step"] for row in lines(command.run / island / "metrics.jsonl")}
+        hung = (Path(folder) / "hung").exists()
+        left = [p.pid for p in psutil.process_iter() if in_folder(p, folder)]
+    found = {"code": code, "seconds": round(time.monotonic() - began_s, 1)}
+    if told:
+        kept = ("rank", "phase", "why", "collective", "waited_s", "deadline_s")
+        found |= {"told": {key: told[0][key] for key in kept}}
+    return {**found, "wrong": verdict(trial, hung, code, told, steps, left) or ""} | (
+        {"output": output[-600:]} if code else {}
+    )
+
+
+def verdict(
+    trial: dict[str, Any], hung: bool, code: int, told: list[Any], steps: set[int], left: list[int]
+) -> str:
+    """What is wrong with a trial; "" for nothing."""
+    if not hung:
+        return "nothing hung"
+    if not told:
+        return "nothing was told"
+    first = told[0]
+    why = ALIKE if trial["kind"] == "cut" else WHY[trial["kind"]]
+    if not first["why"].startswith(why):
+        return f"another cause: {first['why']}"
+    if trial["kind"] != "cut" and first["rank"] != trial["rank"]:
+        return f"another rank: {first['rank']}"
+    if first["deadline_s"] > LEARNT_S:
+        return f"not learnt: {first['deadline_s']}"
+    if first["waited_s"] > first["deadline_s"] + LATE_S:
+        return f"late: {first['waited_s']} s"
+    if len(told) > 1:
+        return f"told {len(told)} times"
+    if code or (trial["layout"] != "islands" and steps != set(range(1, STEPS + 1))):
+        return f"status {code}, {len(steps)} steps"
+    return f"left: {left}" if left else ""
+
+
+def in_folder(process: psutil.Process, folder: str) -> bool:
+    try:
+        return process.cwd().startswith(folder)
+    except psutil.Error:
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=3000.0, help="begin none after that")
+    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--only", default="", help="layouts")
+    options = parser.parse_args()
+    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    source = source_hash()
+    done = record.get("trials", {}) if record.get("source") == source else {}
+    began_s = time.monotonic()
+    commands()  # imports once
+    for trial in trials():
+        name = name_of(trial)
+        if name in done or (options.only and trial["layout"] not in options.only.split(",")):
+            continue
+        if time.monotonic() - began_s > options.seconds:
+            break
+        done[name] = one(trial)
+        print(
+            name, "·", done[name]["wrong"] or "well", json.dumps(done[name].get("told")), flush=True
+        )
+        wrong = sorted(name for name, found in done.items() if found["wrong"])
+        told = {"of": len(trials()), "done": len(done), "wrong": wrong, "arguments": ARGUMENTS}
+        record = {**told, "source": source, "machine": machine(), "trials": done}
+        options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return int(any(found["wrong"] for found in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
