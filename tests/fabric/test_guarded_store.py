@@ -36,6 +36,13 @@ class Served:
         self.told: list[str] = []
         Server(listener, TOKEN, self.told.append)
 
+    def line(self) -> str:
+        """The first line, which a thread of the server tells a moment later."""
+        until_s = time.monotonic() + 10
+        while not self.told and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return self.told[0]
+
     def client(self, token: bytes = TOKEN, timeout: timedelta = SHORT) -> GuardedStore:
         return GuardedStore("127.0.0.1", self.port, token, timeout)
 
@@ -94,7 +101,7 @@ def test_a_wait_ends_when_the_last_key_comes_or_its_time_is_over(served: Served)
 def test_another_token_is_refused_by_name_on_both_sides(served: Served) -> None:
     with pytest.raises(ConfigError, match="another token than this process: it is another run's"):
         served.client(b"the token of another run")
-    assert "refused at the store of this run: it does not know the token" in served.told[0]
+    assert "refused at the store of this run: it does not know the token" in served.line()
     with contextlib.suppress(ConfigError):
         served.client(b"the token of another run")
     assert len(served.told) == 1, "one line, not one for each"
@@ -210,7 +217,7 @@ def test_a_frame_that_was_altered_ends_the_connection(served: Served, how: str) 
         while line.recv(4096):
             pass
     assert known.add("count", 0) == (1 if how == "said again" else 0)
-    assert "a frame that the other side did not send" in served.told[0]
+    assert "a frame that the other side did not send" in served.line()
 
 
 def test_one_who_speaks_for_another_connection_is_not_heard(served: Served) -> None:
@@ -237,7 +244,7 @@ def test_a_known_peers_nonsense_is_his_own_loss(served: Served) -> None:
             line.sendall(says.seal(request))
             while line.recv(4096):
                 pass
-    assert "no request" in served.told[0]
+    assert "no request" in served.line()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks another user")

@@ -14,11 +14,11 @@ Source    docs/lab-log.md, "A control plane that scales"
 At a start ranks also sum numbers whose sum is known (`check_sums`): links and cards that add
 wrongly exist, and vendors' own diagnostics passed beside them (SemiAnalysis, on NVLS).
 
-Before all that members of a group prove who they are. gloo asks nobody: whoever connects while ranks
-do, and says a small number, takes a rank's place there (tests/worlds/test_hijack.py). So each pair
-tells each other what only who was at their store can know: the MAC of "group:i>j", by a key of the
-store's random word. Nobody can pass it on: the true rank's connection is its own, and nobody answers
-there. Where a pair fails, the start does, within PROOF_S, and names it.
+Before all that members of a group prove who they are. gloo asks nobody: whoever connects while
+ranks do, and says a small number, takes a rank's place there (tests/worlds/test_hijack.py). So
+each pair tells each other what only who was at their store can know: the MAC of "group:i>j", by a
+key of the store's random word. Nobody can pass it on: the true rank's connection is its own, and
+nobody answers there. Where a pair fails, the start does, within PROOF_S, and names it.
 """
 
 from __future__ import annotations
