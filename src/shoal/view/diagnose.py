@@ -328,6 +328,12 @@ LOOKS: dict[str, Look] = {
         "its bytes on the disk are not those that were written",
         "shoal checkpoint verify {run}",
     ),
+    "collectives_differ": _said(
+        "collectives_differ",
+        "ranks made other collectives, or in another order: what they added up does not belong "
+        "together",
+        over=False,
+    ),
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
     "island_lost": _said(
         "island_lost", "it ended, or the link to it did", "tail -n 50 {run}/logs/*", over=False
