@@ -217,7 +217,7 @@ def test_two_nodes_by_our_own_starter_with_a_token_and_again(tmp_path: Path) -> 
     first, second = start(4, 0)
     assert (first[0], second[0]) == (0, 0), (first, second)
     assert "completed at step 4" in first[1]
-    assert "token" not in first[1]
+    assert "has no token" not in first[1]
     first, second = start(8, 1)
     assert (first[0], second[0]) == (0, 0), (first, second)
     rows = lines(tmp_path / "runs" / "run" / "metrics.jsonl")
