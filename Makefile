@@ -70,8 +70,10 @@ test-sim: $(STAMP)  ## simulated CUDA devices: planted device bugs, and a loop o
 
 proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
 	$(BIN)/python tests/proof/kills.py
+	$(BIN)/python tests/proof/flips.py
 	for what in worlds nodes sharded differ closed; do \
 	  $(BIN)/python tests/proof/endings.py $$what --out docs/proof/endings.json || exit 1; done
+	$(BIN)/python tests/proof/manifest_mutations.py --write docs/proof/manifest_mutations.json
 	$(BIN)/python tests/proof/hangs.py
 	$(BIN)/python tests/proof/poison.py --out docs/proof/poison.json
 	$(BIN)/python tests/proof/equality.py

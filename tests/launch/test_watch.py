@@ -311,6 +311,28 @@ def test_the_watch_stands_still_while_it_gets_no_core(
     one.close()
 
 
+@pytest.mark.parametrize(("told_s", "hangs"), [([0.03] * 6, True), ([0.03] * 4, False)])
+def test_steps_that_pass_between_two_looks_are_learnt_from_the_runs_own_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_s: list[float], hangs: bool
+) -> None:
+    """Eight steps of 30 ms, and a save among them, were over before the watch had seen five."""
+    now_s = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
+    events = []
+    tell = lambda event, **fields: events.append(event)  # noqa: E731
+    one = Watch(tmp_path, tell, 1.0, lambda: told_s)
+    (path,) = one.begin(1)
+    page = Page.open({PAGE_VARIABLE: path})
+    assert page is not None
+    workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
+    page.stepped(8)
+    for _ in range(100):
+        now_s[0] += 0.11
+        one.look(workers)
+    assert events == ["hang"] * hangs
+    one.close()
+
+
 def test_kinds_have_names_of_their_own() -> None:
     assert kind_of(replace(HERE, phases="compile, first step")) == FIRST
     assert kind_of(replace(HERE, phases="validation 3/10: read")) == "validation"

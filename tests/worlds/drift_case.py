@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ import shoal
 from guards import message
 from shoal.checkpoint.listing import find
 from shoal.checkpoint.read import load
-from shoal.fabric import World, messages
+from shoal.fabric import World, messages, start_world
+from shoal.trainer.drift import Drift
 from shoal.trainer.run import Run
 
 SAMPLES = torch.rand(64, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -220,3 +222,43 @@ def wrong_sum(world: World) -> list[str]:
         told = message(lambda: begin(world, "ddp"))
     messages._checked.discard(world)
     return [told, message(lambda: messages.check_sums(world))]
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """A look in CPU seconds of this thread, beside those of a step, by parameters (one process)."""
+    alone = start_world({})
+    found = {}
+    for width, layers, rows in ((64, 2, 256), (256, 4, 1024), (512, 8, 1024)):
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+                          nn.Linear(4 * width, width))
+            for _ in range(layers)
+        ]  # fmt: skip
+        model = nn.Sequential(*blocks)
+        batch = (torch.randn(rows, width), torch.randn(rows, width))
+        run = shoal.parallelize(
+            model,
+            lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+            lambda y, t: ((y - t) ** 2).sum(1),
+            world=alone,
+            batch=rows,
+            micro_batch=rows,
+            drift="off",
+        )
+        watched = Drift(replace(run.program, plan=replace(run.plan, drift="every")),
+                        run.optimizer, None, run.recorder)  # fmt: skip
+        took: list[tuple[float, float]] = []
+        for _ in range(12):
+            began_s = time.thread_time()
+            run.step(batch)
+            step_s = time.thread_time()
+            watched.take(run.step_count)
+            watched.says()
+            took.append((step_s - began_s, time.thread_time() - step_s))
+        step_s, look_s = (sorted(one)[len(took) // 2] for one in zip(*took, strict=True))
+        found[f"{run.plan.parameters} parameters, {rows} rows"] = {
+            "step_s": round(step_s, 5), "look_s": round(look_s, 5), "share": round(look_s / step_s, 4),
+            "k of train.drift=auto": max(1, -(-look_s // (step_s / 100))),
+        }  # fmt: skip
+    return found

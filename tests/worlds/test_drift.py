@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, trajectory
+
 LAYOUTS: dict[str, tuple[int, Any]] = {
     "ddp": (2, "ddp"),
     "zero1": (2, "zero1"),
@@ -77,3 +79,39 @@ def test_an_all_reduce_that_adds_wrongly_ends_the_start(worlds) -> None:
             "that machine out, or another version of the library"
         )
         assert right == "nothing was raised"
+
+
+FLIPPER = '''
+import gc, os
+from pathlib import Path
+import torch, toy
+
+def flip(event):
+    """After step 7 one bit of one weight of rank 1, once; the run knows nothing of it."""
+    mark = Path("flipped")
+    if event["event"] == "step" and (event["step"], event["rank"]) == (7, 1) and not mark.exists():
+        mark.touch()
+        module = next(one for one in gc.get_objects() if type(one) is toy.Toy)
+        raw = module.net[4].weight.detach().reshape(-1).view(torch.uint8).numpy()
+        raw[4 * 11 + 2] ^= 1 << 6
+'''
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Rank 1 is the one that died, and losses and weights are those of an unbroken run."""
+    (tmp_path / "flipper.py").write_text(FLIPPER)
+    arguments = (*TOY_ARGUMENTS, "launch.processes=2", "train.drift=every")
+    broken = CommandLine(tmp_path, *arguments, "train.on=flipper:flip")
+    code, output = broken.finish()
+    assert code == 0, output
+    (told,) = broken.events("drift")
+    assert (told["step"], told["ranks"], told["tensor"]) == (8, [1], "net.4.weight")
+    assert "bit 22 of one element flipped" in output
+    assert [one["rank"] for one in broken.events("worker_died")] == [1]
+    assert broken.events("restarting")[0]["saved"] == 6
+    whole = CommandLine(tmp_path, *arguments, name="whole")
+    code, output = whole.finish()
+    assert code == 0, output
+    assert whole.events("drift") == []
+    assert trajectory(broken.run) == trajectory(whole.run)
+    assert final_hashes(broken.run) == final_hashes(whole.run)

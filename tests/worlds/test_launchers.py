@@ -185,3 +185,40 @@ def test_a_group_that_the_script_made_builds_once_per_machine_too(tmp_path: Path
     told = [line for line in done.stdout.splitlines() if line.startswith("[[['cpu']")]
     assert len(told) == 1, done.stdout
     assert "[['meta']" in told[0]
+
+
+@pytest.mark.proof  # what a starter does: tests/launch/test_jobs.py; the store: test_attacked.py
+def test_two_nodes_by_our_own_starter_with_a_token_and_again(tmp_path: Path) -> None:
+    """As Kubernetes and ssh start them: one starter per node; at a restart the run is resumed."""
+    from shoal.launch.processes import free_port
+
+    def start(steps: int, attempt: int) -> list[tuple[int, str]]:
+        meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        meets |= {
+            "SHOAL_TOKEN": "of this test's two nodes",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+        train = [sys.executable, "-m", "shoal", "train", *SMALL, "run.name=run"]
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "shoal.launch.node", "--nodes", "2", "--node", str(node),
+                 "--processes", "1", "--", *train, f"train.steps={steps}"],
+                cwd=tmp_path,
+                env=environment(tmp_path, **meets),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        said = [node.communicate(timeout=120)[0] for node in nodes]
+        return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+
+    first, second = start(4, 0)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert "completed at step 4" in first[1]
+    assert "has no token" not in first[1]
+    first, second = start(8, 1)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    rows = lines(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))

@@ -30,6 +30,8 @@ EVENTS = {
     "resumed": "state was restored: folder, step, position, what differs from then",
     "step_skipped": "non-finite numbers: rank, micro-batches, samples; the weights did not move",
     "drift": "bits changed in memory, or differ over replicas: ranks, tensor, of (which), text",
+    "spike": "loss or gradient norm leapt out, the update was made: reason, samples by rank",
+    "rewound": "back to a checkpoint: to (its step), left_out (samples of the stream), reason",
     "loss_scale_lowered": "fp16 overflowed, the weights did not move: ranks, the new scale",
     "validated": "validation loss: value, targets counted",
     "stop_requested": "a signal asked the run to save and stop: which, rank, steps made, step_s",

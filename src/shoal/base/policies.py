@@ -31,6 +31,7 @@ SEQUENCE_PARALLEL = ("auto", "on", "off")
 CONTEXT = ("auto", "ring", "ulysses", "gather")
 SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
 DRIFT = ("auto", "every", "off")
+SPIKES = ("tell", "skip", "rewind", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +209,7 @@ class LoopPolicy:
     trace        steps that are recorded, "FIRST:LAST", both included; "" none
     drift        how often weights and states are looked at for bits that changed in memory: auto
                  (a hundredth of a step's time), every (step), off
+    spikes       what becomes of a step whose loss or norm leaps out: tell, skip, rewind, off
     """
 
     seed: int = number(0, least=0)
@@ -220,6 +222,9 @@ class LoopPolicy:
     drift: str = word(DRIFT, {"true": "auto", "false": "off", "none": "off", "on": "auto"})
     """auto (costs a hundredth of a step at most), every (step), off: whether bits of weights and
     optimizer state changed in memory, or differ between ranks that hold the same"""
+    spikes: str = word(SPIKES, {"true": "skip", "false": "off", "none": "off", "warn": "tell"})
+    """tell, skip (no update), rewind (skip; three in a row: to the last checkpoint, without samples
+    since; own loops, islands: skip), off: steps whose loss or norm leaps out of the last 128"""
 
     @staticmethod
     def traced(name: str, text: str) -> tuple[int, int]:

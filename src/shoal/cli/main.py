@@ -9,7 +9,18 @@ import typer
 from shoal import __version__
 from shoal.base.errors import ShoalError
 from shoal.base.systems import untried
-from shoal.cli import checkpoint, compare, diagnose, find, plan, prove, sample, simulate, train
+from shoal.cli import (
+    checkpoint,
+    compare,
+    diagnose,
+    find,
+    launch,
+    plan,
+    prove,
+    sample,
+    simulate,
+    train,
+)
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -46,7 +57,7 @@ app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
-GROUPS = {"checkpoint": checkpoint.app, "find": find.app}
+GROUPS = {"checkpoint": checkpoint.app, "find": find.app, "launch": launch.app}
 """Words that another word must follow."""
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)

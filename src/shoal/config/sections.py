@@ -134,6 +134,9 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
     """steps between validations; 0: at the end only"""
     validate_samples: int = number(0, least=0)
     """samples of one validation, spread evenly over those held out; 0: the share that was asked"""
+    on_oom: str = word(("stop", "halve"), {"true": "halve", "false": "stop", "retry": "halve"})
+    """stop, halve: what happens where a rank runs out of memory; halve starts again from the last
+    checkpoint with half micro-batches, the batch stays; dropout and BatchNorm are other draws"""
     deterministic: bool = False
     """ask CUDA for deterministic kernels"""
     prove: str = word(("quick", "off"))

@@ -91,6 +91,7 @@ class Loader:
         self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
         self.tell: Callable[[str], None] | None = None
         self._moves = 0
+        self.left_out: list[Span] = []
         self.position = position
         self.under_way = False
         self._probed = degree == 1
@@ -116,7 +117,19 @@ class Loader:
         return self._state_at(self._position)
 
     def _state_at(self, position: int) -> dict[str, Any]:
-        return {"position": position, "samples": self.samples}
+        left = {"left_out": [list(one) for one in self.left_out]} if self.left_out else {}
+        return {"position": position, "samples": self.samples, **left}
+
+    def leave_out(self, start: int, stop: int) -> None:
+        """Hand out none of the samples at positions start … stop − 1 of the stream from now on."""
+        self.left_out.append((start, stop))
+        self._moves += 1
+
+    def _past(self, position: int) -> int:
+        """The next position of the stream that is not left out."""
+        while beyond := [stop for start, stop in self.left_out if start <= position < stop]:
+            position = max(beyond)
+        return position
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state()` was taken, under any layout.
@@ -130,9 +143,11 @@ class Loader:
                 f"{state['samples']}: the order would be another; use the same data, or a new run"
             )
         self.position = int(state["position"])
+        self.left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
 
     def __iter__(self) -> Iterator[StepBatch]:
         """The steps from `position` to the end of its epoch."""
+        self._position = self._past(self._position)
         return self._batches(self._steps)
 
     def over(self, steps: Sequence[Span]) -> Iterator[StepBatch]:
@@ -208,7 +223,7 @@ class Loader:
         while position < end:
             stop = step_stop(position, self.samples, self.batch)
             yield position, stop
-            position = stop
+            position = self._past(stop)
 
     def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[Joined]:
         """What workers send: first what `_probe` wants, then every micro-batch of this rank."""

@@ -141,7 +141,7 @@ def supervise(
         run = _Supervisor(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
-        run.watcher = Watch(folder, emit, patience_s)
+        run.watcher = Watch(folder, emit, patience_s, run.progress.times_s)
         try:
             return run.run(shared, Grace(folder, grace_s, steps_to_save))
         finally:
@@ -390,17 +390,26 @@ class Progress:
     """Whether an attempt added anything to `metrics.jsonl`, which a resume may first cut back.
 
     made   in this attempt · ever  in any
+    `times_s()` of this attempt's steps · `step_s()` the longest of the last ones · `last_step()`
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.made = False
         self.ever = False
-        self.size_bytes = 0
+        self.size_bytes = self.began_bytes = 0
 
     def begin(self) -> None:
         """A new attempt starts."""
         self.made, self.size_bytes = False, self._size()
+        self.began_bytes = self.size_bytes
+
+    def times_s(self) -> list[float]:
+        """Seconds of the steps that this attempt has made, the last of them at most."""
+        if self._size() <= self.began_bytes:
+            return []  # cut back by a resume: whose rows these are is not known
+        times = [row.get("step_s") for row in self._last_rows(self.began_bytes)]
+        return [time_s for time_s in times if is_number(time_s)]
 
     def look(self) -> None:
         """Compare with the last look."""
@@ -418,10 +427,11 @@ class Progress:
         """The newest step; 0 before the first."""
         return max((int(row["step"]) for row in self._last_rows()), default=0)
 
-    def _last_rows(self) -> list[Record]:
+    def _last_rows(self, least_bytes: int = 0) -> list[Record]:
+        """Of the file's end, which begins at `least_bytes` at the earliest."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                file.seek(max(least_bytes, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 rows = [parse_step(line) for line in file.read().splitlines()]
         except OSError:
             return []

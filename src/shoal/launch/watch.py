@@ -4,7 +4,7 @@ Each rank writes what it does into a page of memory (base/watch_page.py); the su
 pages ten times a second. As long as any rank's page changes, the run lives: the others may wait for
 that one. When none changes, the deadline of what the ranks are in counts:
 
-    step        10 × the median step + 5 s, once five steps were seen
+    step        10 × the median step + 5 s, once five steps were seen, or told in metrics.jsonl
     others      (save, validation, …) the same, and 3 × the longest silence that one of them had
     not learnt  600 s and more (`FIRST_S`): what nobody has seen yet may take long
 
@@ -22,7 +22,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from shoal.base.events import Emit
@@ -144,10 +144,17 @@ class Watch:
 
     folder     the run's: stacks go to its logs
     patience_s how long a rank that may only be slow is waited for after it was told to be late
+    times_s    gives what the run's own record tells of its steps: short ones pass between two looks
     """
 
-    def __init__(self, folder: Path, emit: Emit, patience_s: float) -> None:
-        self.folder, self.emit, self.least_s = folder, emit, patience_s
+    def __init__(
+        self,
+        folder: Path,
+        emit: Emit,
+        patience_s: float,
+        times_s: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
+        self.folder, self.emit, self.least_s, self.times_s = folder, emit, patience_s, times_s
         self.learnt = Learnt()
         self.pages: list[Watched] = []
         self.clock_s = 0.0
@@ -248,6 +255,8 @@ class Watch:
     def _silent(self, workers: Sequence[Worker]) -> Hang | None:
         """No rank did anything since the last look."""
         silence_s = self.clock_s - self._since_s
+        if self.learnt.usual_s is None and len(times_s := self.times_s()) >= STEPS:
+            self.learnt.steps_s.extend(times_s)
         if self._late is not None:
             return self._late if silence_s >= self._ended_s else None
         if self._asked_s:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import BugError, ConfigError
 from shoal.base.plan import Plan
 from shoal.data.dataset import is_indexed
 from shoal.data.step import StepBatch
@@ -28,6 +28,20 @@ if TYPE_CHECKING:  # steps over batches of one's own do without
     from shoal.data.loader import Loader
 
     AnyLoader = Loader | IterableLoader
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """A loader of samples with an index: it need not hand all of them out."""
+
+    position: int
+    samples: int
+
+    def leave_out(self, start: int, stop: int) -> None:
+        """None of the samples at these positions of the stream."""
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, and what it leaves out."""
 
 
 class Feed:
@@ -172,6 +186,20 @@ class Feed:
             if id(loader) == batch.stream:
                 self.state += [{} for _ in range(place + 1 - len(self.state))]
                 self.state[place] = batch.after
+
+    def can_leave_out(self, batch: StepBatch) -> bool:
+        """Whether the loader that made a batch can leave samples out: those with an index."""
+        return any(isinstance(one, LeavesOut) and id(one) == batch.stream for one in self._loaders)
+
+    def leave_out(self, batch: StepBatch) -> tuple[int, int]:
+        """Leave out all from its loader's place to a batch's end; (place, samples of an epoch)."""
+        for place, loader in enumerate(self._loaders):
+            if isinstance(loader, LeavesOut) and id(loader) == batch.stream:
+                first = loader.position
+                loader.leave_out(first, batch.next_position)
+                self.state[place] = loader.state()
+                return first, loader.samples
+        raise BugError("a batch of no loader")
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         """Go on where `state` was saved, also with loaders that are open already."""

@@ -55,6 +55,7 @@ from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
 from shoal.trainer.job import import_object, open_run, steps_of
+from shoal.trainer.oom import fitted, within_memory
 from shoal.trainer.predict import (
     FindFacts,
     Learner,
@@ -64,6 +65,7 @@ from shoal.trainer.predict import (
     held_now_bytes,
 )
 from shoal.trainer.rank_layouts import choose
+from shoal.trainer.rewind import go_back
 from shoal.trainer.run import Run
 from shoal.trainer.validate import validator
 
@@ -87,9 +89,10 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
 
         Fingerprints(phases.page, run.step_count + 1)
     try:
-        if joined is not None:
-            return train_rounds(run, joined, source, config, total_steps)
-        return _steps(run, source, config, total_steps)
+        with within_memory(run, config, folder):
+            if joined is not None:
+                return train_rounds(run, joined, source, config, total_steps)
+            return _steps(run, source, config, total_steps)
     except TrainingError:
         with contextlib.suppress(ShoalError):  # all ranks are well: what is being written is kept
             run.saving.settle()
@@ -114,6 +117,7 @@ def _prepare(
     # A layout that is left open is ranked by them, the run is foreseen by them: found once.
     facts: FindFacts = cache(partial(facts_of, config, source))
     plan, said = choose(config, facts, world, folder)
+    plan = fitted(plan, config, folder)
     proven = prove(config, source, world, folder, plan, said)
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's
@@ -270,9 +274,11 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
                 run.recorder.restart_clock()
                 compiled = run.plan.asks(CompilePolicy)
                 with phase("compile, first step" if compiled else "first step"):
-                    run.step(batch)
+                    result = run.step(batch)
             else:
-                run.step(batch)
+                result = run.step(batch)
+            if go_back(run, result.spike, batch):
+                break
             if run.stopping:
                 return _stop(run)
             if run.step_count >= total_steps:

@@ -33,7 +33,7 @@ from shoal.trainer.module_guard import check_hooks, hooked
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.share import busiest, own_micro_batches, to_join_with
-from shoal.trainer.skips import Skips
+from shoal.trainer.skips import Skips, Spikes
 from shoal.trainer.step import (
     Flags,
     StepResult,
@@ -123,7 +123,7 @@ class Run:
 
             stepped = {name: one.parameter for name, one in program.local.items()}
             self.average = WeightAverage(plan.average, stepped)
-        self.skips = Skips(plan.skip_limit)
+        self.skips, self.spikes = Skips(plan.skip_limit), Spikes(plan.spikes)
         self.guard = OptimizerGuard(optimizer, program, length, recorder.notice)
         self.epochs_done = Epochs(self.feed)
         self._brought = Brought(program, plan.batch if "batch" in given else 0, recorder.notice)
@@ -403,6 +403,7 @@ class Run:
                 scale=self._scale,
                 watch=self.guard.watch,
                 adjust=self.adjust,
+                spikes=self.spikes,
             )
         self._tell()
         if not done.skipped:
@@ -414,7 +415,7 @@ class Run:
         self.feed.consumed(self._batch)
         result = StepResult(
             self.step_count, done.loss, done.grad_norm, lr, counted(tally.count), done.skipped,
-            done.reason, self._values,
+            done.reason, self._values, done.spike,
         )  # fmt: skip
         extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
         row, samples = row_of(result, tally, self._batch, self._data_wait_s, extras)

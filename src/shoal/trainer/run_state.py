@@ -42,6 +42,7 @@ from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.saving import Saving
+from shoal.trainer.skips import Spikes
 from shoal.trainer.touched import Touched
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -81,6 +82,7 @@ class Kept(Protocol):
     tokenizer: Any
     step_count: int
     touched: Touched
+    spikes: Spikes
 
     @property
     def saving(self) -> Saving:
@@ -192,6 +194,7 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         "optimizer": optimizer_record,
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
         **({"average_updates": run.average.updates} if run.average else {}),
+        **run.spikes.state(),
         **(run.beside.record() if run.beside is not None else {}),
         **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
         **run.extra_record,
@@ -273,6 +276,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         restore_lr(run.optimizer, names, record["optimizer"])
     if run.loss_scale is not None and "loss_scale" in record:
         run.loss_scale.load(record["loss_scale"])
+    run.spikes.load(record)
     if run.beside is not None:
         run.beside.load(loaded.tensors, record)
     run.step_count = int(record["step"])
@@ -315,6 +319,7 @@ class _LoaderRecord(msgspec.Struct):
     epoch: Count = 0
     epoch_start: Count = 0
     samples: Count = 0
+    left_out: list[tuple[Count, Count]] = []
 
 
 class _Record(msgspec.Struct):
@@ -326,6 +331,7 @@ class _Record(msgspec.Struct):
     loss_scale: dict[str, float] = {}
     extra: dict[str, Any] = {}
     average_updates: Count = 0
+    spikes: dict[str, list[float]] = {}
 
 
 def _check_record(manifest: Manifest, folder: Path) -> None:

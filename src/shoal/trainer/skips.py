@@ -2,10 +2,30 @@
 
 One bad step is an accident: all ranks skip it, and an event names rank, micro-batches and samples.
 Many in a row are a diverged run or broken data, which a restart would only repeat.
+
+A step whose loss or gradient norm leaps out of those before is a spike:
+
+    rule   more than 8 robust deviations above the median of the last 128 steps that counted, once
+           there are 16. The deviation is 1.4826 times the median distance from the median, and at
+           least 2 % of the median for a loss, 25 % for a norm, which is 3 times the median then.
+           Sooner, from the second step on: 30 times the median
+    tell   an event and a line name the step and its samples; the update is made
+    skip   the update is made on no rank; rewind: see `rewind.py`
+
+Loss and norm are sums over all ranks, so every rank comes to the same decision without a word. What
+decides is saved with a run, so a resumed one decides as the unbroken one. The window of "tell"
+takes all steps in, so that a new level is told of for some time and then is the usual one.
+
+Source: OLMo-core's rule (6 deviations over 128 steps, active after 64); medians, because what is to
+be found is in the window too.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Collection
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import TrainingError
@@ -16,6 +36,13 @@ from shoal.trainer.step import NO_TARGET, Tally, Updated
 
 if TYPE_CHECKING:
     from shoal.trainer.loss_scale import LossScale
+
+
+WINDOW, LEAST, DEVIATIONS, SOONER = 128, 16, 8.0, 30.0
+ROBUST = 1.4826
+"""Times the median distance from the median: the standard deviation of normal numbers."""
+FLOORS = {"loss": 0.02, "gradient norm": 0.25}
+"""Of the median: no deviation is taken to be smaller."""
 
 
 class Skips:
@@ -42,9 +69,14 @@ class Skips:
             if world.is_first:
                 emit("loss_scale_lowered", step=step, ranks=tally.broken, scale=scale.value)
         elif done.skipped:
-            self.skipped(step, done.reason, tally.broken, batch, world, emit)
+            ranks = list(range(world.size)) if done.spike else tally.broken
+            self.skipped(step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
         else:
             self.moved()
+            if done.spike:
+                told = world.gather_json(_share(batch, world))
+                if world.is_first:
+                    emit("spike", step=step, reason=done.spike, culprits=told)
 
     def moved(self) -> None:
         """A step moved the weights."""
@@ -62,19 +94,24 @@ class Skips:
             )
 
     def skipped(
-        self, step: int, reason: str, broken: list[int], batch: Any, world: World, emit: Emit
+        self,
+        step: int,
+        reason: str,
+        broken: list[int],
+        batch: Any,
+        world: World,
+        emit: Emit,
+        *,
+        spike: bool = False,
     ) -> None:
         """A step did not; every rank calls this with its own `batch`, the rest is the same.
 
-        broken   ranks whose numbers are not finite
+        broken   ranks whose numbers are not finite, or whose samples are to be named
+        spike    they are finite, and leap out
         Errors   TrainingError, on all ranks, at the `limit`-th in a row
         """
         self.in_a_row, self.last_reason = self.in_a_row + 1, reason
-        mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
-        if isinstance(batch, StepBatch):
-            mine["micro_batches"] = [m.index for m in batch.micro_batches]
-            mine["samples"] = batch.sample_ids
-        culprits = [m for m in world.gather_json(mine) if m["rank"] in broken]
+        culprits = [m for m in world.gather_json(_share(batch, world)) if m["rank"] in broken]
         if world.is_first:
             emit(
                 "step_skipped",
@@ -85,7 +122,9 @@ class Skips:
                 in_a_row=self.in_a_row,
             )
         if self.in_a_row >= self.limit:
-            where = ", ".join(f"rank {m['rank']}" for m in culprits) or "all ranks"
+            where = "all ranks"
+            if culprits and not spike:
+                where = ", ".join(f"rank {m['rank']}" for m in culprits)
             raise TrainingError(
                 f"step {step}: {reason} on {where}, {self.in_a_row} steps in a row "
                 f"(train.skip_limit); the weights are those of step {step - self.in_a_row}; "
@@ -93,7 +132,78 @@ class Skips:
             )
 
 
+def _share(batch: Any, world: World) -> dict[str, Any]:
+    """What this rank had of a step."""
+    mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
+    if isinstance(batch, StepBatch):
+        mine["micro_batches"] = [m.index for m in batch.micro_batches]
+        mine["samples"] = batch.sample_ids
+    return mine
+
+
 def _cure(reason: str) -> str:
     if reason == NO_TARGET:
         return "look at the data, where every target is ignored, or at the count that a loss gives"
     return "look at these samples, lower optimizer.lr, or set optimizer.clip"
+
+
+class Spikes:
+    """The last steps of one run, and what is out of their order.
+
+    mode   tell, skip, rewind, off · skips  whether the update is not made
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.skips = mode, mode in ("skip", "rewind")
+        self.known = {name: deque[float](maxlen=WINDOW) for name in FLOORS}
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Why a step leaps out, in words; "" for one that does not, which is known from then on."""
+        if self.mode == "off":
+            return ""
+        values = dict(zip(FLOORS, (loss, norm), strict=True))
+        found = [text for name, value in values.items() if (text := self._leap(name, value))]
+        if not (found and self.skips):
+            for name, value in values.items():
+                self.known[name].append(value)
+        return ", ".join(found)
+
+    def state(self) -> dict[str, Any]:
+        """What decides, as JSON; {} where nothing depends on it."""
+        if not self.skips:
+            return {}
+        return {"spikes": {name: list(values) for name, values in self.known.items()}}
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Go on from a checkpoint's record."""
+        for name, values in self.known.items():
+            values.clear()
+            values.extend(map(float, record.get("spikes", {}).get(name, ())))
+
+    def _leap(self, name: str, value: float) -> str:
+        known = self.known[name]
+        if not known:
+            return ""
+        middle, deviation = spread(known, FLOORS[name])
+        if len(known) < LEAST:
+            if not 0 < SOONER * middle < value:
+                return ""
+            return f"{name} {value:.4g} is {value / middle:.0f} times {middle:.4g}, the usual one"
+        if not deviation or not value > middle + DEVIATIONS * deviation:
+            return ""
+        far = min((value - middle) / deviation, 1e9)
+        return (
+            f"{name} {value:.4g} is {far:.0f} deviations above {middle:.4g}, the median of the "
+            f"last {len(known)} steps"
+        )
+
+
+def spread(values: Collection[float], floor: float) -> tuple[float, float]:
+    """(median, robust standard deviation, at least `floor` of the median's size).
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0)
+    (3.0, 1.4826)
+    """
+    middle = median(values)
+    distance = ROBUST * median(abs(one - middle) for one in values)
+    return middle, max(distance, floor * abs(middle)) if math.isfinite(middle) else 0.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -286,13 +286,14 @@ NO_TARGET = "the loss counted no target"
 class Updated:
     """What an update did: the mean loss, the gradient norm before clipping, whether weights moved.
 
-    reason   why not, if it was skipped
+    reason   why not, if it was skipped · spike  why loss or norm leap out, skipped or not
     """
 
     loss: float
     grad_norm: float
     skipped: bool
     reason: str = ""
+    spike: str = ""
 
 
 def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
@@ -307,6 +308,18 @@ def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
     return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
 
 
+class Judge(Protocol):
+    """Looks at loss and norm of a step before its update.
+
+    skips   whether the update of a step that leaps out is left out
+    """
+
+    skips: bool
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Why it leaps out, in words; "" if it does not."""
+
+
 def update(
     program: Program,
     optimizer: torch.optim.Optimizer,
@@ -316,12 +329,14 @@ def update(
     scale: float = 1.0,
     watch: MovementCheck | None = None,
     adjust: Callable[[], None] | None = None,
+    spikes: Judge | None = None,
 ) -> Updated:
     """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
 
     clip     largest norm of the mean gradient; 0 leaves it · scale  what the loss was scaled by
     watch    looks at parameters between the last change of gradients and the optimizer's step
     adjust   changes the clipped mean gradient, if somebody must
+    spikes   judges loss and norm, and may want the step skipped
     Gives    what happened; local gradients are then the clipped mean gradient, None where no rank
              used the parameter (weight decay and momentum then leave it alone, as in one process)
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
@@ -331,10 +346,13 @@ def update(
     sums = reducer.sums()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
     norm, reason = _reason_to_skip(tally, scale)
+    spike = spikes.judge(loss, norm) if spikes and not reason else ""
+    if spikes and spikes.skips:
+        reason = reason or spike
     if tally.moved:
         program.align(bool(reason))
     if reason:
-        return Updated(math.nan if tally.loss_broken else loss, norm, True, reason)
+        return Updated(math.nan if tally.loss_broken else loss, norm, True, reason, spike)
     coefficient = 1.0 / (tally.count * scale)
     if clip > 0:
         coefficient *= min(1.0, clip / (norm + 1e-6))
@@ -351,7 +369,7 @@ def update(
     reducer.publish()
     for commit in program.on_update:
         commit([tally.micro_batches[rank] for rank in program.data.ranks])
-    return Updated(loss, norm, False)
+    return Updated(loss, norm, False, spike=spike)
 
 
 @dataclass(frozen=True)
@@ -362,6 +380,7 @@ class StepResult:
     grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
     targets     what the loss was divided by: the count of targets, or the sum of their weights
     skipped     the weights did not move, for `reason`
+    spike       why loss or norm leap out of the last steps, in words; "" where they do not
     metrics     means by name over all ranks: metrics, and parts of the loss
     item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
     """
@@ -374,6 +393,7 @@ class StepResult:
     skipped: bool
     reason: str
     metrics: Mapping[str, float] = field(default_factory=dict)
+    spike: str = ""
 
     def item(self) -> float:
         """The loss, under the name that a tensor has for it."""

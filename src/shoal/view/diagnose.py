@@ -353,6 +353,12 @@ LOOKS: dict[str, Look] = {
         "its bytes on the disk are not those that were written",
         "shoal checkpoint verify {run}",
     ),
+    "collectives_differ": _said(
+        "collectives_differ",
+        "ranks made other collectives, or in another order: what they added up does not belong "
+        "together",
+        over=False,
+    ),
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
     "collectives_differ": _said(
         "collectives_differ",
@@ -387,7 +393,7 @@ def _ended_without_a_word(folder: Path) -> Finding | None:
 
 
 def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
-    steps = run.metrics.read()[0][-10 * LEAST_STEPS :]
+    steps = run.last_steps(10 * LEAST_STEPS)
     if len(steps) < LEAST_STEPS or kinds & {"slow_rank"}:
         return []  # what waits for a slow rank looks like the network
     whole_s = sum(_values(steps, "step_s"))

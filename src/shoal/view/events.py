@@ -135,6 +135,20 @@ def _skipped(event: Record) -> str:
     return f"{text} on {where}" if where else text
 
 
+def _spike(event: Record) -> str:
+    """Whose samples they were stays in the log: none of them is known to be at fault."""
+    cure = "nearest: train.spikes=skip leaves such steps out"
+    return f"step {event.get('step')}: {event.get('reason')}; the update was made; {cure}"
+
+
+def _rewound(event: Record) -> str:
+    first, last = event.get("left_out") or ("?", "?")
+    return (
+        f"step {event.get('step')}: {event.get('reason')}; back to step {event.get('to')}, without "
+        f"samples {first} – {last} of the stream"
+    )
+
+
 def _culprit(event: Record) -> str:
     words = [f"rank {event['rank']}"] if event.get("rank") is not None else []
     for key in ("micro_batches", "samples"):
@@ -240,6 +254,8 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "resumed": _resumed,
     "drift": lambda event: str(event.get("text", "")),
     "step_skipped": _skipped,
+    "spike": _spike,
+    "rewound": _rewound,
     "stop_requested": _stopping,
     "validated": _validated,
     "islands_met": _met,

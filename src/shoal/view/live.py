@@ -39,6 +39,8 @@ STYLES = {
     "checkpoint_failed": "yellow",
     "step_skipped": "yellow",
     "drift": "red",
+    "spike": "yellow",
+    "rewound": "yellow",
     "restarting": "yellow",
     "stop_requested": "yellow",
     "validated": "bold",

@@ -1,0 +1,165 @@
+"""`shoal launch`: the job of a run as a person would write it, for Slurm, Kubernetes or ssh.
+
+Everything is printed, to be read, changed and kept; `--submit` hands it to the client instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.token import TOKEN, find_token, new_token
+from shoal.cli.words import file_and_overrides
+from shoal.config.load import load
+from shoal.launch import jobs
+from shoal.launch.jobs import Job
+
+app = typer.Typer(
+    help="Write the job of a run for a cluster, or hand it over (docs/cluster.md).",
+    no_args_is_help=True,
+)
+ARGUMENTS = typer.Argument(None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="As for `shoal train`.")
+NAME = typer.Option("shoal", "--name", help="Of the job.")
+NODES = typer.Option(1, "--nodes", min=1, help="Machines.")
+GPUS = typer.Option(0, "--gpus", min=0, help="GPUs of each; as many processes. 0: none.")
+PROCESSES = typer.Option(0, "--processes", min=0, help="On each machine, where it has no GPUs.")
+GRACE = typer.Option(120, "--grace", min=20, help="Seconds from the warning to the end.")
+SUBMIT = typer.Option(False, "--submit", help="Hand it to the client that is installed here.")
+HOURS = typer.Option(24.0, "--hours", min=0.02, help="The job's limit of time.")
+CPUS = typer.Option(4, "--cpus", min=1, help="Cores of each process.")
+PARTITION = typer.Option("", "--partition", help="Slurm's; empty: its default.")
+KIND = typer.Option("jobset", "--kind", help="jobset or trainjob.")
+IMAGE = typer.Option(..., "--image", help="A container image with Shoal (Dockerfile).")
+CLAIM = typer.Option("runs", "--claim", help="PersistentVolumeClaim of the run folders.")
+HOSTS = typer.Option(..., "--hosts", help="A file with a line `HOST slots=N` for each machine.")
+FOLDER = typer.Option("", "--folder", help="Where the command is given; default: this folder.")
+
+
+@app.callback()
+def options() -> None:
+    """Write the job of a run for a cluster, or hand it over."""
+
+
+@app.command("slurm")
+def slurm(
+    arguments: list[str] = ARGUMENTS,
+    name: str = NAME,
+    nodes: int = NODES,
+    gpus: int = GPUS,
+    processes: int = PROCESSES,
+    hours: float = HOURS,
+    cpus: int = CPUS,
+    partition: str = PARTITION,
+    grace: int = GRACE,
+    submit: bool = SUBMIT,
+) -> None:
+    """Print a batch script, or give it to sbatch: it saves before its time is over, then requeues.
+
+    Slurm counts restarts, and the run goes on in the folder of the job's number.
+    """
+    job = _job(arguments, name, nodes, gpus, processes, grace)
+    text = jobs.slurm(job, hours=hours, cpus=cpus, partition=partition)
+    _hand_over(["sbatch"], text) if submit else typer.echo(text, nl=False)
+
+
+@app.command("kubernetes")
+def kubernetes(
+    arguments: list[str] = ARGUMENTS,
+    image: str = IMAGE,
+    kind: str = KIND,
+    name: str = NAME,
+    nodes: int = NODES,
+    gpus: int = GPUS,
+    processes: int = PROCESSES,
+    claim: str = CLAIM,
+    grace: int = GRACE,
+    submit: bool = SUBMIT,
+) -> None:
+    """Print a JobSet or TrainJob with its secret, or give them to kubectl. They hold the token."""
+    if kind not in ("jobset", "trainjob"):
+        raise ConfigError(f"--kind {kind}: jobset or trainjob; nearest: --kind jobset")
+    job = _job(arguments, name, nodes, gpus, processes, grace)
+    for key, value in (("run.name", name), ("run.folder", "/runs")):
+        if not any(word.startswith(f"{key}=") for word in job.words):
+            job = replace(job, words=(*job.words, f"{key}={value}"))
+    token = find_token(os.environ).decode() or new_token()
+    documents = jobs.kubernetes(job, kind=kind, image=image, claim=claim, token=token)
+    text = "".join(f"---\n{jobs.yaml(document)}\n" for document in documents)
+    _hand_over(["kubectl", "apply", "-f", "-"], text) if submit else typer.echo(text, nl=False)
+
+
+@app.command("ssh")
+def ssh(
+    arguments: list[str] = ARGUMENTS,
+    hosts: Path = HOSTS,
+    gpus: int = GPUS,
+    processes: int = PROCESSES,
+    folder: str = FOLDER,
+    grace: int = GRACE,
+    submit: bool = SUBMIT,
+) -> None:
+    """Print a script that starts the ranks of each host by ssh, or start them and wait."""
+    found = jobs.hosts_of(hosts)
+    slots = {count for _, count in found if count} or {gpus or processes or 1}
+    if len(slots) > 1:
+        raise ConfigError(f"--hosts {hosts}: slots differ ({sorted(slots)}): as many on each host")
+    each = processes or gpus or slots.pop()
+    job = _job(arguments, "shoal", len(found), gpus, each, grace)
+    names, where = [host for host, _ in found], folder or os.getcwd()
+    if submit:
+        raise typer.Exit(_over_ssh(job, names, where))
+    typer.echo(jobs.ssh_script(job, names, where), nl=False)
+
+
+def _job(
+    arguments: list[str] | None, name: str, nodes: int, gpus: int, processes: int, grace: int
+) -> Job:
+    """What is asked for. Errors: ConfigError, of the run's own words too."""
+    words = list(arguments or [])
+    load(*file_and_overrides(words))  # a slip is told now, not after an hour in the queue
+    if not name.replace("-", "").isalnum() or name != name.lower():
+        raise ConfigError(f"--name {name}: small letters, digits and - only; nearest: --name shoal")
+    return Job(tuple(words), name, nodes, processes or gpus or 1, gpus, grace)
+
+
+def _hand_over(command: list[str], text: str) -> None:
+    """Give a text to a client. Errors: ClusterError where there is none, or it refuses."""
+    if shutil.which(command[0]) is None:
+        raise ClusterError(
+            f"--submit: there is no {command[0]} here; nearest: without --submit, and "
+            f"`{' '.join(command)}` with what is printed where there is one"
+        )
+    code = subprocess.run(command, input=text, text=True, check=False).returncode
+    if code:
+        raise ClusterError(f"--submit: {command[0]} ended with status {code}")
+
+
+def _over_ssh(job: Job, hosts: list[str], folder: str) -> int:
+    """Start every host's ranks and wait; the first status that is not 0."""
+    if shutil.which("ssh") is None:
+        raise ClusterError("--submit: there is no ssh here")
+    token = os.environ.get(TOKEN) or new_token()
+    started = []
+    for command in jobs.ssh(job, hosts, folder):
+        one = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        started.append(one)
+        if one.stdin is not None:
+            one.stdin.write(f"{token}\n")
+            one.stdin.flush()
+    codes: list[int] = []
+    try:
+        codes = [one.wait() for one in started]
+    except KeyboardInterrupt:
+        sys.stderr.write("shoal: Ctrl-C: the ranks save and stop\n")
+        for one in started:
+            if one.stdin is not None:
+                one.stdin.close()  # its end is their SIGTERM
+        codes = [one.wait() for one in started]
+    return next((code for code in codes if code), 0)

@@ -1,0 +1,307 @@
+"""Writes the job of a run as a person would write it: for Slurm, for Kubernetes, for ssh.
+
+What they have in common: one process per GPU (or as many as are asked for), a token that the
+processes of this run alone know (base/token.py), a warning long enough before the end that the run
+saves (`grace_s`), and a run folder that outlives the job, from which it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+
+PORT = 29400
+STOPPED = "138|143"
+"""Statuses of a run that saved and stopped, by SIGUSR1 and by SIGTERM."""
+PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./:=@%+,")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for.
+
+    words      of `shoal train`: a run.toml and overrides · name  of the job
+    nodes      machines · processes  on each · gpus  on each; 0: none
+    grace_s    seconds from the warning to the end
+    """
+
+    words: tuple[str, ...]
+    name: str = "shoal"
+    nodes: int = 1
+    processes: int = 1
+    gpus: int = 0
+    grace_s: int = 120
+
+    @property
+    def train(self) -> list[str]:
+        """The command of every process; it stops saving a little before it would be killed."""
+        grace = f"launch.grace_s={max(1, self.grace_s - 10)}"
+        return ["shoal", "train", *self.words, grace]
+
+
+def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
+    """The text of a batch script for `sbatch`.
+
+    Slurm sends SIGUSR1 to the ranks `grace_s` seconds before the time is over; they save and stop,
+    and the script puts the job back into the queue. It goes on in the same folder, named after the
+    job's number, as Slurm's count of restarts says.
+    """
+    minutes = round(hours * 60)
+    options = {
+        "job-name": job.name,
+        "partition": partition,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.processes,
+        "gpus-per-node": job.gpus or "",
+        "cpus-per-task": cpus,
+        "time": f"{minutes // 60}:{minutes % 60:02}:00",
+        "signal": f"USR1@{job.grace_s}",
+        "output": f"{job.name}-%j.log",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value != ""]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "#SBATCH --requeue",
+            "",
+            "# Ranks of this job alone know this; it is in no list of processes.",
+            "SHOAL_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            "export SHOAL_TOKEN OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
+            "",
+            f"srun --kill-on-bad-exit=1 {shlex.join(job.train)}",
+            "code=$?",
+            f"case $code in {STOPPED})  # it saved and stopped: go on where it was",
+            '    scontrol requeue "$SLURM_JOB_ID" ;;',
+            "esac",
+            "exit $code",
+            "",
+        ]
+    )
+
+
+def starter(job: Job, node: str, *more: str) -> list[str]:
+    """The command that starts the ranks of one node (node.py)."""
+    return [
+        *("python", "-m", "shoal.launch.node", "--nodes", str(job.nodes), "--node", node),
+        *("--processes", str(job.processes), "--grace", str(job.grace_s), *more, "--", *job.train),
+    ]
+
+
+def ssh(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
+    """The command that starts each host's ranks; each reads the token as its first line of input.
+
+    hosts    the first one is where all meet
+    folder   on all of them, where the command is given
+    """
+    meets = f"MASTER_ADDR={shlex.quote(hosts[0].rpartition('@')[2])} MASTER_PORT={PORT}"
+    return [
+        ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", host,
+         f"cd {shlex.quote(folder)} && exec env {meets} "
+         f"{shlex.join(starter(job, str(number), '--stdin'))}"]
+        for number, host in enumerate(hosts)
+    ]  # fmt: skip
+
+
+def ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
+    """The same as a shell script; Ctrl-C there lets the ranks save and stop."""
+    starts = [f"token_and_wait | {shlex.join(command)} &" for command in ssh(job, hosts, folder)]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            "# The token is no word of a command, which others could list; the input stays open,",
+            "# and its end is the end of the ranks.",
+            'token_and_wait() { echo "$token"; exec sleep infinity; }',
+            "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
+            *starts,
+            "wait -n",
+            "",
+        ]
+    )
+
+
+def hosts_of(path: Path) -> list[tuple[str, int]]:
+    """(host, slots) of each line `HOST [slots=N]` of a hostfile; 0 where it says none.
+
+    Errors   ConfigError naming the line
+    """
+    found = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"--hosts {path}: {failure}") from failure
+    for number, line in enumerate(lines, 1):
+        host, *rest = line.partition("#")[0].split() or [""]
+        slots = rest[0].removeprefix("slots=") if rest else "0"
+        if len(rest) > 1 or not slots.isdecimal() or host.startswith("-"):
+            raise ConfigError(f"{path}, line {number}: {line.strip()!r} is not HOST slots=N")
+        if host:
+            found.append((host, int(slots)))
+    if not found:
+        raise ConfigError(f"--hosts {path}: names no host")
+    return found
+
+
+def kubernetes(job: Job, *, kind: str, image: str, claim: str, token: str) -> list[dict[str, Any]]:
+    """The documents of a job on Kubernetes: a secret with the token, and the job.
+
+    kind    jobset (JobSet's controller) or trainjob (Kubeflow Trainer's, runtime torch-distributed)
+    claim   the PersistentVolumeClaim where runs are kept, mounted at /runs
+    """
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{job.name}-token"},
+        "stringData": {"token": token},
+    }
+    if kind == "trainjob":
+        return [secret, _trainjob(job, image, claim)]
+    return [secret, _jobset(job, image, claim)]
+
+
+def _container(job: Job, image: str, node: str, master: str) -> dict[str, Any]:
+    alive = "/tmp/shoal-alive"
+    # A JobSet counts its restarts on each pod; from the second start on the run is resumed.
+    count = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
+    key = {"name": f"{job.name}-token", "key": "token"}
+    limits = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
+    # The shell puts in what the controller says of this pod; exec makes SIGTERM the starter's.
+    command = shlex.join(starter(job, "NODE", "--alive", alive)).replace("NODE", f'"${node}"')
+    return {
+        "image": image,
+        "command": ["sh", "-c", f'export MASTER_ADDR="{master}"; exec {command}'],
+        "env": [
+            {"name": "MASTER_PORT", "value": str(PORT)},
+            {"name": "TORCHELASTIC_RESTART_COUNT", "valueFrom": {"fieldRef": count}},
+            {"name": "SHOAL_TOKEN", "valueFrom": {"secretKeyRef": key}},
+        ],
+        "resources": {"limits": limits} if limits else {},
+        "livenessProbe": {
+            "exec": {
+                "command": ["sh", "-c", f"test $(($(date +%s) - $(stat -c %Y {alive}))) -lt 60"]
+            },
+            "initialDelaySeconds": 60,
+            "periodSeconds": 20,
+            "failureThreshold": 3,
+        },
+        "volumeMounts": [
+            {"name": "runs", "mountPath": "/runs"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+
+
+def _volumes(claim: str) -> list[dict[str, Any]]:
+    return [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+
+
+def _jobset(job: Job, image: str, claim: str) -> dict[str, Any]:
+    container = _container(job, image, "JOB_COMPLETION_INDEX", f"{job.name}-node-0-0.{job.name}")
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_s,
+        "containers": [{"name": "ranks", **container}],
+        "volumes": _volumes(claim),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 3},
+            "network": {"enableDNSHostnames": True},
+            "replicatedJobs": [
+                {
+                    "name": "node",
+                    "replicas": 1,
+                    "template": {
+                        "spec": {
+                            "parallelism": job.nodes,
+                            "completions": job.nodes,
+                            "completionMode": "Indexed",
+                            "backoffLimit": 0,
+                            "template": {"spec": pod},
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
+    container = _container(job, image, "PET_NODE_RANK", "$PET_MASTER_ADDR")
+    trainer = {
+        "image": image,
+        "command": container["command"],
+        "numNodes": job.nodes,
+        "numProcPerNode": job.processes,
+        "env": container["env"],
+        "resourcesPerNode": container["resources"],
+    }
+    # Probes and the grace of pods are the runtime's own: a TrainJob cannot say them.
+    pods = {
+        "targetJobs": [{"name": "node"}],
+        "spec": {
+            "volumes": _volumes(claim),
+            "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
+        },
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": trainer,
+            "podTemplateOverrides": [pods],
+        },
+    }
+
+
+def yaml(value: Any, indent: str = "") -> str:
+    """A document of tables, lists, texts and numbers as YAML.
+
+    >>> print(yaml({"a": [1, "b: c"], "d": {"e": True}}))
+    a:
+      - 1
+      - "b: c"
+    d:
+      e: true
+    """
+    lines = []
+    if isinstance(value, dict):
+        for key, one in value.items():
+            lines.append(_entry(f"{indent}{_scalar(key)}:", one, f"{indent}  "))
+    else:
+        for one in value:
+            inner = yaml(one, f"{indent}  ") if _opens(one) else _scalar(one)
+            lines.append(f"{indent}- {inner.strip()}")
+    return "\n".join(lines)
+
+
+def _entry(head: str, value: Any, indent: str) -> str:
+    return f"{head}\n{yaml(value, indent)}" if _opens(value) else f"{head} {_scalar(value)}"
+
+
+def _opens(value: Any) -> bool:
+    return isinstance(value, dict | list) and bool(value)
+
+
+def _scalar(value: Any) -> str:
+    plain = isinstance(value, str) and value[:1].isalpha() and set(value) <= PLAIN
+    words = ("true", "false", "null", "yes", "no", "on", "off")
+    if plain and value.lower() not in words and not value.endswith(":"):
+        return str(value)
+    return json.dumps(value)
