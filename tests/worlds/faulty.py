@@ -54,18 +54,21 @@ class Samples(hanging.Samples):
         return inputs, target
 
 
+def sum_mean(x: torch.Tensor) -> None:
+    torch.distributed.all_reduce(x.mean(0))
+
+
+def sum_most(x: torch.Tensor) -> None:
+    torch.distributed.all_reduce(x.amax(0))
+
+
 class Model(hanging.Hanging):
     """As the other's; it sums two means over ranks on its way, as a loss over all samples does."""
 
     def forward(self, x):
         if ASKED.get("kind") == "swap":
-            mean, most = x.detach().mean(0), x.detach().amax(0)
-            if RANK == 1:
-                torch.distributed.all_reduce(most)
-                torch.distributed.all_reduce(mean)
-            else:
-                torch.distributed.all_reduce(mean)
-                torch.distributed.all_reduce(most)
+            for one in (sum_most, sum_mean) if RANK == 1 else (sum_mean, sum_most):
+                one(x.detach())
         return super().forward(x)
 
 
@@ -76,7 +79,9 @@ def build(layers: int = 4) -> torch.nn.Module:
 
 def flip(record: dict) -> None:
     """A hook: turns a bit over between two steps."""
-    if record.get("step") == ASKED["after"] and "loss" in record and RANK == ASKED["rank"]:
+    mine = record.get("step") == ASKED["after"] and "loss" in record and ASKED["rank"] == RANK
+    if mine and not Path("hung").exists():
+        Path("hung").touch()
         for model in MODELS:
             # Not by torch, which would count it as a write of the user's.
             model.last.weight.detach().numpy().view("int32")[0, 0] ^= 1 << 20
@@ -96,6 +101,6 @@ def refuse_twice() -> None:
 
 
 def data():
-    if ASKED.get("kind") == "fsync" and RANK == ASKED["rank"]:
+    if ASKED.get("kind") == "fsync" and ASKED["rank"] == RANK:
         refuse_twice()
     return Samples(), [Samples(8, 0.0)[index] for index in range(8)]

@@ -2,7 +2,9 @@
 
 Of each: the run comes back as if nothing had been, or ends with a status that says so; `shoal
 diagnose` names the rank and the cause from the folder alone; no process and no lock is left. The
-numbers are those of docs/proof/faults.md, which says where the faults are tested in depth.
+numbers are those of the field's table of 25 faults. Of those that are missing here a full disk is
+in test_faults, hostile files in tests/checkpoint, strangers in test_hijack and test_attacked; a
+slow rank, and clocks that jump, have no test yet.
 """
 
 from __future__ import annotations
@@ -256,10 +258,12 @@ def test_16_a_second_run_in_the_folder_is_refused_by_name(tmp_path: Path) -> Non
 
 def test_21_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
     run = command(tmp_path, {"kind": "memory", "place": "forward"})
-    code, output = run.finish(120)
-    assert code == 0, output
+    code, output = run.finish()
+    assert code == 2, output
+    assert "train.micro_batch = 2: rank 1, step" in output
+    assert "nearest: train.micro_batch=1" in output
     (found,) = wrong(run)
-    assert (found.rank, found.over) == (1, True)
+    assert (found.rank, found.over) == (1, False)
     assert found.why == "memory: it asked for more than there is"
 
 
@@ -277,9 +281,9 @@ def test_23_another_rate_stops_a_resume(tmp_path: Path) -> None:
     assert diagnose(run.run)[-1].advice, "said, and no fault"
 
 
-@pytest.mark.parametrize(("kind", "says"), [("killed", "made again"), ("read", "tried again")])
+@pytest.mark.parametrize("kind", ["killed", "read"])
 def test_25_a_loaders_process_that_dies_or_cannot_read_costs_nothing(
-    tmp_path: Path, unbroken: list[Any], kind: str, says: str
+    tmp_path: Path, unbroken: list[Any], kind: str
 ) -> None:
     run = command(tmp_path, {"kind": kind, "place": "data", "after": 20}, "data.workers=1")
     code, output = run.finish(120)
@@ -287,9 +291,8 @@ def test_25_a_loaders_process_that_dies_or_cannot_read_costs_nothing(
     assert code == 0, output
     assert run.events("worker_died") == []
     assert trajectory(run.run) == unbroken
-    (found,) = wrong(run)
-    assert (found.kind, found.rank, found.over) == ("loader", 1, True)
-    assert says in found.what
+    found = [(one.kind, one.rank, one.over) for one in wrong(run)]
+    assert found == ([("loader", 1, True)] if kind == "killed" else []), "a read is tried again"
     nothing_left(run)
 
 
@@ -309,14 +312,13 @@ def test_17_a_bit_that_turns_over_is_named_and_never_saved(
     tmp_path: Path, unbroken: list[Any]
 ) -> None:
     asked = {"kind": "flip", "place": "", "after": 10}
-    run = command(tmp_path, asked, "train.on=faulty:flip")
+    run = command(tmp_path, asked, "train.on=faulty:flip", "train.drift=every")
     code, output = run.finish()
-    assert code in (0, 1, 3), output
-    (told,) = run.events("drift")[:1]
+    assert code == 0, output
+    (told,) = run.events("drift")
     assert told["ranks"] == [1], told
     assert "last.weight" in told["text"], told
-    saved = [path.step for path in find(run.run / "checkpoints")]
-    assert code == 0 or max(saved) <= 10, "nothing that came of it is kept"
+    assert trajectory(run.run) == unbroken, "nothing that came of it is kept"
     found = wrong(run)
     assert found[0].kind == "drift"
     assert found[0].rank == 1
@@ -325,7 +327,7 @@ def test_17_a_bit_that_turns_over_is_named_and_never_saved(
 def test_14_sums_in_another_order_are_named(tmp_path: Path) -> None:
     run = command(tmp_path, {"kind": "swap", "place": ""}, "layout.strategy=ddp")
     code, output = run.finish(120)
-    assert code == 2, output
+    assert code == 3, output
     (told,) = run.events("collectives_differ")
     assert "faulty.py" in told["text"], told
     found = wrong(run)

@@ -360,11 +360,6 @@ LOOKS: dict[str, Look] = {
         over=False,
     ),
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
-    "collectives_differ": _said(
-        "collectives_differ",
-        "what one rank sums, all must sum, in one order: the sums are wrong since then",
-        over=False,
-    ),
     "notice": _noticed,
     "island_lost": _said(
         "island_lost", "it ended, or the link to it did", "tail -n 50 {run}/logs/*", over=False
