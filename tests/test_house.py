@@ -288,7 +288,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name not in ("frames.py", "hang.py")
     ]
     assert 100 < len(files) <= 150, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 24_700
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 24_800
 
 
 def test_the_picture_of_the_house_is_the_contract() -> None:
