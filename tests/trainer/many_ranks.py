@@ -80,6 +80,10 @@ class Answering:
     def wait(self, *_: Any) -> None:
         """They have."""
 
+    def check(self, _: Any) -> bool:
+        """They have."""
+        return True
+
 
 def meter(told: Counter[str]) -> None:
     """Count what goes through a world's messages from here on."""

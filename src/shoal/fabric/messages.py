@@ -198,9 +198,9 @@ def check_sums(world: Talker) -> None:
         place, got, right = wrong[int(also[0])]
         failure = ClusterError(
             f"rank {also[0]}: an all-reduce of known numbers gave {got:g} at place {place:g}, "
-            f"{right:g} is right (wrong on ranks {', '.join(also[:NAMED])}{more} of {world.size}): a link, a "
-            f"card or its library adds wrongly; nearest: leave that machine out, or another "
-            f"version of the library"
+            f"{right:g} is right (wrong on ranks {', '.join(also[:NAMED])}{more} of {world.size}): "
+            f"a link, a card or its library adds wrongly; nearest: leave that machine out, or "
+            f"another version of the library"
         )
         failure.here = int(also[0]) == world.rank
         raise failure
