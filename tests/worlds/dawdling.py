@@ -62,8 +62,11 @@ class Model(nn.Module):
 
 
 def build() -> nn.Module:
-    register_optimizer_step_pre_hook(lambda *_: spend("optimizer"))
     return Model()
+
+
+# Not in `build`, which rank 0 may call twice: its optimizer would be slow, and be told.
+register_optimizer_step_pre_hook(lambda *_: spend("optimizer"))
 
 
 def data() -> Samples:
