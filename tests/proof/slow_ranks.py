@@ -27,12 +27,13 @@ from processes import machine  # noqa: E402
 from source import source_hash  # noqa: E402
 
 from cli_run import commands, lines  # noqa: E402
-from test_slow_ranks import AFTER, ARGUMENTS, NONE, dawdle  # noqa: E402
+from test_slow_ranks import AFTER, ARGUMENTS, dawdle  # noqa: E402
 
 TARGET = HERE.parents[1] / "docs" / "proof" / "slow-ranks.json"
 LAYOUTS = {
-    "ddp": ["layout.strategy=ddp"],
-    "fsdp": ["layout.strategy=fsdp"],
+    # arguments, seconds of a step in which nobody is slow, as measured
+    "ddp": (["layout.strategy=ddp"], 0.040),
+    "fsdp": (["layout.strategy=fsdp"], 0.048),
 }
 PARTS = ("data", "forward", "backward", "optimizer")
 TRIALS, WITHIN, SHARE = 20, 50, 0.3
@@ -60,18 +61,17 @@ def name_of(trial: dict[str, Any]) -> str:
 def one(trial: dict[str, Any], multiply_s: float) -> dict[str, Any]:
     """Do a trial; what came out, `wrong` being empty where all is well."""
     number, slow = trial["number"], bool(trial["part"])
+    arguments, step_s = LAYOUTS[trial["layout"]]
     after = AFTER + number
     asked = {
         **{"part": trial["part"], "rank": number % 2, "after": after},
-        **{"extra_s": SHARE * 4 * NONE["each_s"] if slow else 0.0},
+        **{"extra_s": SHARE * step_s if slow else 0.0},
         **{"busy": trial.get("busy", False), "multiply_s": multiply_s},
     }
     steps = after + WITHIN + 10 if slow else CLEAN_STEPS
     with tempfile.TemporaryDirectory(prefix="slow-") as folder:
         try:
-            command, _ = dawdle(
-                Path(folder), asked, *LAYOUTS[trial["layout"]], f"train.steps={steps}"
-            )
+            command, _ = dawdle(Path(folder), asked, *arguments, f"train.steps={steps}")
         except AssertionError as failure:
             return {"wrong": f"no end: {str(failure)[-400:]}"}
         told = command.events("slow_rank")
@@ -79,6 +79,7 @@ def one(trial: dict[str, Any], multiply_s: float) -> dict[str, Any]:
     kept = ("rank", "phase", "step", "extra_s", "share")
     found = {
         "steps": len(done),
+        "sleep_s": asked["extra_s"],
         "step_s": round(sorted(row["step_s"] for row in done)[len(done) // 2], 4),
         "told": [{key: event[key] for key in kept} for event in told],
     }

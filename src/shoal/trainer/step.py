@@ -378,7 +378,7 @@ def _say_unlike(program: Program, tally: Tally) -> None:
     if program.pipe.size > 1:  # stages differ
         phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE)
     elif len(set(tally.micro_batches)) > 1:
-        phases.unlike(phases.PASSES, phases.BACKWARD)
+        phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
 
 
 @dataclass(frozen=True)
