@@ -132,6 +132,17 @@ def test_a_rank_with_as_much_to_do_elsewhere_is_waited_for_by_nobody(
     assert run.told == []
 
 
+def test_of_two_slow_ranks_the_one_is_told_for_which_the_other_waits(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    run = ranks(4)
+    more = {(1, DATA): 0.08, (2, PASSES): 0.04}
+    run.run(100, lambda step, rank, part: more.get((rank, part), 0.0))
+    assert run.named() == [(1, "data")]
+    run.run(100, lambda step, rank, part: 0.04 * ((rank, part) == (2, PASSES)))
+    assert run.named() == [(1, "data"), (2, "forward")]
+
+
 def test_parts_in_which_ranks_have_other_work_are_not_compared(
     ranks: Callable[[int], Ranks],
 ) -> None:
@@ -159,12 +170,16 @@ def test_a_page_keeps_what_each_step_spent_without_waits_and_phases(
     page.hear([Phase("save")])
     run.now_s[0] += 7.0
     page.hear([])
-    run.run(1, lambda step, rank, part: 0.0)
+    page.part(PASSES)
+    page.waits()
+    run.now_s[0] += 5.0
+    page.waited(1)
+    run.run(1)
     kept = run.watched[0].steps()
     assert set(kept) == {1, 2, 3, 4}
     assert [round(kept[4][part], 9) for part in OWN_S] == list(OWN_S.values())
     assert kept[4][0] == pytest.approx(7.0)
-    assert kept[4][WAIT] == pytest.approx(0.0, abs=1e-9)
+    assert kept[4][WAIT] == pytest.approx(5.0), "in its passes, as where parameters are gathered"
     run.run(100)
     assert set(run.watched[0].steps()) == set(range(41, 105))
 
