@@ -34,7 +34,20 @@ def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **
     return folder
 
 
+SLOW: Record = {"rank": 1, "host": "a", "step": 40, "extra_s": 0.032, "share": 0.304}
 CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
+    "a rank that is slow in data": (
+        [("slow_rank", {**SLOW, "phase": "data"})],
+        "rank 1 on a is slow in data: 32.0 ms a step (30%) more than the others",
+        "its samples take longer to read",
+        "shoal train --resume RUN data.workers=2",
+    ),
+    "a rank that is slow in its passes": (
+        [("slow_rank", {**SLOW, "phase": "forward"})],
+        "rank 1 on a is slow in forward",
+        "a core that others use too",
+        "ps -eo pid,psr,pcpu,comm",
+    ),
     "a kill": (
         [("worker_died", {**DIED, "how": "killed by SIGKILL", "traceback": ""})],
         "rank 1 (pid 4711): killed by SIGKILL",

@@ -61,6 +61,8 @@ from shoal.view.events import SENTENCES, event_text
          "no rank goes on for 6.0 s: rank 1 on a (pid 7), step 3, data: it is in no collective "
          "(m.py:4); the last collective: all_reduce of 8 B; if it does not go on, all start again "
          "in 1 min 00 s; stacks: runs/r/logs/hang-1.txt"),
+        ("slow_rank", {"rank": 1, "host": "a", "phase": "data", "extra_s": 0.032, "share": 0.304},
+         "rank 1 on a is slow in data: 32.0 ms a step (30%) more than the others, who wait for it"),
         ("restarting", {"attempt": 1, "of": 3, "saved": 40}, "restart 1 of 3, from step-40"),
         ("validated", {"step": 20, "loss": 4.5, "targets": 12345, "unigram_entropy": 6.0},
          "validation at step 20: loss 4.5000, unigram entropy 6.0000 (1.5000 below it), "
@@ -124,6 +126,16 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
         "  checkpoints  step-4, 5.0 MiB each",
     ]
     assert max(map(len, lines)) <= 80
+
+
+def test_what_rank_0_waits_for_is_said_where_a_rank_was_slow(tmp_path: Path) -> None:
+    log = fake_run(tmp_path)
+    for _ in range(2):
+        log.emit("slow_rank", rank=1, host="a", phase="data", extra_s=0.01, share=0.3)
+    waited = " ".join(summary(tmp_path).partition("  waited")[2].split("  restarts")[0].split())
+    assert waited == (
+        "per step 10.0 ms communication (0.4%), 0.0 ms data (0.0%); all wait for rank 1 (data)"
+    )
 
 
 def test_a_cpus_rate_is_not_called_mfu_and_noise_is_left_out(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ EVENTS = {
     "worker_started": "a worker process is up: rank, pid",
     "worker_died": "a worker process ended: rank, pid, how, its last traceback",
     "hang": "all ranks stand still for one: rank, host, phase, why, collective, waited_s, stacks",
+    "slow_rank": "all wait for one rank: rank, host, phase, extra_s and share of a step",
     "collectives_differ": "ranks make other collectives, so sums are wrong: rank, step, text",
     "restarting": "all workers start again: attempt, of, saved (step of the last checkpoint)",
     "compute_started": "the first step is about to run: dtypes, kernels, parameters",

@@ -27,7 +27,7 @@ FILE_NAME = "phase.json"
 EVERY_S = 0.2
 """Progress within a phase is told so often; a new phase at once."""
 
-NOWHERE, DATA, PASSES, SUM, UPDATE, HOOKS = range(6)  # parts of a step, for the page only
+NOWHERE, DATA, PASSES, SUM, UPDATE, HOOKS, BACKWARD = range(7)  # parts of a step, for the page only
 
 
 @dataclass
@@ -151,3 +151,9 @@ def part(number: int) -> None:
     """A part of a step begins: PASSES, SUM, …; nothing where nobody watches this process."""
     if page is not None:
         page.part(number)
+
+
+def unlike(*parts: int) -> None:
+    """In these parts of this step ranks have different work: the page compares them with nobody."""
+    if page is not None:
+        page.unlike(parts)

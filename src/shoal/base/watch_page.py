@@ -10,6 +10,8 @@ the same page (`stacks.py`).
     bytes 1024–      the last answer, JSON: its length in 4 bytes, then UTF-8
     from `CALLS_AT`  8 slots, each of one step whose collectives are kept by name: the step and the
                      length in 8 bytes each, then a line per call (`fabric/fingerprints.py`)
+    from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
+                     this rank did not wait for a collective, then those in which it did
 
 Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
 that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import struct
@@ -33,8 +36,8 @@ from shoal.base.phases import DATA, Phase
 PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
 TEXT_AT, ANSWER_AT, CALLS_AT = 128, 1024, 1 << 16
 SLOTS, SLOT_BYTES = 8, 1 << 14
-PAGE_BYTES = CALLS_AT + SLOTS * SLOT_BYTES
-FORMAT = 0x5348_4F41_4C01
+STEPS_AT, KEPT = CALLS_AT + SLOTS * SLOT_BYTES, 64
+FORMAT = 0x5348_4F41_4C02
 (PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
  WAITS, ASKED, ANSWERED) = range(14)  # fmt: skip
 """The words: format · process · how often anything changed, when (monotonic, a double) · steps
@@ -42,8 +45,11 @@ done, part of the step under way · collectives enqueued and completed, ever · 
 last one enqueued, kind of the last one completed · waits that are open · requests for stacks, and
 those answered."""
 
-PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks")
+PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
+WAIT = len(PARTS)
+ROW = struct.Struct(f"=q{WAIT + 1}d")
+PAGE_BYTES = STEPS_AT + KEPT * ROW.size
 
 KINDS = (
     *("", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "send", "receive"),
@@ -68,6 +74,7 @@ class Page:
         self._cast(self._whole)
         self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
         self.on_step: Callable[[int], None] = lambda step: None
+        self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -118,7 +125,17 @@ class Page:
         words = self._words
         words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
         self._changed()
+        at = STEPS_AT + step % KEPT * ROW.size
+        struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
+        struct.pack_into(f"={WAIT + 1}d", self._whole, at + 8, *self._spent_s)
+        struct.pack_into("=q", self._whole, at, step)
+        self._spent_s = [0.0] * (WAIT + 1)
         self.on_step(step)
+
+    def unlike(self, parts: Sequence[int]) -> None:
+        """Ranks have different work in these parts of this step, as planned."""
+        for part in parts:
+            self._spent_s[part] = math.nan
 
     def hear(self, phases: Sequence[Phase]) -> None:
         """The open phases, outermost first."""
@@ -128,6 +145,7 @@ class Page:
         raw = text.encode()[: ANSWER_AT - TEXT_AT - 2]
         self._whole[TEXT_AT + 2 : TEXT_AT + 2 + len(raw)] = raw
         struct.pack_into("=H", self._whole, TEXT_AT, len(raw))
+        self._busy = bool(phases)  # no part of a step
         self._changed()
 
     @property
@@ -155,8 +173,11 @@ class Page:
         struct.pack_into("=qq", self._whole, at, step, len(lines))
 
     def _changed(self) -> None:
-        self._words[CHANGES] += 1
-        self._times[CHANGED_S] = time.monotonic()
+        words, times, now_s = self._words, self._times, time.monotonic()
+        words[CHANGES] += 1
+        self._spent_s[self._in] += now_s - (times[CHANGED_S] or now_s)
+        times[CHANGED_S] = now_s
+        self._in = 0 if self._busy else WAIT if words[WAITS] > 0 else words[PART]
 
     def _mute(self) -> None:
         self._cast(memoryview(bytearray(PAGE_BYTES)))
@@ -257,6 +278,11 @@ class Watched:
                 if struct.unpack_from("=qq", self._memory, at) == (step, length):
                     found[step] = lines
         return found
+
+    def steps(self) -> dict[int, tuple[float, ...]]:
+        """Of the last steps, by number: seconds by part without waiting; the last, waiting."""
+        rows = ROW.iter_unpack(self._memory[STEPS_AT:PAGE_BYTES])
+        return {row[0]: row[1:] for row in rows if row[0]}
 
     def close(self) -> None:
         """Give the memory back."""

@@ -30,6 +30,7 @@ from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import Told, Watched, can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
 from shoal.launch.processes import Worker
+from shoal.launch.slow import SlowRanks
 from shoal.launch.unlike import find_unlike
 
 EVERY_S = 0.1
@@ -156,6 +157,7 @@ class Watch:
     ) -> None:
         self.folder, self.emit, self.least_s, self.times_s = folder, emit, patience_s, times_s
         self.learnt = Learnt()
+        self.slow = SlowRanks(emit)
         self.pages: list[Watched] = []
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
@@ -172,6 +174,7 @@ class Watch:
                     self.pages.append(Watched(f"shoal rank {rank}"))
             except OSError:  # no files left to open: the run goes on unwatched
                 self.close()
+        self.slow.begin()
         self._told = []
         self._compared = set[int]()
         self._step = (0, self.clock_s)
@@ -198,6 +201,7 @@ class Watch:
         before, self._told = self._told, told
         if before != told:
             self._heard(before)
+            self.slow.look(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base import phases
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
@@ -56,7 +57,9 @@ class MicroBatch:
             # The outputs are named nowhere: activations that only they hold are free in backward.
             total = self.total(self.outputs(module))
             if total.requires_grad:
+                phases.part(phases.BACKWARD)
                 total.backward()
+                phases.part(phases.PASSES)
         self.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
 
     @contextmanager

@@ -342,6 +342,7 @@ def update(
     Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
     """
     phases.part(phases.UPDATE)
+    _say_unlike(program, tally)
     reducer = reducer_of(program)
     sums = reducer.sums()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
@@ -370,6 +371,14 @@ def update(
     for commit in program.on_update:
         commit([tally.micro_batches[rank] for rank in program.data.ranks])
     return Updated(loss, norm, False, spike=spike)
+
+
+def _say_unlike(program: Program, tally: Tally) -> None:
+    """Where ranks have other work by the plan, none is slow because it takes longer."""
+    if program.pipe.size > 1:  # stages differ
+        phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE)
+    elif len(set(tally.micro_batches)) > 1:
+        phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from shoal.base.lines import Record, is_number
 from shoal.base.units import seconds_text
 from shoal.checkpoint.lease import read_owner
-from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text
+from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text, slow_text
 from shoal.view.folder import RunFolder
 
 WATCHED = "ended by the watch"
@@ -237,6 +237,30 @@ def _said(kind: str, why: str, command: str = "", *, over: bool = True) -> Look:
     return look
 
 
+SLOW_IN: dict[str, tuple[str, str]] = {
+    "data": (
+        "its samples take longer to read or to prepare: its disk, its files, or its own workers",
+        "shoal train --resume {run} data.workers=2",
+    ),
+    "hooks": ("code of the user's own that runs after each step on that rank", "tail -n 50 {log}"),
+}
+"""By the part of a step in which a rank is slow: its causes, the next command; else:"""
+SLOW_ELSE = (
+    "its own code, a core that others use too, or a processor that lowers its clock: what it "
+    "does there takes longer, and it waits least",
+    "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head",
+)
+
+
+def _slow(event: Record, after: list[Record], folder: Path) -> Finding:
+    rank = event.get("rank")
+    why, command = SLOW_IN.get(str(event.get("phase")), SLOW_ELSE)
+    log = shlex.quote(str(folder / "logs" / f"rank-{rank}.log"))
+    names = {"run": shlex.quote(str(folder)), "log": log}
+    what, step = slow_text(event), _step_before(event)
+    return Finding("slow_rank", what, why, command.format(**names), rank, step)
+
+
 class _Known(dict[str, str]):
     def __missing__(self, key: str) -> str:
         return "…"
@@ -341,6 +365,7 @@ def _went_on(after: list[Record]) -> bool:
 LOOKS: dict[str, Look] = {
     "worker_died": _died,
     "hang": _hang,
+    "slow_rank": _slow,
     "checkpoint_failed": _not_saved,
     "stop_requested": _stopped,
     "resumed": _resumed,

@@ -87,6 +87,19 @@ def _hang(event: Record) -> str:
     )
 
 
+def slow_text(event: Record) -> str:
+    """For whom all wait, where, and how long.
+
+    >>> slow_text({"rank": 1, "host": "a", "phase": "data", "extra_s": 0.032, "share": 0.3})
+    'rank 1 on a is slow in data: 32.0 ms a step (30%) more than the others, who wait for it'
+    """
+    return (
+        f"rank {event['rank']} on {event.get('host')} is slow in {event['phase']}: "
+        f"{seconds_text(event['extra_s'])} a step ({event['share']:.0%}) more than the others, who "
+        f"wait for it"
+    )
+
+
 def _damaged(event: Record) -> str:
     place = " ".join(str(event[key]) for key in ("file", "tensor") if event.get(key))
     where = place or event.get("folder", "")
@@ -247,6 +260,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "notice": _notice,
     "worker_died": died_text,
     "hang": _hang,
+    "slow_rank": slow_text,
     "restarting": _restarting,
     "checkpoint_saved": _saved,
     "checkpoint_failed": _not_saved,

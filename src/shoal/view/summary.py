@@ -42,7 +42,7 @@ def summary(folder: Path, width: int = 80) -> str:
         ("sent", lambda: _sent(steps)),
         ("foreseen", lambda: _foreseen(plan, steps)),
         ("islands", lambda: islands_row(events, _islands_foreseen(plan))),
-        ("waited", lambda: _waited(steps)),
+        ("waited", lambda: _waited(steps, events)),
         ("restarts", lambda: _restarts(events)),
         ("skipped", lambda: _skipped(events)),
         ("validation", lambda: _validation(events)),
@@ -211,7 +211,8 @@ def _islands_foreseen(plan: Record) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def _waited(steps: list[Record]) -> str:
+def _waited(steps: list[Record], events: list[Record]) -> str:
+    """Rank 0's waits; where a rank was slow, who it was: to the others that is communication."""
     total_s = sum(_values(steps, "step_s"))
     parts = []
     for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data")):
@@ -221,7 +222,10 @@ def _waited(steps: list[Record]) -> str:
         if waits and total_s > 0:
             mean_s = sum(waits) / len(waits)
             parts.append(f"{seconds_text(mean_s)} {word} ({sum(waits) / total_s:.1%})")
-    return f"per step {', '.join(parts)}" if parts else ""
+    told = _named(events, "slow_rank")
+    slow = dict.fromkeys(f"rank {one['rank']} ({one['phase']})" for one in told)
+    for_whom = f"; all wait for {', '.join(slow)}" if slow else ""
+    return printable(f"per step {', '.join(parts)}{for_whom}") if parts else ""
 
 
 def _restarts(events: list[Record]) -> str:

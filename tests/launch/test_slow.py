@@ -1,0 +1,193 @@
+"""Which rank the launcher calls slow: pages as ranks would write them, with a clock of the test's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shoal.base import watch_page
+from shoal.base.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE, Phase
+from shoal.base.watch_page import PAGE_VARIABLE, WAIT, Page, Watched
+from shoal.launch.slow import STEPS, SlowRanks
+
+OWN_S = {DATA: 0.01, PASSES: 0.03, BACKWARD: 0.04, UPDATE: 0.02, HOOKS: 0.0}
+NAMES = {
+    DATA: "data",
+    PASSES: "forward",
+    BACKWARD: "backward",
+    UPDATE: "optimizer",
+    HOOKS: "hooks",
+}
+Extra = Callable[[int, int, int], float]
+"""(step, rank, part) → seconds more."""
+
+
+class Ranks:
+    """Ranks that write pages by a clock of their own, meet in the sum, and are looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.now_s, self.step = [1.0] * size, 0
+        self.of = 0
+        monkeypatch.setattr(watch_page.time, "monotonic", lambda: self.now_s[self.of])
+        self.watched = [Watched(f"rank {rank}") for rank in range(size)]
+        opened = [Page.open({PAGE_VARIABLE: one.path}) for one in self.watched]
+        self.pages = [one for one in opened if one is not None]
+        self.told: list[dict[str, Any]] = []
+        self.slow = SlowRanks(lambda event, **fields: self.told.append({"event": event, **fields}))
+
+    def run(self, steps: int, extra: Extra = lambda step, rank, part: 0.0) -> None:
+        for _ in range(steps):
+            self.step += 1
+            for rank, page in enumerate(self.pages):
+                self.of = rank
+                for part in (DATA, PASSES, BACKWARD):
+                    self._spend(page, part, extra)
+                page.part(SUM)
+                page.begun("all_reduce", 64)
+                page.waits()
+            met_s = max(self.now_s)
+            for rank, page in enumerate(self.pages):
+                self.of, self.now_s[rank] = rank, met_s
+                page.waited(1)
+                self._spend(page, UPDATE, extra)
+                self._spend(page, HOOKS, extra)
+                page.stepped(self.step)
+            self.slow.look(self.watched, [one.read().step for one in self.watched])
+
+    def _spend(self, page: Page, part: int, extra: Extra) -> None:
+        page.part(part)
+        self.now_s[self.of] += OWN_S[part] + extra(self.step, self.of, part)
+
+    def named(self) -> list[tuple[int, str]]:
+        return [(one["rank"], one["phase"]) for one in self.told]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ranks]]:
+    made = []
+
+    def make(size: int) -> Ranks:
+        made.append(Ranks(monkeypatch, size))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for watched in one.watched:
+            watched.close()
+
+
+def noise(seed: int) -> Extra:
+    """Up to half a part more, of all ranks alike, as where more runs than there are cores."""
+    drawn = random.Random(seed)
+    return lambda step, rank, part: drawn.random() * 0.5 * OWN_S[part]
+
+
+@pytest.mark.parametrize("part", list(NAMES))
+@pytest.mark.parametrize(("size", "slow"), [(2, 0), (2, 1), (3, 1), (4, 3)])
+def test_a_rank_that_is_slow_in_a_part_is_told_within_50_steps_and_once(
+    ranks: Callable[[int], Ranks], size: int, slow: int, part: int
+) -> None:
+    run, busy = ranks(size), noise(size)
+    run.run(41, busy)
+    assert run.told == []
+    late = lambda step, rank, at: 0.03 * ((rank, at) == (slow, part)) + busy(step, rank, at)  # noqa: E731
+    run.run(49, late)
+    assert run.named() == [(slow, NAMES[part])]
+    (told,) = run.told
+    assert told["event"] == "slow_rank"
+    assert told["extra_s"] == pytest.approx(0.03, abs=0.008)
+    assert 0.15 < told["share"] < 0.3
+    run.run(100, late)
+    assert len(run.told) == 1, "once"
+    run.run(4 * STEPS, busy)
+    run.run(49, late)
+    assert run.named() == 2 * [(slow, NAMES[part])], "it had recovered"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_are_disturbed_alike_are_not_told(
+    ranks: Callable[[int], Ranks], size: int
+) -> None:
+    for seed in range(5):
+        run = ranks(size)
+        run.run(400, noise(seed))
+        assert run.told == []
+
+
+def test_one_long_step_and_a_tenth_of_a_step_are_not_told(ranks: Callable[[int], Ranks]) -> None:
+    run = ranks(2)
+    run.run(100, lambda step, rank, part: 5.0 * ((step % 20, rank, part) == (9, 1, PASSES)))
+    run.run(100, lambda step, rank, part: 0.01 * ((rank, part) == (1, DATA)))
+    assert run.told == []
+
+
+def test_a_rank_with_as_much_to_do_elsewhere_is_waited_for_by_nobody(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    run = ranks(2)
+    run.run(100, lambda step, rank, part: 0.03 * ((rank, part) in ((0, PASSES), (1, DATA))))
+    assert run.told == []
+
+
+def test_of_two_slow_ranks_the_one_is_told_for_which_the_other_waits(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    run = ranks(4)
+    more = {(1, DATA): 0.08, (2, PASSES): 0.04}
+    run.run(100, lambda step, rank, part: more.get((rank, part), 0.0))
+    assert run.named() == [(1, "data")]
+    run.run(100, lambda step, rank, part: 0.04 * ((rank, part) == (2, PASSES)))
+    assert run.named() == [(1, "data"), (2, "forward")]
+
+
+def test_parts_in_which_ranks_have_other_work_are_not_compared(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    """A pipeline's stages: the passes of one take longer, its data does not."""
+    run = ranks(2)
+
+    def unlike(step: int, rank: int, part: int) -> float:
+        if part == UPDATE:
+            run.pages[rank].unlike((PASSES, BACKWARD))
+        return 0.05 * ((rank, part) == (1, PASSES))
+
+    run.run(100, unlike)
+    assert run.told == []
+    both = lambda step, rank, part: unlike(step, rank, part) + 0.05 * ((rank, part) == (1, DATA))  # noqa: E731
+    run.run(100, both)
+    assert run.named() == [(1, "data")]
+
+
+def test_a_page_keeps_what_each_step_spent_without_waits_and_phases(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    run = ranks(1)
+    run.run(3)
+    (page,) = run.pages
+    page.hear([Phase("save")])
+    run.now_s[0] += 7.0
+    page.hear([])
+    page.part(PASSES)
+    page.waits()
+    run.now_s[0] += 5.0
+    page.waited(1)
+    run.run(1)
+    kept = run.watched[0].steps()
+    assert set(kept) == {1, 2, 3, 4}
+    assert [round(kept[4][part], 9) for part in OWN_S] == list(OWN_S.values())
+    assert kept[4][0] == pytest.approx(7.0)
+    assert kept[4][WAIT] == pytest.approx(5.0), "in its passes, as where parameters are gathered"
+    run.run(100)
+    assert set(run.watched[0].steps()) == set(range(41, 105))
+
+
+def test_a_run_that_starts_again_begins_anew(ranks: Callable[[int], Ranks]) -> None:
+    run = ranks(2)
+    late = lambda step, rank, part: 0.05 * ((rank, part) == (1, DATA))  # noqa: E731
+    run.run(60, late)
+    run.slow.begin()
+    run.run(60, late)
+    assert run.named() == 2 * [(1, "data")]

@@ -1,0 +1,149 @@
+"""Slow ranks of the real command: is the right rank told with its part, and none that is not slow?
+
+    python tests/proof/slow_ranks.py [--seconds 600] [--out docs/proof/slow-ranks.json] [--only ddp]
+
+Twenty trials for each part of a step and layout (`worlds/dawdling.py` does them), each in a run of
+its own on this machine: one rank sleeps for 30 % of a step, from a step on. A trial counts as well
+when the first that is told is that rank with that part, within 50 steps. Trials without a sleep, in
+which ranks sleep or compute alike for the same time, must stay silent. What was done with the same
+source stays in the file, so it can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
+
+from processes import machine  # noqa: E402
+from source import source_hash  # noqa: E402
+
+from cli_run import commands, lines  # noqa: E402
+from test_slow_ranks import AFTER, ARGUMENTS, dawdle  # noqa: E402
+
+TARGET = HERE.parents[1] / "docs" / "proof" / "slow-ranks.json"
+LAYOUTS = {
+    # arguments, seconds of a step in which nobody is slow, as measured
+    "ddp": (["layout.strategy=ddp"], 0.040),
+    "fsdp": (["layout.strategy=fsdp"], 0.048),
+}
+PARTS = ("data", "forward", "backward", "optimizer")
+TRIALS, WITHIN, SHARE = 20, 50, 0.3
+CLEAN_STEPS = 500
+
+
+def trials() -> list[dict[str, Any]]:
+    """Every trial, in an order in which the first ones already hold some of everything."""
+    found = []
+    for number in range(TRIALS):
+        for layout in LAYOUTS:
+            for part in PARTS:
+                found.append({"layout": layout, "part": part, "number": number})
+            if number < TRIALS // 2:
+                busy = number % 2 == 0
+                found.append({"layout": layout, "part": "", "busy": busy, "number": number})
+    return found
+
+
+def name_of(trial: dict[str, Any]) -> str:
+    kind = trial["part"] or ("clean, busy" if trial["busy"] else "clean, asleep")
+    return f"{trial['layout']}, {kind}, {trial['number']}"
+
+
+def one(trial: dict[str, Any], multiply_s: float) -> dict[str, Any]:
+    """Do a trial; what came out, `wrong` being empty where all is well."""
+    number, slow = trial["number"], bool(trial["part"])
+    arguments, step_s = LAYOUTS[trial["layout"]]
+    after = AFTER + number
+    asked = {
+        **{"part": trial["part"], "rank": number % 2, "after": after},
+        **{"extra_s": SHARE * step_s if slow else 0.0},
+        **{"busy": trial.get("busy", False), "multiply_s": multiply_s},
+    }
+    steps = after + WITHIN + 10 if slow else CLEAN_STEPS
+    with tempfile.TemporaryDirectory(prefix="slow-") as folder:
+        try:
+            command, _ = dawdle(Path(folder), asked, *arguments, f"train.steps={steps}")
+        except AssertionError as failure:
+            return {"wrong": f"no end: {str(failure)[-400:]}"}
+        told = command.events("slow_rank")
+        done = lines(command.run / "metrics.jsonl")
+    kept = ("rank", "phase", "step", "extra_s", "share")
+    found = {
+        "steps": len(done),
+        "sleep_s": asked["extra_s"],
+        "step_s": round(sorted(row["step_s"] for row in done)[len(done) // 2], 4),
+        "told": [{key: event[key] for key in kept} for event in told],
+    }
+    return {**found, "after": after, "wrong": verdict(asked, told)}
+
+
+def verdict(asked: dict[str, Any], told: list[dict[str, Any]]) -> str:
+    """What is wrong with a trial; "" for nothing."""
+    wanted = [(asked["rank"], asked["part"])] if asked["part"] else []
+    found = [(event["rank"], event["phase"]) for event in told]
+    if found != wanted:
+        return f"told {found}, not {wanted}"
+    if told and not asked["after"] < told[0]["step"] <= asked["after"] + WITHIN:
+        return f"told at step {told[0]['step']}, slow after {asked['after']}"
+    return ""
+
+
+def multiplied_s() -> float:
+    """Seconds of a product of matrices of dawdling.py, in one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    matrix, best_s = torch.ones(64, 64), 1.0
+    for _ in range(20):
+        began_s = time.perf_counter()
+        for _ in range(200):
+            matrix @ matrix
+        best_s = min(best_s, (time.perf_counter() - began_s) / 200)
+    return best_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=3000.0, help="begin none after that")
+    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--only", default="", help="layouts")
+    options = parser.parse_args()
+    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    source = source_hash()
+    done = record.get("trials", {}) if record.get("source") == source else {}
+    began_s = time.monotonic()
+    commands()  # imports once
+    multiply_s = multiplied_s()
+    for trial in trials():
+        name = name_of(trial)
+        if name in done or (options.only and trial["layout"] not in options.only.split(",")):
+            continue
+        if time.monotonic() - began_s > options.seconds:
+            break
+        done[name] = one(trial, multiply_s)
+        print(name, "·", done[name]["wrong"] or "well", done[name].get("told"), flush=True)
+        record = {
+            "of": len(trials()),
+            "done": len(done),
+            "wrong": sorted(name for name, found in done.items() if found["wrong"]),
+            "clean_steps": sum(f.get("steps", 0) for n, f in done.items() if "clean" in n),
+            "arguments": ARGUMENTS,
+            "source": source,
+            "machine": machine(),
+            "trials": done,
+        }
+        options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return int(any(found["wrong"] for found in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

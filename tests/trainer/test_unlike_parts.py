@@ -1,0 +1,39 @@
+"""Where ranks have other work by the plan, the page that the launcher reads says so."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.base import phases
+from shoal.base.phases import BACKWARD, DATA, PASSES, UPDATE
+from shoal.base.watch_page import PAGE_VARIABLE, Page, Watched
+from shoal.trainer.step import update
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "unlike"),
+    [
+        (1, [2, 2], set()),
+        (1, [2, 1], {DATA, PASSES, BACKWARD}),
+        (2, [2, 2], {PASSES, BACKWARD, UPDATE}),
+    ],
+)
+def test_unequal_work_is_marked_in_the_page(
+    monkeypatch: pytest.MonkeyPatch, stages: int, micro_batches: list[int], unlike: set[int]
+) -> None:
+    watched = Watched("rank 0")
+    page = Page.open({PAGE_VARIABLE: watched.path})
+    assert page is not None
+    monkeypatch.setattr(phases, "page", page)
+    program: Any = SimpleNamespace(pipe=SimpleNamespace(size=stages), reducer=None)
+    tally: Any = SimpleNamespace(micro_batches=micro_batches)
+    with pytest.raises(Exception, match="no reducer"):
+        update(program, None, tally, clip=0, scale=1.0)  # type: ignore[arg-type]  # marks first
+    page.stepped(1)
+    kept = watched.steps()[1]
+    assert {part for part, spent_s in enumerate(kept) if math.isnan(spent_s)} == unlike
+    watched.close()

@@ -1,0 +1,52 @@
+"""A slow rank of the real command: who it is and where, told by the launcher; silence otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_run import CommandLine
+from shoal.view.diagnose import diagnose
+
+HERE = Path(__file__).parent
+ARGUMENTS = [
+    "model.build=dawdling:build", "data.source=dawdling:data", "train.batch=4",
+    "train.micro_batch=2", "train.steps=90", "precision.compute=fp32", "train.prove=off",
+    "launch.processes=2",
+]  # fmt: skip
+AFTER = 25
+NONE = {"part": "", "rank": 0, "extra_s": 0.0, "after": AFTER, "each_s": 0.008}
+
+
+def dawdle(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[CommandLine, str]:
+    """A run with a slow rank; (command, what it said)."""
+    shutil.copy(HERE / "dawdling.py", folder)
+    (folder / "slow.json").write_text(json.dumps({**NONE, **asked}))
+    command = CommandLine(folder, *ARGUMENTS, *arguments)
+    code, output = command.finish(150)
+    assert code == 0, output
+    return command, output
+
+
+@pytest.mark.parametrize("part", ["data", "forward"])
+def test_a_slow_rank_is_named_with_the_part_of_the_step(tmp_path: Path, part: str) -> None:
+    asked = {"part": part, "rank": 1, "extra_s": 0.02}
+    command, output = dawdle(tmp_path, asked, "layout.strategy=ddp")
+    (told,) = command.events("slow_rank")
+    assert (told["rank"], told["phase"]) == (1, part)
+    assert AFTER < told["step"] <= AFTER + 50
+    assert 0.015 < told["extra_s"] < 0.03
+    assert f"rank 1 on {told['host']} is slow in {part}" in output
+    assert f"all wait for rank 1 ({part})" in " ".join(output.split())
+    (found,) = diagnose(command.run)
+    assert (found.kind, found.rank, found.advice) == ("slow_rank", 1, False)
+
+
+def test_ranks_alike_are_not_told(tmp_path: Path) -> None:
+    command, output = dawdle(tmp_path, {}, "layout.strategy=ddp")
+    assert command.steps() == 90, output
+    assert command.events("slow_rank") == []
