@@ -1,8 +1,8 @@
 """`shoal doctor` finds each planted fault by its name, and none on a sound machine.
 
 Real: a full disk and a small shared memory (a tmpfs), a held port, a lowered limit of files. Handed
-over: clocks that step, a table of versions, a table of measured pairs. A wrong sum is planted in
-tests/worlds/test_doctor_sums.py.
+over: clocks that step, a table of versions, a table of measured pairs. In tests/worlds: a wrong sum
+(test_doctor_sums.py), and a pair of machines with a slow cable (test_doctor_pair.py).
 """
 
 from __future__ import annotations
