@@ -105,18 +105,6 @@ def test_a_narrow_terminal_breaks_a_command_at_words(monkeypatch: pytest.MonkeyP
     assert shlex.split(text.replace("\\\n", "")) == words
 
 
-def test_a_run_toml_of_somebody_else_is_said_to_be_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.toml"
-    path.touch()
-    assert start._whose(path) == []
-    os.chown(path, 65534, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: -2)
-    (line,) = start._whose(path)
-    assert line.startswith(f"{path} is ")
-    assert line.endswith("'s, and it is code: it names functions that are called here")
-
-
 @pytest.mark.parametrize("began", [False, True])
 def test_an_override_that_failed_before_the_first_step_is_not_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, began: bool
