@@ -25,7 +25,14 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["checkpoint", "--help"], ["--version"], ["train", "x.y=1"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["checkpoint", "--help"],
+        ["doctor", "--help"],
+        ["--version"],
+        ["train", "x.y=1"],
+    ],
 )
 def test_no_torch_is_imported(arguments: list[str]) -> None:
     script = PROBE.format(arguments=arguments)
@@ -44,7 +51,7 @@ def cpu_seconds(command: list[str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"]])
 def test_help_answers_in_time(arguments: list[str]) -> None:
     """In CPU seconds: other work on the machine delays the answer itself, and slows its core."""
     limit_s, best_s = 0.3, 9.0

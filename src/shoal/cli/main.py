@@ -13,6 +13,7 @@ from shoal.cli import (
     checkpoint,
     compare,
     diagnose,
+    doctor,
     find,
     launch,
     plan,
@@ -30,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-STARTING = ("train", "compare", "prove")
+STARTING = ("train", "compare", "doctor", "prove")
 """Verbs that start processes, and so stand on what only some systems have."""
 
 
@@ -53,6 +54,7 @@ def _keys() -> str | None:
 app.command("train", epilog=_keys())(train.train)
 app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
+app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("sample")(sample.sample)

@@ -1,0 +1,143 @@
+"""`shoal doctor`: is this machine fit for a run, link by link; torch only in the workers.
+
+Alone it looks at this machine, then starts as many processes as a run would and has them talk.
+Under torchrun or srun the same command runs on every rank: the first of each machine looks at its
+own, all of them talk, and rank 0 tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shoal.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.machine.fit import Told
+
+FOLDER = typer.Option("runs", "--folder", help="Where run folders are made: run.folder.")
+FREE = typer.Option(1.0, "--free-gib", help="GiB that checkpoints there will need.")
+PROCESSES = typer.Option(0, "--processes", help="As launch.processes; 0: as many as a run starts.")
+PORT = typer.Option(0, "--port", help="One that should be free.")
+AS_JSON = typer.Option(False, "--json", help="One JSON line per check.")
+
+
+def doctor(
+    folder: Path = FOLDER,
+    free_gib: float = FREE,
+    processes: int = PROCESSES,
+    port: int = PORT,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Tell whether this machine is fit: clock, disk, memory, ports, versions, links, known sums.
+
+    Exit status: 0 all is well, 1 something is wrong, 2 wrong input.
+    """
+    from shoal.base.facts import default_processes, this_machine
+    from shoal.cli.torchrun import launched
+
+    for name, value, most in (
+        ("--free-gib", free_gib, 2**40),
+        ("--processes", processes, 1024),
+        ("--port", port, 65535),
+    ):
+        if not 0 <= value <= most:  # also what is no number
+            nearest = most if value > most else 0
+            raise ConfigError(f"{name} {value:g}: from 0 to {most}; nearest: {nearest}")
+    asked = (folder, free_gib, processes or default_processes(this_machine()), port)
+    if launched():
+        told, wrong = _on_all_ranks(*asked)
+    else:
+        told = [*_this_machine(*asked), *_between_processes(asked[2])]
+        wrong = not all(one.ok for one in told)
+    for one in told:
+        typer.echo(json.dumps(one.record()) if as_json else one.line())
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _this_machine(folder: Path, free_gib: float, processes: int, port: int) -> list[Told]:
+    from shoal.base.files import cache_folder
+    from shoal.machine.fit import check_machine
+
+    return check_machine(folder, cache_folder(), int(free_gib * 2**30), processes, port)
+
+
+def _between_processes(processes: int) -> list[Told]:
+    """What processes of this machine say of the links between them."""
+    from shoal.base.events import EventLog
+    from shoal.launch import supervise
+    from shoal.machine.fit import Told
+
+    if processes == 1:
+        return [Told("links", True, "one process, no links (--processes 2 tries one)")]
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        outcome = supervise(
+            [sys.executable, "-m", "shoal.cli.doctor"],
+            processes=processes,
+            folder=place,
+            restarts=0,
+            emit=EventLog(place / "events.jsonl", rank=None).emit,
+            environ=dict(os.environ),
+            imports=("shoal.fabric", "shoal.machine.fit_links"),
+        )
+        if outcome.status == "stopped":
+            raise typer.Exit(outcome.exit_code)
+        if outcome.exit_code:
+            line = " ".join(outcome.message.split())
+            return [Told("links", False, f"{processes} processes did not talk: {line}")]
+        return [Told(**one) for one in json.loads((place / "told.json").read_text())]
+
+
+def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> tuple[Any, bool]:
+    """As a rank of a launcher: (what to tell, on rank 0 only; whether anything is wrong)."""
+    from dataclasses import replace
+
+    from shoal.fabric import start_world
+    from shoal.machine.fit import Told
+    from shoal.machine.fit_links import check_links
+
+    world = start_world()
+    own: list[Told] = []
+    if world.local_rank == 0:
+        host = socket.gethostname()
+        # A port is listened at by rank 0 alone; the launcher's own is in use by now.
+        found = _this_machine(folder, free_gib, world.local_size, port if world.is_first else 0)
+        own = [replace(one, host=host) for one in found]
+    rows = world.gather_json([one.record() for one in own])
+    told = [Told(**one) for row in rows for one in row]
+    told += check_links(world, world.gather_json(socket.gethostname()))
+    world.close()
+    return (told if world.is_first else []), not all(one.ok for one in told)
+
+
+def main() -> int:
+    """One of the talking processes; rank 0 writes what they found."""
+    from shoal.fabric import start_world
+    from shoal.machine.fit_links import check_links
+
+    world = start_world()
+    told = check_links(world, [""] * world.size)
+    if world.is_first:
+        place = Path(os.environ["SHOAL_RUN_FOLDER"]) / "told.json"
+        place.write_text(json.dumps([one.record() for one in told]))
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    from shoal.launch import run_worker
+
+    code = run_worker(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As in worker.py: the interpreter's teardown could abort in gloo's threads after a failure.
+    os._exit(code)
