@@ -314,7 +314,9 @@ def one_rank_skips(world: World) -> Iterator[None]:
 
     with (
         patch.object(running, "update", on_update(doubt)),
-        patch.object(running.Skips, "skipped", lambda *rest, **more: None),  # where all ranks would meet
+        patch.object(
+            running.Skips, "skipped", lambda *rest, **more: None
+        ),  # where all ranks would meet
     ):
         yield
 

@@ -3,8 +3,8 @@
 Of each: the run comes back as if nothing had been, or ends with a status that says so; `shoal
 diagnose` names the rank and the cause from the folder alone; no process and no lock is left. The
 numbers are those of the field's table of 25 faults. Of those that are missing here a full disk is
-in test_faults, hostile files in tests/checkpoint, strangers in test_hijack and test_attacked; a
-slow rank, and clocks that jump, have no test yet.
+in test_faults, hostile files in tests/checkpoint, strangers in test_hijack and test_attacked, a
+slow rank in test_slow_ranks; clocks that jump have no test yet.
 """
 
 from __future__ import annotations
