@@ -256,7 +256,9 @@ def test_a_dead_worker_is_made_again_and_its_samples_come_in_their_order(tmp_pat
     loader = Loader(Mortal(21, tmp_path, signal.SIGKILL, (0, 7, 20)), workers=2, **settings)
     loader.tell = told.append
     assert run(loader, epochs=2) == want, "bits and order, of each sample once"
-    assert len(told) == 3
+    assert {one.name for one in tmp_path.iterdir()} == {"0", "7", "20"}, "each killed a process"
+    # All are made again at once, so two that died before anybody looked are one line.
+    assert 1 <= len(told) <= 3
     assert all(re.search(r"at sample (0|7|20) .*killed by SIGKILL; they are", one) for one in told)
     assert multiprocessing.active_children() == []
 

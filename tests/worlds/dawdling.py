@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-ASKED = json.loads(Path("slow.json").read_text())
-MINE = int(os.environ.get("RANK", "0")) == ASKED["rank"]
+ASKED = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
+MINE = int(os.environ.get("RANK", "0")) == ASKED.get("rank")
 CALLS: dict[str, int] = {}
 
 
