@@ -70,7 +70,7 @@ def facts_of(run: Compared) -> dict[str, Any]:
     """
     plan, schedule = run.program.plan, run.guard.length.schedule
     settings: dict[str, Any] = {"clip": plan.clip, "average": plan.average, "call": plan.call}
-    settings |= {"reduce": plan.reduce, "compress": plan.compress}
+    settings |= {key: getattr(plan, key) for key in ("reduce", "compress")}
     if schedule is not None:
         told = {**asdict(schedule), "total_steps": run.guard.length.total_steps}
         settings |= {f"schedule.{key}": plain(value) for key, value in told.items()}
