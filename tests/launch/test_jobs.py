@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, ShoalError
+from shoal.cli.main import app
 from shoal.launch import jobs
 from shoal.launch.jobs import Job
 
@@ -136,6 +138,26 @@ def test_a_hostfile_is_read_and_its_slips_are_named(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
             jobs.hosts_of(path)
+
+
+def test_a_layout_for_another_number_of_processes_is_told_before_the_queue(tmp_path: Path) -> None:
+    """Also a key that does not exist, and a list of hosts that does not: no job is written."""
+    for words, line in (
+        (
+            ["slurm", "layout.tp=3", "--nodes", "2", "--processes", "2"],
+            "layout: tp 3 = 3 processes, but launch.processes = 4; nearest legal: layout.tp=2 ",
+        ),
+        (["slurm", "layout.strateg=ddp"], "layout.strateg: no such key; nearest: layout.strategy"),
+        (
+            ["ssh", "--hosts", str(tmp_path / "none")],
+            f"--hosts {tmp_path}/none: No such file or directory; it has a line `HOST slots=N`",
+        ),
+    ):
+        told = CliRunner().invoke(app, ["launch", *words])
+        assert told.output == ""
+        assert isinstance(told.exception, ShoalError)
+        assert line in str(told.exception)
+        assert told.exception.exit_code == 2
 
 
 def test_over_ssh_no_list_of_processes_shows_the_token(tmp_path: Path) -> None:

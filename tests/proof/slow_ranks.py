@@ -11,8 +11,6 @@ source stays in the file, so it can be stopped and started again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,8 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 
-from processes import machine  # noqa: E402
-from source import source_hash  # noqa: E402
+from kept_trials import run_trials  # noqa: E402
 
 from cli_run import commands, lines  # noqa: E402
 from test_slow_ranks import AFTER, ARGUMENTS, dawdle  # noqa: E402
@@ -112,37 +109,16 @@ def multiplied_s() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3000.0, help="begin none after that")
-    parser.add_argument("--out", type=Path, default=TARGET)
-    parser.add_argument("--only", default="", help="layouts")
-    options = parser.parse_args()
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    source = source_hash()
-    done = record.get("trials", {}) if record.get("source") == source else {}
-    began_s = time.monotonic()
     commands()  # imports once
     multiply_s = multiplied_s()
-    for trial in trials():
-        name = name_of(trial)
-        if name in done or (options.only and trial["layout"] not in options.only.split(",")):
-            continue
-        if time.monotonic() - began_s > options.seconds:
-            break
-        done[name] = one(trial, multiply_s)
-        print(name, "·", done[name]["wrong"] or "well", done[name].get("told"), flush=True)
-        record = {
-            "of": len(trials()),
-            "done": len(done),
-            "wrong": sorted(name for name, found in done.items() if found["wrong"]),
-            "clean_steps": sum(f.get("steps", 0) for n, f in done.items() if "clean" in n),
-            "arguments": ARGUMENTS,
-            "source": source,
-            "machine": machine(),
-            "trials": done,
-        }
-        options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    return int(any(found["wrong"] for found in done.values()))
+
+    def more(done: dict[str, Any]) -> dict[str, Any]:
+        clean = sum(found.get("steps", 0) for name, found in done.items() if "clean" in name)
+        return {"clean_steps": clean, "arguments": ARGUMENTS}
+
+    return run_trials(
+        __doc__, TARGET, trials(), name_of, lambda trial: one(trial, multiply_s), more
+    )
 
 
 if __name__ == "__main__":

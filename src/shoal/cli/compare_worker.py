@@ -17,7 +17,7 @@ from shoal.base.events import append_line
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
 from shoal.base.phases import phase, tell_folder
-from shoal.launch import run_worker
+from shoal.launch import end_with
 
 
 def main() -> int:
@@ -74,8 +74,4 @@ def is_dp(layout: object) -> bool:
 
 
 if __name__ == "__main__":
-    code = run_worker(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in worker.py: after a failure the interpreter's own teardown may hide the exit code.
-    os._exit(code)
+    end_with(main)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from shoal.base.phases import phase
-from shoal.launch import run_worker
+from shoal.launch import end_with
 
 STEPS = 3
 """The optimizer's states come in the first, and lie beside the activations from the second on."""
@@ -98,8 +98,4 @@ def ended_memory(failure: BaseException) -> bool:
 
 
 if __name__ == "__main__":
-    code = run_worker(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in worker.py: after a failure the interpreter's own teardown may hide the exit code.
-    os._exit(code)
+    end_with(main)

@@ -15,11 +15,14 @@ from pathlib import Path
 import typer
 
 from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.facts import this_machine
 from shoal.base.token import TOKEN, find_token, new_token
 from shoal.cli.words import file_and_overrides
 from shoal.config.load import load
+from shoal.config.resolve import asked_layout, plan_of
 from shoal.launch import jobs
 from shoal.launch.jobs import Job
+from shoal.planner.settle import settle_layout
 
 app = typer.Typer(
     help="Write the job of a run for a cluster, or hand it over (docs/cluster.md).",
@@ -121,12 +124,16 @@ def ssh(
 def _job(
     arguments: list[str] | None, name: str, nodes: int, gpus: int, processes: int, grace: int
 ) -> Job:
-    """What is asked for. Errors: ConfigError, of the run's own words too."""
+    """What is asked for. Errors: ConfigError, PlanError, of the run's own words too."""
     words = list(arguments or [])
-    load(*file_and_overrides(words))  # a slip is told now, not after an hour in the queue
+    # A slip, or a layout for another number of processes, is told now, not after an hour's queue.
+    config = load(*file_and_overrides(words)).config
+    each = processes or gpus or 1
+    asked = asked_layout(config.layout)
+    settle_layout(plan_of(config), asked, nodes * each, None, this_machine())
     if not name.replace("-", "").isalnum() or name != name.lower():
         raise ConfigError(f"--name {name}: small letters, digits and - only; nearest: --name shoal")
-    return Job(tuple(words), name, nodes, processes or gpus or 1, gpus, grace)
+    return Job(tuple(words), name, nodes, each, gpus, grace)
 
 
 def _hand_over(command: list[str], text: str) -> None:

@@ -63,10 +63,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from shoal.launch import run_worker
+    from shoal.launch import end_with
 
-    code = run_worker(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in worker.py: the interpreter's teardown could abort in gloo's threads after a failure.
-    os._exit(code)
+    end_with(main)

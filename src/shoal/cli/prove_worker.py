@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.base.phases import phase, tell_folder
-from shoal.launch import run_worker
+from shoal.launch import end_with
 
 if TYPE_CHECKING:
     from shoal.fabric import World
@@ -81,8 +81,4 @@ def too_large(case: ProofCase, battery: Battery, world: World) -> str:
 
 
 if __name__ == "__main__":
-    code = run_worker(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in worker.py: the interpreter's teardown could abort in gloo's threads after a failure.
-    os._exit(code)
+    end_with(main)

@@ -14,7 +14,7 @@ from shoal.base.layout import Layout
 from shoal.base.phases import phase, tell_folder
 from shoal.base.stacks import answer_for_stacks
 from shoal.base.watch_page import Page, tell_page
-from shoal.launch import run_worker
+from shoal.launch import end_with
 from shoal.parallel import modules_of
 from shoal.planner.huggingface import is_foreign
 
@@ -52,9 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = run_worker(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # After a failure the process group cannot be left in an orderly way, since peers may be gone;
-    # the interpreter's own teardown may then abort in gloo's threads and hide the exit code.
-    os._exit(code)
+    end_with(main)

@@ -136,8 +136,12 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
     found = []
     try:
         lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"--hosts {path}: {failure}") from failure
+    except OSError as failure:
+        raise ConfigError(
+            f"--hosts {path}: {failure.strerror}; it has a line `HOST slots=N` for each machine"
+        ) from failure
+    except UnicodeDecodeError as failure:
+        raise ConfigError(f"--hosts {path}: no text, so no list of hosts") from failure
     for number, line in enumerate(lines, 1):
         host, *rest = line.partition("#")[0].split() or [""]
         slots = rest[0].removeprefix("slots=") if rest else "0"

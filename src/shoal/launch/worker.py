@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from shoal.base.errors import ShoalError
 from shoal.base.frames import user_place
@@ -21,6 +22,18 @@ from shoal.launch.failures import Report, write_report
 TRACEBACK_LINES = 25
 LINE_LETTERS = 400
 CRASH_CODE = 1
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Run a worker's program by `run_worker`, and leave this process with its status.
+
+    After a failure the process group cannot be left in an orderly way, since peers may be gone; the
+    interpreter's own teardown may then abort in gloo's threads and hide the status.
+    """
+    code = run_worker(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run_worker(main: Callable[[], int]) -> int:
