@@ -31,16 +31,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
 
 from shoal.base.cut_back import cut_lines  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
-from shoal.base.events import EventLog, append_line  # noqa: E402
+from shoal.base.events import append_line  # noqa: E402
 from shoal.cli import start  # noqa: E402
 from shoal.cli.ending import Ending  # noqa: E402
 from shoal.launch.grace import longest_save_s  # noqa: E402
 from shoal.launch.supervisor import Progress  # noqa: E402
 from shoal.view import LiveView, summary  # noqa: E402
+from told_run import tell_run  # noqa: E402
 
 LIMIT_S = 20
 LOGS = ("metrics.jsonl", "events.jsonl", "plan.json")
@@ -120,26 +121,7 @@ def whole(folder: Path) -> Path:
     prepared = start.prepare([*named, "layout.strategy=ddp", "launch.processes=2"], None)
     folder.mkdir()
     start.write_folder(prepared)
-    log = EventLog(folder / "events.jsonl", None)
-    log.emit("compute_started", dtypes={})
-    for step in range(1, 9):
-        row = {"step": step, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 8, "step_s": 0.1,
-               "tokens_per_s": 80.0, "mfu": 0.3, "peak_memory_bytes": 10, "skipped": False,
-               "peak_memory_bytes_by_rank": [9, 10], "comm_bytes": 4, "samples": [0, 8],
-               "comm_bytes_by_kind": {"all_reduce": 4}, "comm_exposed_s": 0.1,
-               "data_wait_s": 0.1, "gpu_utilisation": 0.5}  # fmt: skip
-        append_line(folder / "metrics.jsonl", row)
-    log.emit("step_skipped", step=2, culprits=[{"rank": 1, "samples": [3]}], reason="odd")
-    log.emit("worker_died", rank=1, pid=3, how="killed", traceback="a\nb", fatal=False)
-    log.emit("restarting", attempt=1, of=3, step=2)
-    log.emit("resumed", step=2, folder="step-2", differs=["optimizer.lr: 1 → 2"])
-    log.emit("compute_started", dtypes={})
-    log.emit("checkpoint_saved", step=4, folder="c/step-4", bytes=5, seconds=0.1)
-    log.emit("validated", step=4, loss=1.0, unigram_entropy=2.0, targets=4, seconds=0.1)
-    log.emit("stop_requested", signal="SIGTERM", step_s=0.1, steps=True)
-    log.emit("run_finished", step=4, how="completed")
-    plan = {"steps": 8, "device": "cpu", "predicted": {"step_s": 0.1, "peak_memory_bytes": 9}}
-    (folder / "plan.json").write_text(json.dumps(plan))
+    tell_run(folder, steps=8)
     return folder
 
 
