@@ -78,7 +78,7 @@ def test_what_is_whole_beside_the_damage_is_told(tmp_path: Path) -> None:
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"event":"validated","loss":[1]}\n1\n')
     text = summary(folder)
-    assert text.startswith("completed at step 5\n  trained      5 steps, 40 tokens in 400.0 ms")
+    assert text.startswith("completed at step 5, by SIGTERM\n  trained      5 steps, 40 tokens in ")
     assert "checkpoints" not in text
     assert "  validation" not in text, "a row of damaged records is left out"
     assert "restarts     1; last: rank 1" in text
