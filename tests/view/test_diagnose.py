@@ -202,6 +202,14 @@ def test_a_wait_that_is_a_habit_is_advice(tmp_path: Path, waits: str, kind: str)
     assert diagnose(tmp_path) == [], "forty steps are a moment"
 
 
+def test_a_resume_with_other_settings_is_a_note_and_no_fault(tmp_path: Path) -> None:
+    run_of(tmp_path, ("resumed", {"step": 4, "folder": "step-4", "differs": ["seed: 0 → 1"]}))
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
+    assert told.exit_code == 0
+    assert told.output.splitlines()[1].startswith("note: resumed from step-4 at step 4; different")
+    assert "went on by itself" not in told.output
+
+
 def test_a_launcher_that_was_killed_is_known_by_what_it_left(tmp_path: Path) -> None:
     run_of(tmp_path, ("compute_started", {}))
     mine = Owner.this_process("run")

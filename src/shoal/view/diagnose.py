@@ -41,7 +41,7 @@ class Finding:
     command   what to type next; "" nothing
     rank, step  where that is known
     over      whether the run went on after it by itself
-    advice    nothing is wrong; the run could be faster
+    advice    nothing is wrong: the run could be faster, or is not what it was (a resume)
     """
 
     kind: str
@@ -87,7 +87,7 @@ def text_of(folder: Path, found: list[Finding]) -> str:
         lines += _shown(f"{number}. ", one)
     for one in found:
         if one.advice:
-            lines += _shown("faster: ", one)
+            lines += _shown("note: " if one.kind == "resumed" else "faster: ", one)
     return "\n".join(lines)
 
 
@@ -334,7 +334,6 @@ def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None
         f"shoal checkpoint list {shlex.quote(str(folder))}",
         None,
         event.get("step"),
-        over=True,
         advice=True,
     )
 
