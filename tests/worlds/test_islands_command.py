@@ -33,7 +33,7 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     code, output = command.finish(DEADLINE_S)
     assert code == 0, output
     assert "2 islands met at 127.0.0.1:" in output
-    assert "neither encrypted nor authenticated" in output
+    assert "what they send is not encrypted" in output
     assert " used (foreseen " in output, "the summary's row on islands"
     assert [e["attempt"] for e in command.events("restarting")] == [1]
     rounds = [e["round"] for e in events(run, 0, "round_committed")]

@@ -228,8 +228,8 @@ def _met(event: Record) -> str:
     if count == 1:
         return "one island: an outer optimizer moves what its own steps have learnt"
     return (
-        f"{count} islands met at {at}; what they send is neither encrypted nor authenticated: "
-        f"between machines use a private network or a tunnel"
+        f"{count} islands met at {at}; what they send is not encrypted: between machines use a "
+        f"private network or a tunnel"
     )
 
 
