@@ -96,6 +96,17 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "it is no cause of its own",
         "tail -n 50 RUN/logs/rank-*.log",
     ),
+    "a rank that left": (
+        [
+            (
+                "worker_died",
+                {**DIED, "how": "exit code 0", "traceback": "…: something in it calls os._exit(0)"},
+            )
+        ],
+        "rank 1 (pid 4711): exit code 0",
+        "the others were not done",
+        "tail -n 50 RUN/logs/rank-1.log",
+    ),
     "an exception": (
         [("worker_died", {**DIED, "how": "exit code 1", "traceback": "KeyError: 'gate'"})],
         "KeyError: 'gate'",

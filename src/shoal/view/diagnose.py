@@ -152,6 +152,11 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "tail -n 50 {log}",
     ),
     (
+        r"calls os\._exit",
+        "code of the user's, or a library's, ends that process; the others were not done",
+        "tail -n 50 {log}",
+    ),
+    (
         r"closed by peer|reset by peer|Connection refused|timed out waiting|did not come to|"
         r"remote process exited|ConnectionError",
         "the link to another rank broke, or that rank ended; it is no cause of its own",
