@@ -84,15 +84,15 @@ FATAL = {"memory": 2}
 
 
 def trials() -> list[dict[str, Any]]:
-    """Every trial: the unbroken run of each layout first."""
-    found: list[dict[str, Any]] = []
-    for layout, (ranks, _) in LAYOUTS.items():
-        found.append({"layout": layout, "kind": "", "rank": 0})
+    """Every trial: the unbroken run of each layout first, then every kind on each last rank."""
+    found = [{"layout": layout, "kind": "", "rank": 0} for layout in LAYOUTS]
+    for number in (2, 1, 0):
         for kind, (_, _, place, layouts) in KINDS.items():
-            if layouts and layout not in layouts:
-                continue
-            at = ("forward" if layout in WHOLE else "data") if place == "passes" else place
-            for rank in ranks[:1] if kind in ONCE else ranks[::-1]:
+            for layout, (ranks, _) in LAYOUTS.items():
+                if (layouts and layout not in layouts) or (kind in ONCE and number):
+                    continue
+                at = ("forward" if layout in WHOLE else "data") if place == "passes" else place
+                rank = ranks[number]
                 found.append({"layout": layout, "kind": kind, "rank": rank, "place": at})
     return found
 

@@ -31,8 +31,8 @@ LAYOUTS = {
     # arguments, seconds of a step in which nobody is slow, as measured
     "ddp": (["layout.strategy=ddp"], 0.040),
     "fsdp": (["layout.strategy=fsdp"], 0.048),
-    "tp": (["layout.tp=2"], 0.052),
-    "pp": (["layout.pp=2"], 0.052),
+    "tp": (["layout.tp=2"], 0.045),
+    "pp": (["layout.pp=2"], 0.062),
 }
 DIVIDED = {"tp": {"passes": 2, "samples": 4}, "pp": {"passes": 2, "samples": 4, "heavy": 0}}
 """What dawdling.py is to know of layouts in which both ranks work on all samples of a step. Of the

@@ -22,13 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ASKED = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
 RANK = int(os.environ.get("RANK", "0"))
-MINE = RANK == ASKED.get("rank")
+MINE = ASKED.get("rank") == RANK
 CALLS: dict[str, int] = {}
 
 
 PASSES = ASKED.get("passes", 1)
 DIVIDED = PASSES > 1
-TIMES = {part: 1 + (RANK == ASKED.get("heavy")) for part in ("forward", "backward")}
+TIMES = {part: 1 + (ASKED.get("heavy") == RANK) for part in ("forward", "backward")}
 
 
 def spend(part: str, calls_a_step: int = 1) -> None:
