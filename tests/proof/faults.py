@@ -112,6 +112,8 @@ def asked_of(trial: dict[str, Any]) -> dict[str, Any]:
         asked |= {"kind": "", kind: [15]}
     if kind == "loader":
         asked |= {"kind": "killed", "after": 20}
+    if "after" in trial:
+        asked["after"] = trial["after"]
     if kind == "flip":
         asked["after"] = 10
     if kind == "slow":
