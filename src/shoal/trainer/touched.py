@@ -33,6 +33,9 @@ Counters = dict[int, tuple[int, ...]]
 SAYS = 7
 """Numbers that a rank says before those of `Drift`."""
 
+UNCOUNTED = 2.0
+"""What `says` gives for weights that are other than they were, though no write was counted."""
+
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
 
@@ -58,7 +61,7 @@ class Touched:
         self.program, self.optimizer, self.notice = program, optimizer, notice
         self._agreed, self.drift = agreed, drift
         self.ours, self.watching = False, True
-        self.weights_written = False
+        self.weights_written = self._uncounted = False
         self._told = False
         pieces = {id(one.parameter): one.parameter for one in program.local.values()}
         pieces.update({id(p): p for p in self._module_weights()})
@@ -94,8 +97,9 @@ class Touched:
         self.weights_written = now != self._weights
         if self.weights_written:
             self._check_memory(now)
-        elif is_read(step):  # `.data` leaves no trace in the counters
-            self.weights_written = fingerprint(self.pieces) != self._bits
+        self._uncounted = False
+        if not self.weights_written and is_read(step):  # `.data` leaves no trace in the counters
+            self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
     def between(self) -> None:
         """The second half of a step begins: what was done to the sums since the first half?"""
@@ -128,7 +132,7 @@ class Touched:
         weights = held if reads else []
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return [
-            float(self.weights_written),
+            UNCOUNTED if self._uncounted else float(self.weights_written),
             float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0,
             float(min(program.replicas.ranks)),
             float(program.module.training),
@@ -145,6 +149,12 @@ class Touched:
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
         self.drift.agree(said[SAYS:], alone=True)
         written, weights, groups, training, trains, rates, layers = said[:SAYS]
+        unlike = len(set(zip(groups, weights, strict=True))) > len(set(groups))
+        if 1.0 not in written and (unlike or any(written)) and self.drift.on:
+            from shoal.trainer.drift_told import one_element_differs
+
+            one_element_differs(self.drift, self.drift.look_now(step - 1))
+        written = [float(one > 0) for one in written]
         if len(set(written)) > 1:
             raise ConfigError(
                 f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
