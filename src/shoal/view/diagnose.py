@@ -21,7 +21,15 @@ from typing import Any
 from shoal.base.lines import Record, is_number
 from shoal.base.units import seconds_text
 from shoal.checkpoint.lease import read_owner
-from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text, slow_text
+from shoal.view.events import (
+    DAMAGED,
+    died_text,
+    event_text,
+    leaps_out,
+    printable,
+    signal_text,
+    slow_text,
+)
 from shoal.view.folder import RunFolder
 
 WATCHED = "ended by the watch"
@@ -141,6 +149,11 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"sample \d+ \(epoch",
         "the data: this sample cannot be read or joined",
+        "tail -n 50 {log}",
+    ),
+    (
+        r"calls os\._exit",
+        "code of the user's, or a library's, ends that process; the others were not done",
         "tail -n 50 {log}",
     ),
     (
@@ -338,6 +351,21 @@ def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None
     )
 
 
+LEAPT = "loss or gradient norm leaps out of the last steps: samples that are unlike the others"
+
+
+def _skipped(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    broken = "numbers that are not finite, made of the samples that are named"
+    why = LEAPT if leaps_out(event) else broken
+    return _said("step_skipped", why)(event, after, folder)
+
+
+def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    """The update was made: what it did to the weights stays."""
+    told = _said("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
+    return told(event, after, folder)
+
+
 def _step_before(event: Record) -> int | None:
     step = event.get("step")
     return step if isinstance(step, int) else None
@@ -368,10 +396,9 @@ LOOKS: dict[str, Look] = {
     "checkpoint_failed": _not_saved,
     "stop_requested": _stopped,
     "resumed": _resumed,
-    "step_skipped": _said(
-        "step_skipped",
-        "numbers that are not finite, made of the samples that are named",
-    ),
+    "step_skipped": _skipped,
+    "spike": _leapt,
+    "rewound": _said("rewound", LEAPT),
     "checkpoint_damaged": _said(
         "checkpoint_damaged",
         "its bytes on the disk are not those that were written",
