@@ -36,6 +36,7 @@ class LeavesOut(Protocol):
 
     position: int
     samples: int
+    leaves_out: bool
 
     def leave_out(self, start: int, stop: int) -> None:
         """None of the samples at these positions of the stream."""
@@ -113,6 +114,10 @@ class Feed:
                 self._tell_whole(dataset)
         if hasattr(loader, "tell"):
             loader.tell = self.tell
+        if isinstance(loader, LeavesOut):
+            # Ranks that read the same samples would each leave out another.
+            alone = self.plan.layout.processes == self.plan.layout.data_degree
+            loader.leaves_out = alone and self.plan.unreadable > 0
         place = len(self._loaders)
         self._settings.append((dataset, workers, collate))
         if place < len(self.state) and self.state[place]:

@@ -421,7 +421,7 @@ def row_of(
     samples = 0
     if isinstance(batch, StepBatch):
         extras = {**extras, "samples": [batch.position, batch.next_position]}
-        samples = batch.next_position - batch.position
+        samples = batch.next_position - batch.position - int(sum(tally.said[0]))  # those lost
     row = {
         "step": result.step,
         "loss": result.loss,

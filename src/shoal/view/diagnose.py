@@ -34,6 +34,7 @@ from shoal.view.folder import RunFolder
 
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
+LEFT_OUT = "sample_left_out"
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -113,7 +114,9 @@ def _alike(found: Iterable[Finding]) -> list[Finding]:
     """Of deaths that are told again and again alike, the last one, and how often."""
     kept: dict[tuple[Any, ...], tuple[Finding, int]] = {}
     for one in found:
-        key = (one.kind, one.rank, re.sub(r"\d+", "#", one.what), one.why)
+        # Each sample that was left out is another loss.
+        what = one.what if one.kind == LEFT_OUT else re.sub(r"\d+", "#", one.what)
+        key = (one.kind, one.rank, what, one.why)
         before = kept.pop(key, None)
         kept[key] = one, 1 if before is None else before[1] + 1
     return [
@@ -405,6 +408,12 @@ LOOKS: dict[str, Look] = {
     "step_skipped": _skipped,
     "spike": _leapt,
     "rewound": _said("rewound", LEAPT),
+    LEFT_OUT: _said(
+        LEFT_OUT,
+        "a disk, a mount or a connection refused it at every try; at most data.unreadable samples "
+        "are left out, and a later epoch asks for it again",
+        "dmesg -T | tail",
+    ),
     "checkpoint_damaged": _said(
         "checkpoint_damaged",
         "its bytes on the disk are not those that were written",

@@ -157,6 +157,15 @@ def _skipped(event: Record) -> str:
     return f"{text} on {where}" if where else text
 
 
+def left_out_text(event: Record) -> str:
+    """The sample that a step was made without, and why."""
+    where = f"epoch {event.get('epoch')}, position {event.get('position')}"
+    return (
+        f"step {event.get('step')}: sample {event.get('sample')} ({where}) could not be read on "
+        f"rank {event.get('rank')} and is left out: {event.get('error')}"
+    )
+
+
 def _spike(event: Record) -> str:
     """Whose samples they were stays in the log: none of them is known to be at fault."""
     cure = "nearest: train.spikes=skip leaves such steps out"
@@ -277,6 +286,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "resumed": _resumed,
     "drift": lambda event: str(event.get("text", "")),
     "step_skipped": _skipped,
+    "sample_left_out": left_out_text,
     "spike": _spike,
     "rewound": _rewound,
     "stop_requested": _stopping,

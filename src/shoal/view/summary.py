@@ -16,6 +16,7 @@ from shoal.view.events import (
     DAMAGED,
     died_text,
     leaps_out,
+    left_out_text,
     number_text,
     numbers_text,
     printable,
@@ -53,6 +54,7 @@ def summary(folder: Path, width: int = 80) -> str:
         ("waited", lambda: _waited(steps, events)),
         ("restarts", lambda: _restarts(events)),
         ("skipped", lambda: _skipped(events)),
+        ("left out", lambda: _left_out(events)),
         ("validation", lambda: _validation(events)),
         ("checkpoints", lambda: _checkpoints(run, events)),
     ]
@@ -253,6 +255,14 @@ def _skipped(events: list[Record]) -> str:
     parts = {"non-finite": broken, "leapt out": leapt}
     words = [f"{name}: {numbers_text(steps)}" for name, steps in parts.items() if steps]
     return ", ".join([str(len(broken) + len(leapt)), *words]) if words else ""
+
+
+def _left_out(events: list[Record]) -> str:
+    found = _named(events, "sample_left_out")
+    if not found:
+        return ""
+    samples = "1 sample" if len(found) == 1 else f"{len(found)} samples"
+    return printable(f"{samples} that could not be read; last: {left_out_text(found[-1])}")
 
 
 def _validation(events: list[Record]) -> str:
