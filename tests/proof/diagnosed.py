@@ -67,8 +67,9 @@ import torch
 import shoal
 
 model = faulty.build()
+loss = shoal.mean_of_samples(torch.nn.functional.cross_entropy)
 run = shoal.parallelize(
-    model, torch.optim.AdamW(model.parameters()), torch.nn.functional.cross_entropy,
+    model, torch.optim.AdamW(model.parameters()), loss,
     folder=Path("runs/run"), batch=8, micro_batch=2,
 )
 data = faulty.Samples()
