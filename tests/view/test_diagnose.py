@@ -202,6 +202,13 @@ def test_what_went_on_by_itself_says_so_and_deaths_alike_are_told_once(tmp_path:
     assert "the run went on by itself" in text_of(tmp_path, found)
 
 
+def test_a_hang_is_one_finding_also_where_it_ends_the_run(tmp_path: Path) -> None:
+    hang = {"rank": 1, "host": "a", "pid": 9, "phase": "step 9", "why": "stopped", "waited_s": 6.0}
+    died = {**DIED, "how": "ended by the watch", "traceback": "hung in step 9", "fatal": True}
+    (found,) = diagnose(run_of(tmp_path, ("hang", hang), ("worker_died", died)))
+    assert (found.kind, found.rank, found.why, found.over) == ("hang", 1, "stopped", False)
+
+
 def test_nothing_wrong(tmp_path: Path) -> None:
     events = [
         ("worker_started", {"rank": 0, "pid": 1}),

@@ -185,8 +185,8 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
 
 
 def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
-    if event.get("how") == WATCHED and not event.get("fatal"):
-        return None  # the hang before it says why
+    if event.get("how") == WATCHED:
+        return None  # the hang, or the collectives that differ, before it say why
     rank = event.get("rank")
     step = _step_before(event)
     words = str(event.get("traceback") or "")
