@@ -4,10 +4,11 @@
 
 Kinds × first, middle and last rank × layouts (`worlds/faulty.py` does them), each in a run of its
 own on this machine. A trial counts as well when the run ended as that kind must, `shoal diagnose`
-names rank and cause from the folder alone, every step was taken with the samples and the losses of
-the same layout's unbroken run, and no process is left. Steps lost are those taken again. A layout's
-unbroken run is a trial too: nothing may be wrong with it. What was done with the same source stays
-in the file, so it can be stopped and started again.
+names rank and cause from the folder alone and blames no other island, every step was taken with the
+samples and the losses of the same layout's unbroken run (islands, whose merges depend on who comes
+when: but for those), and no process is left. `saved`: from which step on each restart took them
+again. A layout's unbroken run is a trial too: nothing may be wrong with it. What was done with the
+same source stays in the file, so it can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def asked_of(trial: dict[str, Any]) -> dict[str, Any]:
         asked |= {"kind": "", kind: [15]}
     if kind == "loader":
         asked |= {"kind": "killed", "after": 20}
+    if "after" in trial:
+        asked["after"] = trial["after"]
     if kind == "flip":
         asked["after"] = 10
     if kind == "slow":
@@ -137,8 +140,9 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
         places = sorted(run.run.glob("island-*")) or [run.run]
         place = places[trial["rank"]] if layout == "islands" else run.run
         rows = {path.name: trajectory(path) for path in places}
-        found = [one for path in dict.fromkeys([run.run, *places]) for one in diagnose(path)]
-        found = [one for one in found if not one.advice]
+        found = [one for one in diagnose(place) if not one.advice]
+        others = {path for path in (run.run, *places) if path != place}
+        elsewhere = [one for path in others for one in diagnose(path) if not one.advice]
         died = [one for one in lines(place / "events.jsonl") if one["event"] == "restarting"]
         left = [process.pid for process in psutil.process_iter() if in_folder(process, folder)]
     told = [[one.kind, one.rank, one.why[:60], one.over] for one in found]
@@ -146,7 +150,10 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
     out |= {"seconds": round(time.monotonic() - began_s, 1), "saved": [e["saved"] for e in died]}
     if not kind:
         unbroken[layout] = rows
-    wrong = verdict(trial, code, found, left) or unlike(trial, rows, unbroken.get(layout))
+    blamed = [one for one in elsewhere if "no cause of its own" not in one.why]
+    blamed = [one for one in blamed if one.kind != "island_lost"]
+    wrong = verdict(trial, code, found, left) or (blamed and f"blamed: {blamed[0].what}") or ""
+    wrong = wrong or unlike(trial, rows, unbroken.get(layout))
     return {**out, "wrong": wrong} | ({"output": output[-600:]} if wrong else {})
 
 
@@ -181,11 +188,9 @@ def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int])
     wanted, why = KINDS[kind][:2] if kind else ("", "")
     if not wanted:
         return "" if not found else f"found {found[0].what}"
-    # Other islands say that one was gone; that is no other fault.
-    own = [one for one in found if one.kind != "island_lost"]
-    if not own or {one.kind for one in own} != {wanted}:
+    if {one.kind for one in found} != {wanted}:
         return f"found {[one.what for one in found]}, not {wanted}"
-    first = own[0]
+    first = found[0]
     if why not in first.why:
         return f"another cause: {first.why}"
     rank = 0 if trial["layout"] == "islands" else trial["rank"]
@@ -208,15 +213,15 @@ def unlike(trial: dict[str, Any], rows: dict[str, Any], unbroken: dict[str, Any]
         return ""
     if unbroken is None:
         return "no unbroken run of this layout"
+    if trial["layout"] == "islands":
+        return ""
     for name, wanted in unbroken.items():
         mine = rows[name]
         if [(row[0], row[3]) for row in mine] != [(row[0], row[3]) for row in wanted]:
-            if trial["layout"] != "islands":
-                return f"{name}: other steps or samples"
-        elif trial["layout"] != "islands":
-            apart = max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(mine, wanted, strict=True))
-            if apart > 1e-5:
-                return f"{name}: losses differ by {apart:.1e}"
+            return f"{name}: other steps or samples"
+        apart = max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(mine, wanted, strict=True))
+        if apart > 1e-5:
+            return f"{name}: losses differ by {apart:.1e}"
     return ""
 
 

@@ -155,6 +155,11 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "tail -n 50 {log}",
     ),
     (
+        r"islands?: .*(silent|given up after|is lost|are lost)",
+        "another island ended, hangs, or the link to it broke; it is no cause of its own",
+        "shoal diagnose {all}",
+    ),
+    (
         r"calls os\._exit",
         "code of the user's, or a library's, ends that process; the others were not done",
         "tail -n 50 {log}",
@@ -192,6 +197,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         "toml": shlex.quote(str(folder / "run.toml")),
         "log": log,
         "logs": f"{shlex.quote(str(folder))}/logs/rank-*.log",
+        "all": shlex.quote(str(folder.parent)),
     }
     why, command = "", "tail -n 50 {log}"
     for pattern, cause, next_command in CAUSES:
