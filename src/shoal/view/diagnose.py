@@ -45,7 +45,7 @@ MUCH = 0.2
 class Finding:
     """One thing that happened, or one that makes the run slower than it need be.
 
-    kind      an event's name, "killed", or of advice "communication" or "data"
+    kind      an event's name, "killed", or of advice "communication", "data" or "fragmentation"
     what      it, and whom it happened to · why  the evidence
     command   what to type next; "" nothing
     rank, step  where that is known
@@ -375,6 +375,21 @@ def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
     return told(event, after, folder)
 
 
+def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    """A device whose allocator's free memory lay apart when the run ended."""
+    told, _, pieces = str(event.get("allocator") or "").partition("; ")
+    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
+    if setting is None:
+        return None
+    return Finding(
+        "fragmentation",
+        f"the device's memory is in pieces: {told}; {pieces.partition(':')[0]}",
+        "tensors that stay lie between those that are given back: what is free fits no large one",
+        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}",
+        advice=True,
+    )
+
+
 def _step_before(event: Record) -> int | None:
     step = event.get("step")
     return step if isinstance(step, int) else None
@@ -408,6 +423,7 @@ LOOKS: dict[str, Look] = {
     "step_skipped": _skipped,
     "spike": _leapt,
     "rewound": _said("rewound", LEAPT),
+    "run_finished": _in_pieces,
     LEFT_OUT: _said(
         LEFT_OUT,
         "a disk, a mount or a connection refused it at every try; at most data.unreadable samples "
@@ -462,7 +478,8 @@ def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
     asked = {
         "comm_exposed_s": (
             "communication",
-            "ranks wait for sums and gathers longer than these can hide behind computation",
+            "ranks wait for sums and gathers longer than these can hide behind computation: more "
+            "samples a step (train.accumulate) or a layout that sends less",
             f"shoal plan {toml} --top 5",
         ),
         "data_wait_s": (
