@@ -254,13 +254,16 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "env": container["env"],
         "resourcesPerNode": container["resources"],
     }
-    # Probes and the grace of pods are the runtime's own: a TrainJob cannot say them.
-    pods = {
-        "targetJobs": [{"name": "node"}],
-        "spec": {
-            "volumes": _volumes(claim),
-            "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
-        },
+    # Probes are the runtime's own: a TrainJob cannot say them.
+    pod = {
+        "terminationGracePeriodSeconds": job.grace_s,
+        "volumes": _volumes(claim),
+        "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
+    }
+    of_job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {
+        "manager": "shoal.launch/trainjob",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [of_job]}}},
     }
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -269,7 +272,7 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": trainer,
-            "podTemplateOverrides": [pods],
+            "runtimePatches": [patch],  # Trainer 2.2; podTemplateOverrides before that
         },
     }
 
