@@ -26,6 +26,7 @@ DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
 def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **row: Any) -> Path:
     """A run folder with these events, and so many alike steps."""
     log = EventLog(folder / "events.jsonl", rank=None)
+    (folder / "run.toml").touch()
     log.emit("run_started", processes=2)
     for event, fields in events:
         log.emit(event, **fields)
@@ -200,6 +201,22 @@ def test_what_went_on_by_itself_says_so_and_deaths_alike_are_told_once(tmp_path:
         (True, True)
     ]
     assert "the run went on by itself" in text_of(tmp_path, found)
+
+
+def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
+    """No command resumes what a script made."""
+    run_of(tmp_path, ("slow_rank", {**SLOW, "phase": "data"}), steps=60, comm_exposed_s=0.03)
+    mine = Owner.this_process("run")
+    (tmp_path / OWNER_FILE).write_text(json.dumps({**asdict(mine), "born": mine.born - 1}))
+    (tmp_path / "run.toml").unlink()
+    assert [one.command for one in diagnose(tmp_path)] == [
+        "start the script again, with run.loader(…, workers=2)",
+        "start the script again; run.restore() goes on from its last checkpoint",
+    ]
+    (tmp_path / "events.jsonl").write_text("")
+    (tmp_path / OWNER_FILE).unlink()
+    (advice,) = diagnose(tmp_path)
+    assert advice.command == "a larger batch, or another layout, for shoal.parallelize"
 
 
 def test_nothing_wrong(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from shoal.view.events import (
     slow_text,
 )
 from shoal.view.folder import RunFolder
+from shoal.view.own_script import in_a_script, is_of_a_script
 
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
@@ -85,7 +86,10 @@ def diagnose(folder: Path) -> list[Finding]:
     found = _alike(found)
     if (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
-    return found + _advice(folder, run, {one.kind for one in found})
+    found += _advice(folder, run, {one.kind for one in found})
+    if is_of_a_script(folder):
+        found = [replace(one, command=in_a_script(one.command)) for one in found]
+    return found
 
 
 def text_of(folder: Path, found: list[Finding]) -> str:
