@@ -163,7 +163,8 @@ def continued(
     if not job and "TORCHELASTIC_RUN_ID" in environ:
         raise ConfigError(
             f"run.name = {name}: {folder} holds a run already; to go on with it: --resume "
-            f"{folder}; so that it goes on by itself when nodes come or leave: torchrun --rdzv-id={name}"
+            f"{folder}; so that it goes on by itself when nodes come or leave: torchrun "
+            f"--rdzv-id={name}"
         )
     return arguments, None
 
