@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.data import dataset as datasets
+from shoal.data import misread
 from shoal.data import workers as crews
 from shoal.data.loader import Loader
 
@@ -318,7 +318,7 @@ class Flaky(Augmented):
 def test_a_read_error_that_passes_is_tried_again(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(misread, "PAUSES_S", (0.01, 0.01, 0.01))
     settings: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 3}
     want = run(Loader(Augmented(9), **settings), epochs=2)
     error = OSError(errno.EIO, "Input/output error")

@@ -4,7 +4,9 @@
 time is turned over in the memory of a rank drawn by lot, past everything that torch counts, half of
 them before a step and half before a save, and turned back once the run has spoken. Right is: rank,
 tensor and bit are named by every rank, no update was made, no checkpoint appeared. Clean steps and
-saves between must not be blamed. What a look costs is measured beside it, in CPU seconds. The result
+saves between must not be blamed. The same is done under the default setting, which looks at some
+steps only, up to the next save: what is not named must be gone, the checkpoint's bits those of a
+twin; what nobody else holds is reported apart. What a look costs is measured beside it, in CPU seconds. The result
 goes to docs/proof/flips.json; --seed repeats one.
 """
 
@@ -31,6 +33,19 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "tp": (2, {"tp": 2}),
     "hsdp": (4, "hsdp"),
 }
+BY_DEFAULT: dict[str, tuple[int, Any]] = {
+    "ddp": (2, "ddp"),
+    "ddp of 4": (4, "ddp"),
+    "hsdp": (4, "hsdp"),
+    "ddp of pipelines": (4, {"pp": 2}),
+}
+"""Weights and moments are held by two ranks at least."""
+APART: dict[str, tuple[int, Any]] = {
+    "zero1": (2, "zero1"),
+    "fsdp": (2, "fsdp"),
+    "tp": (2, {"tp": 2}),
+}
+"""Some are held once: nobody can compare them with another's."""
 
 
 def main() -> int:
@@ -53,10 +68,24 @@ def main() -> int:
                 worlds[size] = Members(size, Path(folder))
             found[layout] = one_layout(worlds[size], words, folder, asked.flips, asked.seed)
             print(json.dumps({layout: found[layout]}), flush=True)
+        by_default: dict[str, Any] = {}
+        for layout, (size, words) in (BY_DEFAULT | APART).items():
+            count = asked.flips * 5 // 4 if layout in BY_DEFAULT else asked.flips
+            told = worlds[size].call(
+                "drift_case:flips_by_default",
+                layout=words,
+                folder=f"{folder}/default {layout}",
+                count=count,
+                seed=asked.seed,
+                deadline_s=1200,
+            )
+            by_default[layout] = told[0]
+            print(json.dumps({layout: told[0]}), flush=True)
         close_all(list(worlds.values()))
     torch.set_num_threads(1)
     costs = drift_case.costs()
     well = all(not one["wrong"] and not one["false alarms"] for one in found.values())
+    well &= all(not by_default[layout]["saved"] for layout in BY_DEFAULT)
     record = {
         "flips": sum(one["flips"] for one in found.values()),
         "named rightly": sum(one["flips"] - len(one["wrong"]) for one in found.values()),
@@ -64,6 +93,10 @@ def main() -> int:
         "clean steps and saves": sum(sum(one["clean"].values()) for one in found.values()),
         "false alarms": sum(len(one["false alarms"]) for one in found.values()),
         "layouts": found,
+        "by default": {layout: by_default[layout] for layout in BY_DEFAULT},
+        "by default, of what one rank alone holds": {
+            layout: by_default[layout] for layout in APART
+        },
         "cost of a look, CPU seconds of a step's": costs,
         "seed": asked.seed,
         "load_average": round(os.getloadavg()[1], 1),

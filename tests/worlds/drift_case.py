@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,7 @@ from guards import message
 from shoal.checkpoint.listing import find
 from shoal.checkpoint.read import load
 from shoal.fabric import World, messages, start_world
+from shoal.trainer.bit_sums import here
 from shoal.trainer.drift import Drift
 from shoal.trainer.run import Run
 
@@ -82,9 +85,11 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     raw[bit // 8] ^= 1 << bit % 8
 
 
-def steps(run: Run, count: int) -> None:
-    for _ in range(count):
-        run.step(own(run, run.world.rank, run.step_count))
+def steps(run: Run, count: int, first: int | None = None) -> None:
+    """So many steps, over samples of those numbers."""
+    first = run.step_count if first is None else first
+    for step in range(first, first + count):
+        run.step(own(run, run.world.rank, step))
 
 
 def flips(
@@ -147,6 +152,104 @@ def flips(
         "flips": count, "told": looks, "hit": hit, "wrong": wrong, "clean": clean,
         "false alarms": alarms,
     }  # fmt: skip
+
+
+def flips_by_default(
+    world: World, layout: Any, folder: str, count: int, seed: int
+) -> dict[str, Any]:
+    """So many bits flipped while looks are made at some steps only, up to the next save.
+
+    Everything is put back after each. Outcomes: "named", no checkpoint was written; "gone", the
+    checkpoint has the bits of a twin that nothing was done to (rounding erased a low bit of a
+    moment before it reached a weight); "saved", it has others
+    """
+    rng, root = random.Random(seed), Path(folder) / str(seed)
+    run = begin(world, layout, "auto", folder=root)
+    steps(run, 3)
+    found: dict[str, int] = {"named": 0, "gone": 0, "saved": 0}
+    wrong: list[str] = []
+    looked: list[int] = []
+    for _ in range(count):
+        before, at = _held(run), rng.randrange(64)
+        rank, chance = rng.randrange(world.size), rng.random()
+        apart, ahead = rng.randrange(4), rng.randrange(4)
+        steps(run, apart + ahead, at)
+        clean = _held(run)
+        _put_back(run, before)
+        steps(run, apart, at)
+        mine = targets(run)
+        name, tensor = mine[int(chance * len(mine))]
+        bit = rng.randrange(tensor.nbytes * 8)
+        if world.rank == rank:
+            flip(tensor, bit)
+        told = message(partial(_up_to_a_save, run, ahead, at + apart))
+        run._tally = None
+        same = all(torch.equal(now, then) for now, then in zip(_held(run), clean, strict=True))
+        alike = all(world.gather_json(same))
+        outcome = (
+            "named" if told.startswith("ClusterError: step ") else "gone" if alike else "saved"
+        )
+        found[outcome] += 1
+        looked.append(run.touched.drift.every)
+        if outcome == "saved":
+            wrong.append(f"rank {rank}, {name}, bit {bit}, {apart} and {ahead} steps: {told}")
+        _put_back(run, before)
+        if world.is_first:
+            for kept in find(root / "checkpoints"):
+                shutil.rmtree(kept.path)
+        world.barrier()
+        steps(run, 1)
+    leave(run)
+    return {"flips": count, **found, "wrong": wrong, "k": sorted({min(looked), max(looked)})}
+
+
+def unlike_at_a_reading(world: World, noise: bool) -> str:
+    """Weights of rank 1 become others, past torch's counters, in a step that no look follows.
+
+    noise   by what a user's unseeded code does to a tensor; else one bit flips
+    """
+    run = begin(world, "ddp", "auto")
+    steps(run, 2)
+    run.touched.drift._next, run.touched.drift.taken = 1000, None
+    steps(run, 2)
+    weight = next(iter(run.program.local.values())).parameter
+    if world.rank == 1:
+        if noise:
+            weight.data += torch.randn(weight.shape)
+        else:
+            flip(weight, 13)
+    told = message(lambda: steps(run, 4))
+    run._tally = None
+    leave(run)
+    return told
+
+
+def _up_to_a_save(run: Run, count: int, first: int) -> None:
+    steps(run, count, first)
+    run.save()
+    run.saving.settle()
+
+
+def _held(run: Run) -> list[torch.Tensor]:
+    """Copies of all weights and states of the optimizer on this rank."""
+    return [tensor.detach().clone() for tensor in _stepped(run)]
+
+
+def _stepped(run: Run) -> list[torch.Tensor]:
+    states = [run.optimizer.state[one.parameter] for one in run.program.local.values()]
+    found = [one.parameter for one in run.program.local.values()]
+    if run.plan.layout.zero < 3:
+        found += run.program.parameters.values()
+    found += [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+    return [here(tensor) for tensor in found]
+
+
+def _put_back(run: Run, held: list[torch.Tensor]) -> None:
+    """As a checkpoint would be loaded: looks go on at their pace."""
+    with torch.no_grad():
+        for now, then in zip(_stepped(run), held, strict=True):
+            now.copy_(then)
+    run.touched.updated(run.step_count)
 
 
 def unwatched(world: World, layout: Any, folder: str) -> dict[str, Any]:

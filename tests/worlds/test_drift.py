@@ -31,6 +31,23 @@ def test_a_flipped_bit_is_named_and_never_saved(worlds, tmp_path: Path, layout: 
         assert len(told["hit"]) > 3, "weights and moments of more than one rank"
 
 
+def test_by_default_nothing_that_replicas_hold_is_saved(worlds, tmp_path: Path) -> None:
+    asked = {"layout": "ddp", "folder": str(tmp_path), "count": 12, "seed": 2}
+    for told in worlds(2).call("drift_case:flips_by_default", **asked):
+        assert told["wrong"] == []
+        assert (told["saved"], told["named"] + told["gone"]) == (0, 12)
+        assert told["named"] > 6
+
+
+def test_a_flip_is_not_called_a_users_change(worlds) -> None:
+    """Ranks compare weights in steps 1, 2, 4, 8, …: one element is no code's doing."""
+    (flipped, _), (changed, _) = (
+        worlds(2).call("drift_case:unlike_at_a_reading", noise=noise) for noise in (False, True)
+    )
+    assert flipped.startswith("ClusterError: step 7: 0.norm.weight on rank 0 ("), flipped
+    assert changed.startswith("ConfigError: step 8: weights on rank 1 are not those"), changed
+
+
 def test_without_a_look_the_same_bit_is_saved(worlds, tmp_path: Path) -> None:
     answers = worlds(2).call("drift_case:unwatched", layout="fsdp", folder=str(tmp_path))
     assert answers == [{"told": "nothing was raised", "kept": True}] * 2

@@ -30,6 +30,7 @@ EVENTS = {
     "checkpoint_damaged": "a checkpoint failed verification: file, tensor, reason",
     "resumed": "state was restored: folder, step, position, what differs from then",
     "step_skipped": "non-finite numbers: rank, micro-batches, samples; the weights did not move",
+    "sample_left_out": "a disk or a connection refused it: rank, sample, epoch, position, error",
     "drift": "bits changed in memory, or differ over replicas: ranks, tensor, of (which), text",
     "spike": "loss or gradient norm leapt out, the update was made: reason, samples by rank",
     "rewound": "back to a checkpoint: to (its step), left_out (samples of the stream), reason",

@@ -242,6 +242,15 @@ class LoopPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadPolicy:
+    """What becomes of samples that a disk, a mount or a connection refuses at every try."""
+
+    unreadable: int = number(16, least=0, usual=16)
+    """samples that a run may leave out, each named, because a disk, mount or connection failed at
+    four tries; 0: the first one ends it, as under tp, cp and pp, where several ranks read each"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallPolicy:
     """How the model is called on inputs: single, model(inputs), or kwargs, model(**inputs)."""
 
@@ -407,6 +416,7 @@ class Policies(
     TensorPolicy,
     BlocksPolicy,
     LoopPolicy,
+    ReadPolicy,
     CallPolicy,
     KeepPolicy,
 ):

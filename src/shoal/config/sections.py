@@ -24,6 +24,7 @@ from shoal.base.policies import (
     MemoryPolicy,
     OptimizerPolicy,
     PrecisionPolicy,
+    ReadPolicy,
     TensorPolicy,
 )
 
@@ -77,7 +78,7 @@ class TuneSection:
 
 
 @dataclass(frozen=True)
-class DataSection:
+class DataSection(ReadPolicy):
     """[data]: what a run is trained and validated on.
 
     source       stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:FOLDER, tokens:FOLDER,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from shoal.data.seeding import seeded_draws
 
 Collate = Callable[[list[Any]], Any]
 
-T = TypeVar("T")
-PAUSES_S = (0.1, 0.5, 2.0)
-"""Before the second, the third and the last try of a read that failed."""
 PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 """Error numbers that a further attempt meets again; decoders raise OSError without a number."""
 
@@ -49,22 +45,6 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     return isinstance(error, OSError) and error.errno not in PERMANENT
-
-
-def read_patiently(read: Callable[[], T]) -> T:
-    """Give what `read` gives, at one of up to four tries with pauses between.
-
-    A file system that answers late must not end a run of days.
-    Errors: those that no further try can mend, at once; else those of the last try.
-    """
-    for pause_s in PAUSES_S:
-        try:
-            return read()
-        except Exception as error:
-            if not may_pass(error):
-                raise
-        time.sleep(pause_s)
-    return read()
 
 
 def digest_of(value: Any) -> str:

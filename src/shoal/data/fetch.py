@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter, length_hint
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from shoal.base.errors import ShoalError
-from shoal.data.dataset import Collate, join, load_error, may_pass, read_patiently
+from shoal.data.dataset import Collate, join
 from shoal.data.order import samples_at
 from shoal.data.seeding import Draws, draws_nothing
+
+if TYPE_CHECKING:
+    from shoal.data.misread import Misread
 
 Span = tuple[int, int]
 """Stream positions of one micro-batch: start, stop."""
@@ -83,10 +84,12 @@ class Joined:
 
     sizes   samples of each micro-batch, where they are joined to one value; a process sends one
             tensor in the place of many
+    misread   samples that could not be read at once; a micro-batch that lost all has some value
     """
 
     value: Any
     sizes: list[int] | None = None
+    misread: tuple[Misread, ...] = ()
 
     def micro_batches(self) -> list[Any]:
         """The joined samples of each; tensors are views of the ones that came."""
@@ -111,8 +114,11 @@ class Fetcher:
     """Loads stream positions of a map-style dataset; the same bits in any process.
 
     `fetcher.values(spans)` are micro-batches, joined. Errors: UserError that names the sample, its
-    epoch and its position.
+    epoch and its position. leaves_out: ClusterErrors, of a disk or a connection, are none: that
+    sample is left out.
     """
+
+    leaves_out = False
 
     def __init__(
         self,
@@ -133,6 +139,7 @@ class Fetcher:
         self._whole_index = getattr(dataset, "whole_index", None)
         self._draws = Draws()
         self.mark: Callable[[int], None] | None = None
+        self.misread: list[Misread] = []
         self._block_start = 0
         self._block: tuple[int, ...] = ()
 
@@ -168,19 +175,26 @@ class Fetcher:
         return self._draws.during(lambda: self._joined(spans))
 
     def _joined(self, spans: Sequence[Span]) -> Joined:
+        self.misread = []
         sizes = [stop - start for start, stop in spans]
         first, last = spans[0][0], spans[-1][1]
         if sum(sizes) == last - first:
             samples = self._samples(first, last)
         else:  # other ranks have what lies between
             samples = [sample for span in spans for sample in self._samples(*span)]
-        if self.collate is None:
+        if self.misread:
+            from shoal.data.misread import without_lost
+
+            samples, sizes = without_lost(samples, sizes)
+        misread = tuple(self.misread)
+        if self.collate is None and samples:
             try:
-                return Joined(join_uniform(samples), sizes)
+                return Joined(join_uniform(samples), sizes, misread)
             except Exception:  # told below, of the micro-batch
                 pass
-        parts = iter(samples)
-        return Joined([self._join(*span, [*islice(parts, span[1] - span[0])]) for span in spans])
+        parts, own = iter(samples), zip(spans, sizes, strict=True)
+        values = [self._join(*span, [*islice(parts, n)]) if n else None for span, n in own]
+        return Joined(values, None, misread)
 
     def _join(self, start: int, stop: int, samples: list[Any]) -> Any:
         self._draws.seed(self.seed, "collate", start)
@@ -202,29 +216,13 @@ class Fetcher:
             return [dataset[self._seeded(index, epoch)] for index in places]
         except Exception as error:
             place = stop - 1 - length_hint(places)
-            if may_pass(error):
-                return self._patiently(start, stop)
-            raise self._failed(place, error) from error
+            from shoal.data.misread import read_again
 
-    def _patiently(self, start: int, stop: int) -> list[Any]:
-        """The same, where what fails for now is tried again: one by one, each with its own seed."""
-        epoch, found = start // self.samples, []
-        for place, index in enumerate(self.ids(start, stop), start):
-            if self.mark is not None:
-                self.mark(place)
-            try:
-                found.append(read_patiently(partial(self._one, index, epoch)))
-            except Exception as error:
-                raise self._failed(place, error) from error
-        return found
+            return read_again(self, start, stop, place, error)
 
-    def _one(self, index: int, epoch: int) -> Any:
+    def one(self, index: int, epoch: int) -> Any:
+        """A sample, with its own seed."""
         return self.dataset[index if self._is_quiet else self._seeded(index, epoch)]
-
-    def _failed(self, place: int, error: Exception) -> ShoalError:
-        (known,) = self.own_ids(place, place + 1)
-        epoch = place // self.samples
-        return load_error(f"data.source: sample {known} (epoch {epoch}, position {place})", error)
 
     def _seeded(self, index: int, epoch: int) -> int:
         self._draws.seed(self.seed, epoch, index)

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.batches import own_spans, step_stop, steps_per_epoch
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ClusterError, ConfigError
 from shoal.data.dataset import Collate, digest_of
 from shoal.data.fetch import Fetcher, Joined, Span
 from shoal.data.step import LoadedMicroBatch, StepBatch
+
+if TYPE_CHECKING:
+    from shoal.data.misread import Misread
 
 MESSAGE = 8
 """Micro-batches that are fetched and joined at once, at most; messages cost by the tensor."""
@@ -46,7 +49,8 @@ class Loader:
     `position` moves when a step is handed out. Setting it ends a running iteration; the next one
     starts there, be it in mid-epoch. `under_way` is true while somebody loops over it. `len()` is
     the steps of an epoch; `restore(loader.state())` goes on there, under any layout. `tell` hears,
-    in one line, of worker processes that were made again.
+    in one line, of worker processes that were made again, and of samples read at a further try.
+    `leaves_out`: those that fail at all four are left out, and the step names them.
 
     Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
             seed, of the order and of the samples' own draws · position, samples to begin at
@@ -90,6 +94,9 @@ class Loader:
         order = deal(micro_batch, degree) if deal else getattr(dataset, "stream_order", None)
         self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
         self.tell: Callable[[str], None] | None = None
+        self.leaves_out = False
+        self._misread: list[Misread] = []
+        self._read_again = 0
         self._moves = 0
         self.left_out: list[Span] = []
         self.position = position
@@ -157,6 +164,7 @@ class Loader:
     def _batches(self, steps: Callable[[], Iterator[Span]]) -> Iterator[StepBatch]:
         """steps   gives where one step after another starts and stops, over all ranks"""
         moves, first = self._moves, self._position
+        self._fetcher.leaves_out = self.leaves_out
         fetched = self._from_workers(steps(), first) if self.workers else iter(())
         self.under_way = True
         try:
@@ -174,6 +182,8 @@ class Loader:
         """What ranks compare of their datasets: the same sample on each, and whether it stays."""
         self._probed = True
         sample, again = self._values([(position, position + 1)] * 2, fetched)
+        if lost := self._lost():
+            raise ClusterError(f"{lost[0].text}; ranks compare their data by it")
         number = self._fetcher.own_ids(position, position + 1)[0]
         seen = digest_of(sample)
         told = seen if seen == digest_of(again) else "drawn anew at every reading"
@@ -186,18 +196,21 @@ class Loader:
         values = self._values(spans, fetched)
         total = -(-(stop - start) // self.micro_batch)
         numbers = range(self.rank, total, self.degree)
+        own = zip(numbers, spans, values, strict=True)
+        micro_batches = [LoadedMicroBatch(n, first, end, value) for n, (first, end), value in own]
+        ids = self._fetcher.ids_of(spans)
+        if lost := self._lost():
+            from shoal.data.misread import what_is_left
+
+            micro_batches, ids = what_is_left(lost, spans, micro_batches, ids)
         return StepBatch(
-            micro_batches=tuple(
-                [
-                    LoadedMicroBatch(number, start, stop, value)
-                    for number, (start, stop), value in zip(numbers, spans, values, strict=True)
-                ]
-            ),
+            micro_batches=tuple(micro_batches),
             position=start,
             next_position=stop,
             total=total,
             epoch=start // self.samples,
-            sample_ids=self._fetcher.ids_of(spans),
+            sample_ids=ids,
+            left_out=lost,
             after=self._state_at(stop),
             stream=id(self),
             probe=probe,
@@ -210,11 +223,24 @@ class Loader:
     def _values(self, spans: list[Span], fetched: Iterator[Joined]) -> list[Any]:
         """The joined samples of some micro-batches of this rank, from workers or made here."""
         if not self.workers:
-            return self._fetcher.values(spans).micro_batches() if spans else []
+            fetched = iter([self._fetcher.values(spans)] if spans else [])
         values: list[Any] = []
         while len(values) < len(spans):
-            values += next(fetched).micro_batches()
+            joined = next(fetched)
+            values += joined.micro_batches()
+            self._misread += joined.misread
         return values
+
+    def _lost(self) -> tuple[Misread, ...]:
+        """Of what was not read at once: what never was; the rest is told."""
+        if not self._misread:
+            return ()
+        from shoal.data.misread import told_and_lost
+
+        misread, self._misread = self._misread, []
+        lost = told_and_lost(misread, self._read_again, self.tell)
+        self._read_again += len(misread) - len(lost)
+        return lost
 
     def _steps(self) -> Iterator[Span]:
         """Where each step starts and stops, to the end of the current epoch."""

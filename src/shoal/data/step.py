@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.data.misread import Misread
 
 
 @dataclass(slots=True)  # frozen, eight of them take three times as long
@@ -43,6 +46,7 @@ class StepBatch:
     probe                    texts on the data that ranks compare, with a loader's first step; else
                              ()
     sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
+    left_out                 samples of this rank that could not be read and are in none of them
     `values` are the joined samples, one per micro-batch, and `len()` their number; iterating or
     indexing it raises ConfigError
     """
@@ -57,6 +61,7 @@ class StepBatch:
     stream: int = 0
     probe: tuple[Any, ...] = ()
     by_rank: tuple[int, ...] = ()
+    left_out: tuple[Misread, ...] = ()
 
     @property
     def values(self) -> list[Any]:

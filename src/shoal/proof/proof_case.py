@@ -26,6 +26,7 @@ from shoal.base.policies import (
     LoopPolicy,
     Policies,
     PrecisionPolicy,
+    ReadPolicy,
     UpdatePolicy,
 )
 from shoal.config.resolve import asked_layout, plan_of
@@ -41,7 +42,10 @@ from shoal.trainer.contract import Loss
 from shoal.trainer.job import build_model, import_loss
 from shoal.trainer.step import StepResult
 
-OTHERS = (PrecisionPolicy, UpdatePolicy, CompressPolicy, CompilePolicy, LoopPolicy, KeepPolicy)
+OTHERS = (
+    *(PrecisionPolicy, UpdatePolicy, CompressPolicy, CompilePolicy, LoopPolicy, ReadPolicy),
+    KeepPolicy,
+)
 """Policies that change numbers on purpose, and those that a proof sets for itself."""
 
 PROVEN = tuple(

@@ -129,9 +129,7 @@ class Drift:
             return
         look = self.taken
         if look is None:
-            tensors = self._tensors()
-            look = Look(step, tensors, self._bits.sums(list(tensors.values())), [])
-            look.now = look.sums.read()
+            look = self.look_now(step)
         else:
             self._compare(look)
         folds = self._folds(look, look.now)
@@ -176,6 +174,12 @@ class Drift:
                     found[key, name] = here(value)
         averages = self.average.tensors() if self.average else {}
         return found | {("average", name): one for name, one in averages.items()}
+
+    def look_now(self, step: int) -> Look:
+        """Sum what is held now, and compare it with nothing."""
+        tensors = self._tensors()
+        sums = self._bits.sums(list(tensors.values()))
+        return Look(step, tensors, sums, [], sums.read())
 
     def _compare(self, look: Look) -> None:
         """Sum again; which tensors are other than they were, though they are where they were."""

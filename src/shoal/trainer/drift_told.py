@@ -66,7 +66,8 @@ def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
                 f"({one['host']}) after the update of step {look.step}, and no operation wrote it"
                 f"{f': bit {bit} of one element flipped' if bit is not None else ''}; {MENDS}"
             )
-            _raise(drift, look, text, [rank], _named(what, name), f"{one['host']}: memory")
+            of = f"{one['host']}: memory"
+            _raise(drift, _step(look), text, [rank], _named(what, name), of)
     if not alone and not drift.told:
         drift.told = True
         name = next(name for one in told for _, name, *_ in one["found"])
@@ -104,8 +105,40 @@ def replicas_differ(drift: Looking, look: Look, number: int) -> None:
                 f"step {look.step}: {_named(what, name)} on {who}: an update, a product or a "
                 f"message went wrong; {MENDS}"
             )
-            _raise(drift, look, text, ranks, _named(what, name), "replicas")
+            _raise(drift, look.step, text, ranks, _named(what, name), "replicas")
     raise ClusterError(f"step {look.step}: ranks that hold the same do not hold as much; {MENDS}")
+
+
+def one_element_differs(drift: Looking, look: Look) -> None:
+    """Raise as `replicas_differ` if weights of replicas differ in one element of one tensor.
+
+    No user's code does that. Every rank calls it, where no write was counted
+    """
+    own = [int(value) for value in look.now]
+    told: list[list[int]] = drift.program.world.gather_json(own)
+    keys, tensors = list(look.tensors), list(look.tensors.values())
+    found: list[tuple[int, int, int]] = []
+    for number, groups in enumerate(drift.groups):
+        for place in drift.places(look)[number]:
+            for rank, first in enumerate(groups):
+                difference = (told[rank][place] - told[first][place]) % 2**WORD_BITS
+                if keys[place][0] == WEIGHT and difference:
+                    found.append((number, place, difference))
+    if len({place for _, place, _ in found}) == 1:
+        number, place, _ = found[0]
+        size = tensors[place].element_size()
+        if all(_of_one_element(difference, size) for _, _, difference in found):
+            replicas_differ(drift, look, number)
+
+
+def _of_one_element(difference: int, element_bytes: int) -> bool:
+    """Whether two sums differ by what one element can make."""
+    distance = min(difference, -difference % 2**WORD_BITS)
+    bits = 8 * element_bytes
+    return any(
+        distance % 2**shift == 0 and distance >> shift < 2**bits
+        for shift in range(0, WORD_BITS, bits)
+    )
 
 
 def _step(look: Look) -> int:
@@ -135,11 +168,11 @@ def _named(what: str, name: str) -> str:
     return name if what == WEIGHT else f"{what} of {name}"
 
 
-def _raise(drift: Looking, look: Look, text: str, ranks: list[int], tensor: str, of: str) -> None:
+def _raise(drift: Looking, step: int, text: str, ranks: list[int], tensor: str, of: str) -> None:
     world = drift.program.world
     if world.is_first:
         told = {"ranks": ranks, "tensor": tensor, "of": of, "text": text}
-        drift.recorder.events.emit("drift", step=_step(look), **told)
+        drift.recorder.events.emit("drift", step=step, **told)
     failure = ClusterError(text)
     failure.here = ranks == [world.rank]
     raise failure

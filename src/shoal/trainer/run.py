@@ -32,7 +32,7 @@ from shoal.trainer.lockstep import count_forwards, meeting_of, together
 from shoal.trainer.module_guard import check_hooks, hooked
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.share import busiest, own_micro_batches, to_join_with
+from shoal.trainer.share import busiest, lost_of, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips, Spikes
 from shoal.trainer.step import (
     Flags,
@@ -123,7 +123,7 @@ class Run:
 
             stepped = {name: one.parameter for name, one in program.local.items()}
             self.average = WeightAverage(plan.average, stepped)
-        self.skips, self.spikes = Skips(plan.skip_limit), Spikes(plan.spikes)
+        self.skips, self.spikes = Skips(plan.skip_limit, plan.unreadable), Spikes(plan.spikes)
         self.guard = OptimizerGuard(optimizer, program, length, recorder.notice)
         self.epochs_done = Epochs(self.feed)
         self._brought = Brought(program, plan.batch if "batch" in given else 0, recorder.notice)
@@ -365,7 +365,7 @@ class Run:
             save="save" in self.recorder.wanted,
             save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
-            says=self.touched.says(self.step_count + 1),
+            says=[lost_of(self._batch), *self.touched.says(self.step_count + 1)],
             measured=self._measured.told() if self._measured else None,
             unnamed=self._measured is not None and self._measured.unknown,
         )
@@ -373,7 +373,7 @@ class Run:
     def _ran(self, tally: Tally, spare: Any) -> None:
         """The passes are over and summed up."""
         self._tally, self._weights_seen = tally, True
-        self.touched.agree(self.step_count + 1, tally.said)
+        self.touched.agree(self.step_count + 1, tally.said[1:])
         self.touched.after()
         if tally.unnamed or self._measured is not None:
             self._values = self._measuring().values(tally.measured, tally.unnamed)

@@ -42,7 +42,7 @@ from shoal.trainer.loss_scale import LossScale
 from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.saving import Saving
-from shoal.trainer.skips import Spikes
+from shoal.trainer.skips import Skips, Spikes
 from shoal.trainer.touched import Touched
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -82,6 +82,7 @@ class Kept(Protocol):
     tokenizer: Any
     step_count: int
     touched: Touched
+    skips: Skips
     spikes: Spikes
 
     @property
@@ -195,6 +196,7 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
         **({"average_updates": run.average.updates} if run.average else {}),
         **run.spikes.state(),
+        **run.skips.state(),
         **(run.beside.record() if run.beside is not None else {}),
         **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
         **run.extra_record,
@@ -277,6 +279,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     if run.loss_scale is not None and "loss_scale" in record:
         run.loss_scale.load(record["loss_scale"])
     run.spikes.load(record)
+    run.skips.lost = int(record.get("unreadable", 0))
     if run.beside is not None:
         run.beside.load(loaded.tensors, record)
     run.step_count = int(record["step"])
@@ -332,6 +335,7 @@ class _Record(msgspec.Struct):
     extra: dict[str, Any] = {}
     average_updates: Count = 0
     spikes: dict[str, list[float]] = {}
+    unreadable: Count = 0
 
 
 def _check_record(manifest: Manifest, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ClusterError, ConfigError
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.parallel.program import Program
@@ -24,6 +24,11 @@ def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any
         return [(m.index, m.value) for m in batch.micro_batches]
     parts = cut_batch(batch, max(1, cut or batch_length(batch)))
     return [(place * world.size + world.rank, part) for place, part in enumerate(parts)]
+
+
+def lost_of(batch: Any) -> float:
+    """How many samples this rank could not read."""
+    return float(len(batch.left_out)) if isinstance(batch, StepBatch) else 0.0
 
 
 def busiest(program: Program, batch: Any, own: int) -> int:
@@ -44,7 +49,8 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
 
     In the first step after a start, an uneven last batch of an epoch, nobody has kept one: then a
     rank that has one gives its own to all.
-    Errors   ConfigError on all ranks where a micro-batch holds what is no tensor, number or text
+    Errors   ConfigError on all ranks where a micro-batch holds what is no tensor, number or text;
+             ClusterError on a rank that could not read any sample of a run's first step
     """
     world, spare = program.data, kept if own is None else own
     if not (_must_meet(program) and program.together):
@@ -53,6 +59,8 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
         fewest = min(batch.by_rank, default=batch.total // world.size)
     else:
         fewest = -world.all_reduce_max(-int(own is not None))
+    if fewest and spare is None and isinstance(batch, StepBatch) and batch.left_out:
+        raise ClusterError(f"{batch.left_out[0].text}; rank {world.rank} has no other sample yet")
     if fewest or not rounds or world.all_true(spare is not None):  # all ask, or none
         return spare
     given = _given(world, own)

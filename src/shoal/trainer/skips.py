@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import TrainingError
 from shoal.base.events import Emit
-from shoal.data.step import StepBatch
 from shoal.fabric import World
-from shoal.trainer.step import NO_TARGET, Tally, Updated
+from shoal.trainer.step import Tally, Updated
 
 if TYPE_CHECKING:
     from shoal.trainer.loss_scale import LossScale
@@ -46,10 +45,10 @@ FLOORS = {"loss": 0.02, "gradient norm": 0.25}
 
 
 class Skips:
-    """Counts skipped steps in a row; `limit` of them end the run."""
+    """Counts skipped steps in a row, `limit` of which end the run, and samples left out, `lost`."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, unreadable: int = 0) -> None:
+        self.limit, self.unreadable, self.lost = limit, unreadable, 0
         self.in_a_row = 0
         self.any_moved = False
         self.last_reason = "fp16 overflowed at every loss scale"
@@ -64,23 +63,33 @@ class Skips:
         world: World,
         emit: Emit,
     ) -> None:
-        """A step is over, whatever it did; every rank calls it. Errors as of `skipped`."""
+        """A step is over, whatever it did; every rank calls it. Errors as of `skip`, `lose`."""
+        if count := int(sum(tally.said[0])):
+            from shoal.trainer.left_out import lose
+
+            lose(self, step, count, batch, world, emit)
         if scale is not None and scale.lowered(done, tally):
             if world.is_first:
                 emit("loss_scale_lowered", step=step, ranks=tally.broken, scale=scale.value)
         elif done.skipped:
             ranks = list(range(world.size)) if done.spike else tally.broken
-            self.skipped(step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
+            from shoal.trainer.left_out import skip
+
+            skip(self, step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
         else:
             self.moved()
             if done.spike:
-                told = world.gather_json(_share(batch, world))
-                if world.is_first:
-                    emit("spike", step=step, reason=done.spike, culprits=told)
+                from shoal.trainer.left_out import tell_spike
+
+                tell_spike(step, done.spike, batch, world, emit)
 
     def moved(self) -> None:
         """A step moved the weights."""
         self.in_a_row, self.any_moved = 0, True
+
+    def state(self) -> dict[str, int]:
+        """How many samples were left out, as JSON; {} for none."""
+        return {"unreadable": self.lost} if self.lost else {}
 
     def check_moved(self, first: int, last: int, so: str = "no weight moved") -> None:
         """Errors: TrainingError, on all ranks, if no step after `first` moved a weight.
@@ -88,63 +97,12 @@ class Skips:
         so   what follows from that, for the message
         """
         if last > first and not self.any_moved:
+            from shoal.trainer.left_out import cure
+
             raise TrainingError(
                 f"steps {first + 1} – {last}: all were skipped: {self.last_reason}; {so}; "
-                f"{_cure(self.last_reason)}"
+                f"{cure(self.last_reason)}"
             )
-
-    def skipped(
-        self,
-        step: int,
-        reason: str,
-        broken: list[int],
-        batch: Any,
-        world: World,
-        emit: Emit,
-        *,
-        spike: bool = False,
-    ) -> None:
-        """A step did not; every rank calls this with its own `batch`, the rest is the same.
-
-        broken   ranks whose numbers are not finite, or whose samples are to be named
-        spike    they are finite, and leap out
-        Errors   TrainingError, on all ranks, at the `limit`-th in a row
-        """
-        self.in_a_row, self.last_reason = self.in_a_row + 1, reason
-        culprits = [m for m in world.gather_json(_share(batch, world)) if m["rank"] in broken]
-        if world.is_first:
-            emit(
-                "step_skipped",
-                step=step,
-                reason=reason,
-                ranks=broken,
-                culprits=culprits,
-                in_a_row=self.in_a_row,
-            )
-        if self.in_a_row >= self.limit:
-            where = "all ranks"
-            if culprits and not spike:
-                where = ", ".join(f"rank {m['rank']}" for m in culprits)
-            raise TrainingError(
-                f"step {step}: {reason} on {where}, {self.in_a_row} steps in a row "
-                f"(train.skip_limit); the weights are those of step {step - self.in_a_row}; "
-                f"{_cure(reason)}"
-            )
-
-
-def _share(batch: Any, world: World) -> dict[str, Any]:
-    """What this rank had of a step."""
-    mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
-    if isinstance(batch, StepBatch):
-        mine["micro_batches"] = [m.index for m in batch.micro_batches]
-        mine["samples"] = batch.sample_ids
-    return mine
-
-
-def _cure(reason: str) -> str:
-    if reason == NO_TARGET:
-        return "look at the data, where every target is ignored, or at the count that a loss gives"
-    return "look at these samples, lower optimizer.lr, or set optimizer.clip"
 
 
 class Spikes:

@@ -376,7 +376,7 @@ def update(
 def _say_unlike(program: Program, tally: Tally) -> None:
     """Where ranks have other work by the plan, none is slow because it takes longer."""
     if program.pipe.size > 1:  # stages differ
-        phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE)
+        phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
     elif len(set(tally.micro_batches)) > 1:
         phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
 
@@ -421,7 +421,7 @@ def row_of(
     samples = 0
     if isinstance(batch, StepBatch):
         extras = {**extras, "samples": [batch.position, batch.next_position]}
-        samples = batch.next_position - batch.position
+        samples = batch.next_position - batch.position - int(sum(tally.said[0]))  # those lost
     row = {
         "step": result.step,
         "loss": result.loss,

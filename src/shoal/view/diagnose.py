@@ -21,11 +21,20 @@ from typing import Any
 from shoal.base.lines import Record, is_number
 from shoal.base.units import seconds_text
 from shoal.checkpoint.lease import read_owner
-from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text, slow_text
+from shoal.view.events import (
+    DAMAGED,
+    died_text,
+    event_text,
+    leaps_out,
+    printable,
+    signal_text,
+    slow_text,
+)
 from shoal.view.folder import RunFolder
 
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
+LEFT_OUT = "sample_left_out"
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -36,7 +45,7 @@ MUCH = 0.2
 class Finding:
     """One thing that happened, or one that makes the run slower than it need be.
 
-    kind      an event's name, "killed", or of advice "communication" or "data"
+    kind      an event's name, "killed", or of advice "communication", "data" or "fragmentation"
     what      it, and whom it happened to · why  the evidence
     command   what to type next; "" nothing
     rank, step  where that is known
@@ -105,7 +114,9 @@ def _alike(found: Iterable[Finding]) -> list[Finding]:
     """Of deaths that are told again and again alike, the last one, and how often."""
     kept: dict[tuple[Any, ...], tuple[Finding, int]] = {}
     for one in found:
-        key = (one.kind, one.rank, re.sub(r"\d+", "#", one.what), one.why)
+        # Each sample that was left out is another loss.
+        what = one.what if one.kind == LEFT_OUT else re.sub(r"\d+", "#", one.what)
+        key = (one.kind, one.rank, what, one.why)
         before = kept.pop(key, None)
         kept[key] = one, 1 if before is None else before[1] + 1
     return [
@@ -144,6 +155,16 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "tail -n 50 {log}",
     ),
     (
+        r"islands?: .*(silent|given up after|is lost|are lost)",
+        "another island ended, hangs, or the link to it broke; it is no cause of its own",
+        "shoal diagnose {all}",
+    ),
+    (
+        r"calls os\._exit",
+        "code of the user's, or a library's, ends that process; the others were not done",
+        "tail -n 50 {log}",
+    ),
+    (
         r"closed by peer|reset by peer|Connection refused|timed out waiting|did not come to|"
         r"remote process exited|ConnectionError",
         "the link to another rank broke, or that rank ended; it is no cause of its own",
@@ -176,6 +197,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         "toml": shlex.quote(str(folder / "run.toml")),
         "log": log,
         "logs": f"{shlex.quote(str(folder))}/logs/rank-*.log",
+        "all": shlex.quote(str(folder.parent)),
     }
     why, command = "", "tail -n 50 {log}"
     for pattern, cause, next_command in CAUSES:
@@ -338,6 +360,36 @@ def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None
     )
 
 
+LEAPT = "loss or gradient norm leaps out of the last steps: samples that are unlike the others"
+
+
+def _skipped(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    broken = "numbers that are not finite, made of the samples that are named"
+    why = LEAPT if leaps_out(event) else broken
+    return _said("step_skipped", why)(event, after, folder)
+
+
+def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    """The update was made: what it did to the weights stays."""
+    told = _said("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
+    return told(event, after, folder)
+
+
+def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    """A device whose allocator's free memory lay apart when the run ended."""
+    told, _, pieces = str(event.get("allocator") or "").partition("; ")
+    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
+    if setting is None:
+        return None
+    return Finding(
+        "fragmentation",
+        f"the device's memory is in pieces: {told}; {pieces.partition(':')[0]}",
+        "tensors that stay lie between those that are given back: what is free fits no large one",
+        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}",
+        advice=True,
+    )
+
+
 def _step_before(event: Record) -> int | None:
     step = event.get("step")
     return step if isinstance(step, int) else None
@@ -368,9 +420,15 @@ LOOKS: dict[str, Look] = {
     "checkpoint_failed": _not_saved,
     "stop_requested": _stopped,
     "resumed": _resumed,
-    "step_skipped": _said(
-        "step_skipped",
-        "numbers that are not finite, made of the samples that are named",
+    "step_skipped": _skipped,
+    "spike": _leapt,
+    "rewound": _said("rewound", LEAPT),
+    "run_finished": _in_pieces,
+    LEFT_OUT: _said(
+        LEFT_OUT,
+        "a disk, a mount or a connection refused it at every try; at most data.unreadable samples "
+        "are left out, and a later epoch asks for it again",
+        "dmesg -T | tail",
     ),
     "checkpoint_damaged": _said(
         "checkpoint_damaged",
@@ -420,7 +478,8 @@ def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
     asked = {
         "comm_exposed_s": (
             "communication",
-            "ranks wait for sums and gathers longer than these can hide behind computation",
+            "ranks wait for sums and gathers longer than these can hide behind computation: more "
+            "samples a step (train.accumulate) or a layout that sends less",
             f"shoal plan {toml} --top 5",
         ),
         "data_wait_s": (

@@ -140,12 +140,30 @@ def _folder_name(event: Record) -> str:
     return found[0] if found else folder
 
 
+def leaps_out(event: Record) -> bool:
+    """Whether a step was skipped for numbers that are finite and out of order (trainer/skips.py).
+
+    >>> leaps_out({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
+    True
+    """
+    return bool(re.search(r"deviations above|, the usual one", str(event.get("reason"))))
+
+
 def _skipped(event: Record) -> str:
     culprits = [_culprit(culprit) for culprit in event.get("culprits") or [event]]
     where = "; ".join(culprit for culprit in culprits if culprit)
     reason = event.get("reason", "non-finite numbers")
     text = f"step {event.get('step')} skipped, the weights did not move: {reason}"
     return f"{text} on {where}" if where else text
+
+
+def left_out_text(event: Record) -> str:
+    """The sample that a step was made without, and why."""
+    where = f"epoch {event.get('epoch')}, position {event.get('position')}"
+    return (
+        f"step {event.get('step')}: sample {event.get('sample')} ({where}) could not be read on "
+        f"rank {event.get('rank')} and is left out: {event.get('error')}"
+    )
 
 
 def _spike(event: Record) -> str:
@@ -268,6 +286,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "resumed": _resumed,
     "drift": lambda event: str(event.get("text", "")),
     "step_skipped": _skipped,
+    "sample_left_out": left_out_text,
     "spike": _spike,
     "rewound": _rewound,
     "stop_requested": _stopping,

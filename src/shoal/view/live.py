@@ -38,6 +38,7 @@ STYLES = {
     "checkpoint_damaged": "red",
     "checkpoint_failed": "yellow",
     "step_skipped": "yellow",
+    "sample_left_out": "yellow",
     "drift": "red",
     "spike": "yellow",
     "rewound": "yellow",

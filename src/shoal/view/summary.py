@@ -12,7 +12,16 @@ from pathlib import Path
 
 from shoal.base.lines import Record, is_number
 from shoal.base.units import bytes_text, count_text, seconds_text
-from shoal.view.events import DAMAGED, died_text, number_text, numbers_text, printable, signal_text
+from shoal.view.events import (
+    DAMAGED,
+    died_text,
+    leaps_out,
+    left_out_text,
+    number_text,
+    numbers_text,
+    printable,
+    signal_text,
+)
 from shoal.view.folder import RunFolder, last_session
 from shoal.view.islands import islands_row
 from shoal.view.progress import amount, share_text, unit_of
@@ -45,6 +54,7 @@ def summary(folder: Path, width: int = 80) -> str:
         ("waited", lambda: _waited(steps, events)),
         ("restarts", lambda: _restarts(events)),
         ("skipped", lambda: _skipped(events)),
+        ("left out", lambda: _left_out(events)),
         ("validation", lambda: _validation(events)),
         ("checkpoints", lambda: _checkpoints(run, events)),
     ]
@@ -238,8 +248,21 @@ def _restarts(events: list[Record]) -> str:
 
 
 def _skipped(events: list[Record]) -> str:
-    steps = sorted({event["step"] for event in _named(events, "step_skipped") if "step" in event})
-    return f"{len(steps)}, non-finite: {numbers_text(steps)}" if steps else ""
+    """How many, by what was wrong with them."""
+    told = [event for event in _named(events, "step_skipped") if "step" in event]
+    leapt = sorted({event["step"] for event in told if leaps_out(event)})
+    broken = sorted({event["step"] for event in told} - set(leapt))
+    parts = {"non-finite": broken, "leapt out": leapt}
+    words = [f"{name}: {numbers_text(steps)}" for name, steps in parts.items() if steps]
+    return ", ".join([str(len(broken) + len(leapt)), *words]) if words else ""
+
+
+def _left_out(events: list[Record]) -> str:
+    found = _named(events, "sample_left_out")
+    if not found:
+        return ""
+    samples = "1 sample" if len(found) == 1 else f"{len(found)} samples"
+    return printable(f"{samples} that could not be read; last: {left_out_text(found[-1])}")
 
 
 def _validation(events: list[Record]) -> str:

@@ -1,0 +1,158 @@
+"""Samples that cannot be read at once: tried again, then left out of their micro-batch.
+
+Loaded where a read has failed, and not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress, islice
+from typing import Any, Protocol, TypeVar
+
+from shoal.base.errors import ShoalError
+from shoal.data.dataset import load_error, may_pass
+
+T = TypeVar("T")
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Before the second, the third and the last try of a read that failed."""
+LEFT_OUT = object()
+"""In the place of a sample that could not be read."""
+
+
+@dataclass(frozen=True)
+class Misread:
+    """A sample that could not be read at the first try.
+
+    sample     its index, as a person knows it · position  in the stream · epoch  of it, from 0
+    failures   tries that did not go well · error  the last one's, in words
+    left_out   none did: nothing of it is in the micro-batch
+    """
+
+    sample: int
+    position: int
+    epoch: int
+    failures: int
+    error: str
+    left_out: bool
+
+    @property
+    def text(self) -> str:
+        """It, in one line."""
+        where = f"data.source: sample {self.sample} (epoch {self.epoch}, position {self.position})"
+        return f"{where}: {self.error}"
+
+
+class Reads(Protocol):
+    """What of a fetcher (`fetch.py`) is asked."""
+
+    samples: int
+    leaves_out: bool
+    mark: Callable[[int], None] | None
+    misread: list[Misread]
+
+    def ids(self, start: int, stop: int) -> Sequence[int]:
+        """Dataset indices of stream positions."""
+
+    def own_ids(self, start: int, stop: int) -> Sequence[int]:
+        """The same as a person knows them."""
+
+    def one(self, index: int, epoch: int) -> Any:
+        """A sample, with its own seed."""
+
+
+def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -> T:
+    """Give what `read` gives, at one of up to four tries with pauses between.
+
+    A file system that answers late must not end a run of days.
+    failed   hears of each try that did not go well, the last one included
+    Errors   those that no further try can mend, at once; else those of the last try
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return read()
+        except Exception as error:
+            failed(error)
+            if not may_pass(error):
+                raise
+        time.sleep(pause_s)
+    try:
+        return read()
+    except Exception as error:
+        failed(error)
+        raise
+
+
+def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception) -> list[Any]:
+    """Read positions start … stop − 1 one by one, each with its own seed, some at a further try.
+
+    at, first   what failed until now, and how
+    Errors      as of the fetcher, whose `misread` are noted
+    """
+    if not may_pass(first):
+        raise _failed(fetcher, at, first) from first
+    epoch, found = start // fetcher.samples, []
+    for place, index in enumerate(fetcher.ids(start, stop), start):
+        if fetcher.mark is not None:
+            fetcher.mark(place)
+        failed = [first] if place == at else []
+        try:
+            sample = read_patiently(partial(fetcher.one, index, epoch), failed.append)
+        except Exception as error:
+            if not (fetcher.leaves_out and may_pass(error)):
+                raise _failed(fetcher, place, error) from error
+            sample = LEFT_OUT
+        found.append(sample)
+        if failed:
+            (known,) = fetcher.own_ids(place, place + 1)
+            said = f"{type(failed[-1]).__name__}: {failed[-1]}"
+            gone = sample is LEFT_OUT
+            fetcher.misread.append(Misread(known, place, epoch, len(failed), said, gone))
+    return found
+
+
+def _failed(fetcher: Reads, place: int, error: Exception) -> ShoalError:
+    (known,) = fetcher.own_ids(place, place + 1)
+    epoch = place // fetcher.samples
+    return load_error(f"data.source: sample {known} (epoch {epoch}, position {place})", error)
+
+
+def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[int]]:
+    """The same samples, and sizes of the micro-batches, without those that were left out."""
+    parts = iter(samples)
+    left = [[s for s in islice(parts, size) if s is not LEFT_OUT] for size in sizes]
+    return [sample for part in left for sample in part], [len(part) for part in left]
+
+
+def told_and_lost(
+    misread: Sequence[Misread], before: int, tell: Callable[[str], None] | None
+) -> tuple[Misread, ...]:
+    """Tell of samples that were read at a further try, and give those that never were.
+
+    before   how many were told or passed over until now: the 1st, 2nd, 4th, 8th … is told
+    """
+    again = [one for one in misread if not one.left_out]
+    for number, one in enumerate(again, before + 1):
+        if number & (number - 1) == 0:
+            tries = "1 try" if one.failures == 1 else f"{one.failures} tries"
+            count = "the first" if number == 1 else f"no. {number}"
+            told = f"{one.text}: is tried again, and was read after {tries}; {count} such sample"
+            (tell or logging.getLogger("shoal").warning)(told)
+    return tuple(one for one in misread if one.left_out)
+
+
+def what_is_left(
+    lost: Sequence[Misread],
+    spans: Sequence[tuple[int, int]],
+    micro_batches: Sequence[T],
+    ids: Sequence[tuple[int, ...]],
+) -> tuple[list[T], tuple[tuple[int, ...], ...]]:
+    """Micro-batches that hold a sample, and the indices of what they hold."""
+    gone = {one.position for one in lost}
+    places = [[position not in gone for position in range(*span)] for span in spans]
+    pairs = zip(ids, places, strict=True)
+    kept = tuple(tuple(compress(own, held)) for own, held in pairs if any(held))
+    return [*compress(micro_batches, map(any, places))], kept
