@@ -17,7 +17,7 @@ from cli_run import lines
 from real_slurm import Missing, Slurm
 
 pytestmark = pytest.mark.proof
-STEPS = 400
+STEPS = 250
 WORDS = [
     "data.source=synthetic", "model.dim=32", "model.layers=2", "model.heads=2", "train.batch=8",
     "train.micro_batch=2", f"train.steps={STEPS}", "precision.compute=fp32", "train.prove=off",
@@ -71,8 +71,8 @@ def test_a_job_is_warned_saves_is_queued_again_and_ends_bit_equal(
     }
 
     def submit(*more: str) -> str:
-        command = [shoal, "launch", "slurm", *WORDS, *more, "--nodes", "2", "--cpus", "1"]
-        command += ["--hours", "0.04", "--grace", "30"]  # Slurm counts whole minutes
+        size = ["--nodes", "2", "--cpus", "1", "--grace", "30"]
+        command = [shoal, "launch", "slurm", *WORDS, *more, *size]
         job = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         ).stdout
@@ -97,7 +97,7 @@ def test_a_job_is_warned_saves_is_queued_again_and_ends_bit_equal(
             assert time.monotonic() < until_s, told(job)
             time.sleep(0.5)
 
-    job = submit()
+    job = submit("--hours", "0.04")  # Slurm counts whole minutes: two
     run = tmp_path / "runs" / f"job-{job}"
     wait_for(
         lambda: (run / "metrics.jsonl").exists() and len(lines(run / "metrics.jsonl")) > 5, 90, job
