@@ -17,7 +17,7 @@ from cli_run import lines
 from real_slurm import Missing, Slurm
 
 pytestmark = pytest.mark.proof
-STEPS = 30
+STEPS = 250
 WORDS = [
     "data.source=synthetic", "model.dim=32", "model.layers=2", "model.heads=2", "train.batch=8",
     "train.micro_batch=2", f"train.steps={STEPS}", "precision.compute=fp32", "train.prove=off",
@@ -25,13 +25,14 @@ WORDS = [
 ]  # fmt: skip
 SLOWLY = """
 import time
+from pathlib import Path
 
 class Slowly:
     def __init__(self, folder):
         pass
 
     def __call__(self, event):
-        if event.get("event") == "step":
+        if "loss" in event and not Path("fast").exists():
             time.sleep(0.5)
 """
 
@@ -70,7 +71,8 @@ def test_a_job_is_warned_saves_is_queued_again_and_ends_bit_equal(
     }
 
     def submit(*more: str) -> str:
-        command = [shoal, "launch", "slurm", *WORDS, *more, "--nodes", "2", "--cpus", "1"]
+        size = ["--nodes", "2", "--cpus", "1", "--grace", "30"]
+        command = [shoal, "launch", "slurm", *WORDS, *more, *size]
         job = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         ).stdout
@@ -95,13 +97,13 @@ def test_a_job_is_warned_saves_is_queued_again_and_ends_bit_equal(
             assert time.monotonic() < until_s, told(job)
             time.sleep(0.5)
 
-    job = submit()
+    job = submit("--hours", "0.04")  # Slurm counts whole minutes: two
     run = tmp_path / "runs" / f"job-{job}"
     wait_for(
         lambda: (run / "metrics.jsonl").exists() and len(lines(run / "metrics.jsonl")) > 5, 90, job
     )
-    slurm.ask("scancel", "--signal=USR1", job)  # as --signal does, `grace` before the end
-    wait_for(lambda: state(job)["Restarts"] == "1", 60, job)
+    wait_for(lambda: state(job)["Restarts"] == "1", 150, job)  # 30 s before the end, or earlier
+    (tmp_path / "fast").touch()
     kept = [path.name for path in (run / "checkpoints").glob("step-*")]
     assert kept, told(job)
     # Slurm holds what was queued again back for a while, so that a job that fails cannot spin.
@@ -110,6 +112,8 @@ def test_a_job_is_warned_saves_is_queued_again_and_ends_bit_equal(
     assert state(job)["JobState"] == "COMPLETED", told(job)
     events = lines(run / "events.jsonl")
     assert [one["resumed"] for one in events if one["event"] == "run_started"] == [False, True]
+    stopped = [one["how"] for one in events if one["event"] == "run_finished"]
+    assert stopped[0] == "stopped on request"
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert not slurm.ask("squeue", "-h")
 
