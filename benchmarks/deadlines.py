@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "worlds")]
+sys.path[:0] = [str(ROOT / name) for name in ("src", "tests/worlds", "tests")]
 
 from cli_run import TOY_ARGUMENTS, CommandLine  # noqa: E402
 from plane_case import FAULT_DEADLINE_S  # noqa: E402

@@ -11,7 +11,6 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,19 +33,13 @@ def become_nobody() -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def as_nobody(work: Callable[[], Any], namespace: str = "") -> Any:
-    """`work()` by another user, a JSON value; its OSErrors are given by their class's name.
-
-    namespace   a file of /proc/PID/ns/net, in which it is done
-    """
+def as_nobody(work: Callable[[], Any]) -> Any:
+    """`work()` by another user, a JSON value; its OSErrors are given by their class's name."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reads)
         try:
-            if namespace:
-                with Path(namespace).open() as file:
-                    os.setns(file.fileno())  # type: ignore[attr-defined]
             become_nobody()
             try:
                 told = work()

@@ -98,8 +98,11 @@ def test_documents_are_read_as_they_were_meant(kind: str) -> None:
         command = spec["trainer"]["command"]
         assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (2, 4)
         assert '--node "$PET_NODE_RANK"' in command[2]
-        (pods,) = spec["podTemplateOverrides"]
-        volumes, mounts = pods["spec"]["volumes"], pods["spec"]["containers"][0]["volumeMounts"]
+        (patch,) = spec["runtimePatches"]
+        (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = node["template"]["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] == 90
+        volumes, mounts = pod["volumes"], pod["containers"][0]["volumeMounts"]
     assert command[:2] == ["sh", "-c"]
     assert subprocess.run(["sh", "-n", "-c", command[2]], check=False).returncode == 0
     assert {one["name"] for one in mounts} == {one["name"] for one in volumes}

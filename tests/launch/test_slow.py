@@ -161,6 +161,49 @@ def test_parts_in_which_ranks_have_other_work_are_not_compared(
     assert run.named() == [(1, "data")]
 
 
+STAGES_S = ((2, PASSES), (2, BACKWARD))
+"""Where the stage that has most to do has it; others wait for it from the first step on."""
+
+
+def staged(run: Ranks, more: Extra) -> Extra:
+    """Work of a pipeline's ranks, of which the last has most."""
+
+    def extra(step: int, rank: int, part: int) -> float:
+        run.pages[rank].unlike((PASSES, BACKWARD, UPDATE), always=True)
+        return 0.03 * ((rank, part) in STAGES_S) + more(step, rank, part)
+
+    return extra
+
+
+@pytest.mark.parametrize("part", list(NAMES))
+@pytest.mark.parametrize(("slow", "slack_s"), [(0, 0.06), (1, 0.06), (2, 0.0)])
+def test_a_slow_stage_is_told_by_what_it_took_before_and_by_who_waits(
+    ranks: Callable[[int], Ranks], slow: int, slack_s: float, part: int
+) -> None:
+    run = ranks(3)
+    busy = staged(run, noise(slow))
+    run.run(100, busy)
+    assert run.told == [], "stages differ from the first step on"
+    more_s = 0.05 + slack_s  # it has so much to spare
+    late = lambda step, rank, at: more_s * ((rank, at) == (slow, part)) + busy(step, rank, at)  # noqa: E731
+    run.run(49, late)
+    assert run.named() == [(slow, NAMES[part])]
+    run.run(100, late)
+    assert len(run.told) == 1
+
+
+def test_a_stage_that_eats_its_own_spare_time_and_a_machine_that_slows_down_are_not_told(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    run = ranks(3)
+    run.run(100, staged(run, lambda step, rank, part: 0.0))
+    run.run(100, staged(run, lambda step, rank, part: 0.05 * ((rank, part) == (0, PASSES))))
+    assert run.told == [], "nobody waits for it"
+    twice = lambda step, rank, part: OWN_S[part] + 0.03 * ((rank, part) in STAGES_S)  # noqa: E731
+    run.run(100, staged(run, twice))
+    assert run.told == [], "all became slower"
+
+
 def test_a_page_keeps_what_each_step_spent_without_waits_and_phases(
     ranks: Callable[[int], Ranks],
 ) -> None:

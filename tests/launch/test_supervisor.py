@@ -270,6 +270,23 @@ sys.exit(run_worker(main))
     assert "killed by SIGKILL (not by Shoal; often the kernel, out of memory)" in outcome.message
 
 
+def test_a_rank_that_leaves_early_is_named_and_not_those_who_lose_it(run: Run) -> None:
+    body = """
+def main():
+    if rank == 1:
+        (folder / "up-1").touch()
+        os._exit(0)
+    while not (folder / "up-1").exists():
+        time.sleep(0.005)
+    raise RuntimeError("Connection closed by peer")
+sys.exit(run_worker(main))
+"""
+    outcome = run(body, restarts=0, processes=3)
+    assert (outcome.status, outcome.exit_code) == ("failed", 1)
+    assert "rank 1 (pid" in outcome.message
+    assert "it left before the run was over" in outcome.message
+
+
 def test_a_worker_that_reports_an_error_but_hangs_does_not_hang_the_run(run: Run) -> None:
     body = """
 def main():

@@ -334,6 +334,36 @@ def test_steps_that_pass_between_two_looks_are_learnt_from_the_runs_own_record(
     one.close()
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_island_that_runs_and_waits_for_others_is_not_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    """They hang; it gives up by a deadline of its own. One that does not answer is told as ever."""
+    now_s = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
+    events = []
+    one = Watch(tmp_path, lambda event, **fields: events.append(event), 0.0, lambda: [0.03] * 6)
+    (path,) = one.begin(1)
+    page = Page.open({PAGE_VARIABLE: path})
+    assert page is not None
+    workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
+    for step in range(1, 40):
+        now_s[0] += 0.11
+        page.hear([Phase("merge with the other islands")] if step == 20 else [])
+        page.stepped(step)
+        one.look(workers)
+    page.hear([Phase("merge with the other islands")])
+    asked = page.asked
+    for _ in range(600):
+        now_s[0] += 0.11
+        one.look(workers)
+        if runs and page.asked != asked:
+            asked = page.asked
+            page.answer(asked, {"stacks": "", "place": "links.py:1"})
+    assert events == ["hang"] * (not runs)
+    one.close()
+
+
 @pytest.mark.parametrize(("stands", "hangs"), [(True, True), (False, False)])
 def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stands: bool, hangs: bool

@@ -48,7 +48,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a fork copies no threads
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "tests" / "proof")]
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof", "")]
 TARGET = ROOT / "docs" / "proof" / "compositions.json"
 SOON_S, DEADLINE_S = 5.0, 240.0
 NEAR = 0.05

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "worlds")]
+sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "tests")]
 
 from compositions_drawn import BASE, MODELS, Words, furnish  # noqa: E402
 from source import source_hash  # noqa: E402

@@ -3,7 +3,7 @@
 `make proof` runs it; some minutes per layout on 2 cores. A run of 200 steps at 4 ranks is left alone,
 its twin loses a random rank to SIGKILL twenty times, at random moments, some of them while the
 workers are still starting. Losses, gradient norms, samples and the final weights must agree in every
-bit. How long each kill cost, until the next committed step, is told as p50 and p99 (a machine's
+bit. One of the runs has made a million steps before, whose lines it keeps. How long each kill cost, until the next committed step, is told as p50 and p99 (a machine's
 figure, no gate). The result, with every kill, goes to docs/proof/kills.json after every layout; what
 was done with the same source stays, so it can be stopped and started again. --seed repeats one.
 """
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "worlds"))
+sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "tests")]
 
 from source import source_hash  # noqa: E402
 
@@ -31,7 +32,22 @@ from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, trajectory  # noqa
 
 KILLS, STEPS, RANKS = 20, 200, 4
 TARGET = ROOT / "docs" / "proof" / "kills.json"
-LAYOUTS = ("ddp", "zero2", "fsdp", "hsdp")
+LONG = "ddp after a million steps"
+LAYOUTS = ("ddp", "zero2", "fsdp", "hsdp", LONG)
+BEFORE = 1_000_000
+AGED = f"""
+from toy import build
+from shoal.trainer.run import Run
+
+plain = Run.__init__
+
+def aged(self, *given, **named):
+    plain(self, *given, **named)
+    self.step_count = {BEFORE}
+
+Run.__init__ = aged
+"""
+"""A model's module that lets a run begin after so many steps."""
 ARGUMENTS = [
     *[a for a in TOY_ARGUMENTS if not a.startswith(("train.steps", "checkpoint."))],
     f"train.steps={STEPS}",
@@ -101,19 +117,28 @@ def one_layout(
 ) -> tuple[dict[str, bool], list[dict[str, Any]], str]:
     """(what held, every kill, the broken run's output) of one layout."""
     arguments = [*ARGUMENTS, f"layout.strategy={layout}"]
+    if layout == LONG:
+        arguments = [*ARGUMENTS, "layout.strategy=ddp", "model.build=aged:build"]
+        arguments.append(f"train.steps={BEFORE + STEPS}")
     if layout == "hsdp":
         arguments = [*ARGUMENTS, "layout.dp_replicate=2", "layout.dp_shard=2"]
     with tempfile.TemporaryDirectory() as quiet, tempfile.TemporaryDirectory() as noisy:
+        for folder in (quiet, noisy):
+            Path(folder, "aged.py").write_text(AGED)
         unbroken = CommandLine(Path(quiet), *arguments)
         code, output = unbroken.finish(900)
         if code:
             return {"the unbroken run ends": False}, [], output
-        broken = CommandLine(Path(noisy), *arguments)
+        broken = with_history(Path(noisy), arguments) if layout == LONG else None
+        broken = broken or CommandLine(Path(noisy), *arguments)
         kills: list[dict[str, Any]] = []
+        earlier = RANKS if layout == LONG else 0
         for number in range(KILLS):
-            kills.append(kill(broken, dice, number, kills[-1:]))
+            kills.append(kill(broken, dice, number, kills[-1:], earlier))
         going_on(broken, kills[-1])
+        kills[-1]["peak_mib"] = peak_mib(broken)
         code, output = broken.finish(900)
+        keep_the_new_lines(broken.run)
         same = {
             "exit code": code == 0,
             "losses, gradient norms, samples": trajectory(broken.run) == trajectory(unbroken.run),
@@ -141,13 +166,18 @@ def quantiles(kills: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def kill(
-    command: CommandLine, dice: random.Random, number: int, before: list[dict[str, Any]]
+    command: CommandLine,
+    dice: random.Random,
+    number: int,
+    before: list[dict[str, Any]],
+    earlier: int,
 ) -> dict[str, Any]:
     """Kill one random rank of the next attempt; every fourth one before it made any progress.
 
     before   the kill before this one, if any: is told how long it cost, where this one lets it be seen
+    earlier  workers that had started before the first attempt of these
     """
-    attempt_ready = (number + 1) * RANKS
+    attempt_ready = earlier + (number + 1) * RANKS
     command.wait_for(lambda: len(command.events("worker_started")) >= attempt_ready, 120)
     started_s = command.events("worker_started")[-1]["time_s"]
     if number % 4 != 3:
@@ -159,7 +189,7 @@ def kill(
     else:
         time.sleep(dice.random() * 4)
     rank = dice.randrange(RANKS)
-    step, killed_s = command.steps(), time.time()
+    step, killed_s = last_step(command), time.time()
     command.kill(rank)
     print(f"kill {number + 1}: rank {rank} after step {step}", flush=True)
     command.wait_for(lambda: len(command.events("worker_died")) > number, 60)
@@ -176,7 +206,50 @@ def going_on(command: CommandLine, killed: dict[str, Any]) -> None:
 def moved_since(command: CommandLine, started_s: float, steps: int) -> bool:
     """The attempt that started then has committed so many steps of its own."""
     begun = [e for e in command.events("compute_started") if e["time_s"] > started_s]
-    return bool(begun) and command.steps() >= begun[-1]["step"] + steps
+    return bool(begun) and last_step(command) >= begun[-1]["step"] + steps
+
+
+def last_step(command: CommandLine) -> int:
+    """The last step that was committed, read from the end of its file."""
+    path = command.run / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        told = file.read().split(b"\n")[-2:-1]
+    return int(json.loads(told[0])["step"]) if told else 0
+
+
+def with_history(folder: Path, arguments: list[str]) -> CommandLine:
+    """A run that was stopped after some steps, has a million lines before them, and goes on."""
+    first = CommandLine(folder, *arguments)
+    first.wait_for(lambda: last_step(first) >= BEFORE + 4, 120)
+    first.process.send_signal(signal.SIGTERM)
+    first.finish(120)
+    path = first.run / "metrics.jsonl"
+    own = path.read_bytes()
+    line = '{{"step": {}, "loss": 1.25, "grad_norm": 0.5, "tokens": 16, "step_s": 0.01, "samples": []}}\n'
+    with path.open("w") as file:
+        file.writelines(line.format(step) for step in range(1, BEFORE + 1))
+    with path.open("ab") as file:
+        file.write(own)
+    return CommandLine(folder, *arguments, "--resume", str(first.run))
+
+
+def keep_the_new_lines(run: Path) -> None:
+    """Drop the history from metrics.jsonl: what is compared are the steps that were made."""
+    path = run / "metrics.jsonl"
+    made = [line for line in path.read_text().splitlines() if json.loads(line)["samples"]]
+    path.write_text("".join(f"{line}\n" for line in made))
+
+
+def peak_mib(command: CommandLine) -> dict[str, int]:
+    """What the launcher and rank 0 held at most, of resident memory."""
+    found = {}
+    for name, process in (("launcher", command.process.pid), ("rank 0", command.pids()[0])):
+        told = Path(f"/proc/{process}/status").read_text().split("VmHWM:")[1]
+        found[name] = int(told.split()[0]) // 1024
+    return found
 
 
 def torch_version() -> str:

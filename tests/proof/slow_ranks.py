@@ -31,7 +31,12 @@ LAYOUTS = {
     # arguments, seconds of a step in which nobody is slow, as measured
     "ddp": (["layout.strategy=ddp"], 0.040),
     "fsdp": (["layout.strategy=fsdp"], 0.048),
+    "tp": (["layout.tp=2"], 0.045),
+    "pp": (["layout.pp=2"], 0.062),
 }
+DIVIDED = {"tp": {"passes": 2, "samples": 4}, "pp": {"passes": 2, "samples": 4, "heavy": 0}}
+"""What dawdling.py is to know of layouts in which both ranks work on all samples of a step. Of the
+pipeline's stages the first has twice as much to do in its passes."""
 PARTS = ("data", "forward", "backward", "optimizer")
 TRIALS, WITHIN, SHARE = 20, 50, 0.3
 CLEAN_STEPS = 500
@@ -64,6 +69,7 @@ def one(trial: dict[str, Any], multiply_s: float) -> dict[str, Any]:
         **{"part": trial["part"], "rank": number % 2, "after": after},
         **{"extra_s": SHARE * step_s if slow else 0.0},
         **{"busy": trial.get("busy", False), "multiply_s": multiply_s},
+        **DIVIDED.get(trial["layout"], {}),
     }
     steps = after + WITHIN + 10 if slow else CLEAN_STEPS
     with tempfile.TemporaryDirectory(prefix="slow-") as folder:

@@ -96,6 +96,17 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "it is no cause of its own",
         "tail -n 50 RUN/logs/rank-*.log",
     ),
+    "a rank that left": (
+        [
+            (
+                "worker_died",
+                {**DIED, "how": "exit code 0", "traceback": "…: something in it calls os._exit(0)"},
+            )
+        ],
+        "rank 1 (pid 4711): exit code 0",
+        "the others were not done",
+        "tail -n 50 RUN/logs/rank-1.log",
+    ),
     "an exception": (
         [("worker_died", {**DIED, "how": "exit code 1", "traceback": "KeyError: 'gate'"})],
         "KeyError: 'gate'",
@@ -136,6 +147,24 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "not finite",
         "",
     ),
+    "a batch that leaps out": (
+        [("spike", {"step": 9, "reason": "loss 70 is 40 deviations above 2.3, the median of …"})],
+        "step 9: loss 70 is 40 deviations above 2.3",
+        "samples that are unlike the others",
+        "shoal train --resume RUN train.spikes=skip",
+    ),
+    "one that was left out": (
+        [("step_skipped", {"step": 9, "reason": "loss 70 is 31 times 2.3, the usual one"})],
+        "step 9 skipped",
+        "samples that are unlike the others",
+        "",
+    ),
+    "one that was undone": (
+        [("rewound", {"step": 9, "to": 8, "left_out": [64, 71], "reason": "loss 70"})],
+        "back to step 8, without samples 64 – 71",
+        "samples that are unlike the others",
+        "",
+    ),
     "a stop that saved nothing": (
         [("stop_requested", {"signal": "SIGTERM", "steps": True})],
         "SIGTERM asked for a stop, and no checkpoint was written after it",
@@ -159,7 +188,8 @@ def test_each_thing_is_named_with_its_cause_and_the_next_command(tmp_path: Path,
     assert why in found.why
     assert found.command.replace(str(tmp_path), "RUN").startswith(command)
     # What the run itself dealt with when it met it.
-    assert found.over == (found.kind in ("step_skipped", "checkpoint_damaged"))
+    dealt_with = ("step_skipped", "checkpoint_damaged", "spike", "rewound")
+    assert found.over == (found.kind in dealt_with)
     assert not found.advice
 
 

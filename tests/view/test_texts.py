@@ -107,6 +107,7 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
     log.emit("worker_died", rank=1, pid=9, how="killed by SIGKILL", traceback="", fatal=False)
     log.emit("restarting", attempt=1, of=3)
     log.emit("step_skipped", step=2, rank=1)
+    log.emit("step_skipped", step=3, reason="loss 9 is 40 deviations above 2, the median of …")
     log.emit("validated", step=4, loss=4.5, targets=9, unigram_entropy=6.0, seconds=2.0)
     told = "10.0 GiB reserved, 9.0 GiB allocated, largest hole 1.0 GiB"
     log.emit("run_finished", how="finished", steps=4, allocator=told)
@@ -121,7 +122,7 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
         "  sent         1.0 MiB per step and rank (all_reduce 1.0 MiB, all_gather 512 B)",
         "  waited       per step 10.0 ms communication (0.4%), 0.0 ms data (0.0%)",
         "  restarts     1; last: rank 1 (pid 9): killed by SIGKILL",
-        "  skipped      1, non-finite: 2",
+        "  skipped      2, non-finite: 2, leapt out: 3",
         "  validation   loss 4.5000, unigram entropy 6.0000",
         "  checkpoints  step-4, 5.0 MiB each",
     ]

@@ -18,9 +18,11 @@ import resource
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,11 +61,19 @@ def raw(junk: bytes, times: int) -> str:
     return f"{sent} bytes were taken"
 
 
+def joined(token: bytes) -> str:
+    """As an island of his own would, with what settings he likes; before the rightful one comes."""
+    meet(f"{HOST}:{PORT}", 1, 2, deadline_s=0.5, token=token, tell=lambda line: None)
+    return "joined"
+
+
 ATTACKS: dict[str, Callable[[], str]] = {
     "list and overwrite": lambda: overwritten(torchs()),
     "take island 1's place": lambda: f"took it: {torchs().add('meeting/0/1', 1)}",
     "a beat that is none": lambda: str(torchs().set("lane/0/beat/1", b"\xff not json")),
     "a beat that accuses": lambda: str(torchs().set("lane/0/beat/1", '[9, {}, [0], "lies"]')),
+    "join without a token": lambda: joined(b""),
+    "join with another token": lambda: joined(b"the token of another run"),
     "fill its memory": lambda: raw(bytes(1 << 20), 300),
     "lengths of 2^62": lambda: raw(struct.pack("<Q", 1 << 62), 64),
     "garbage": lambda: raw(os.urandom(4096), 16),
@@ -89,7 +99,7 @@ def attack(net: netns.Net, until_s: float) -> dict[str, str]:
         for name, tries in ATTACKS.items():
             try:
                 told = tries()
-            except (OSError, RuntimeError, dist.DistError) as refused:
+            except (OSError, RuntimeError, dist.DistError, ShoalError) as refused:
                 reached.setdefault(name, f"refused: {type(refused).__name__}: {refused}"[:99])
             else:
                 reached[name] = told
@@ -102,8 +112,26 @@ def attack(net: netns.Net, until_s: float) -> dict[str, str]:
     return reached
 
 
+def tell_where_it_listens() -> None:
+    """Say at which address of this namespace somebody listens at the port, as soon as one does."""
+
+    def look() -> None:
+        until_s, found = time.monotonic() + DEADLINE_S, list[str]()
+        while time.monotonic() < until_s and not found:
+            tables = ("/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6")
+            lines = [row for table in tables for row in Path(table).read_text().splitlines()[1:]]
+            rows = [line.split() for line in lines]
+            found = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{PORT:04X}")]
+            time.sleep(0.01)
+        logging.getLogger("shoal").warning("listens at %s", found)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
 def rank(net: netns.Net, number: int, token: str) -> dict[str, Any]:
     net.enter(number)
+    if number == 0:
+        tell_where_it_listens()
     if not token:
         worlds.JOIN_TIMEOUT = timedelta(seconds=6)  # the start fails, and need not take minutes
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
@@ -124,6 +152,8 @@ def rank(net: netns.Net, number: int, token: str) -> dict[str, Any]:
 
 def island(net: netns.Net, number: int, token: str) -> dict[str, Any]:
     net.enter(number)
+    if number == 0:
+        tell_where_it_listens()
     lines: list[str] = []
     at = f"{HOST}:{PORT}"
     store = meet(at, number, 2, deadline_s=DEADLINE_S / 2, token=token.encode(), tell=lines.append)

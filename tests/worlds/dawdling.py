@@ -4,27 +4,38 @@ part   data, forward, backward, optimizer, hooks; "" none
 rank, extra_s   whose · and seconds more of each step, from step `after` on
 each_s          what each of the first four parts takes on every rank; `busy`: not asleep, but
                 by multiplying matrices for as long as that took on an idle core
+passes          how many forward passes each rank makes in a step; where there are more than 1 the
+                model is divided, so passes are met from outside of it; `samples`: read in a step
+heavy           a rank whose passes take twice as long as the others', by the plan
 """
 
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ASKED = json.loads(Path("slow.json").read_text()) if Path("slow.json").exists() else {}
-MINE = int(os.environ.get("RANK", "0")) == ASKED.get("rank")
+RANK = int(os.environ.get("RANK", "0"))
+MINE = ASKED.get("rank") == RANK
 CALLS: dict[str, int] = {}
+
+
+PASSES = ASKED.get("passes", 1)
+DIVIDED = PASSES > 1
+TIMES = {part: 1 + (ASKED.get("heavy") == RANK) for part in ("forward", "backward")}
 
 
 def spend(part: str, calls_a_step: int = 1) -> None:
     """One of so many calls a step in which a part takes its time, and more where it is slow."""
     count = CALLS[part] = CALLS.get(part, 0) + 1
     if part != "hooks":
-        work(ASKED["each_s"] / calls_a_step)
+        work(TIMES.get(part, 1) * ASKED["each_s"] / calls_a_step)
     if MINE and part == ASKED["part"] and count > ASKED["after"] * calls_a_step:
         time.sleep(ASKED["extra_s"] / calls_a_step)
 
@@ -43,7 +54,7 @@ class Samples:
         return 100_000
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        spend("data", 2)
+        spend("data", ASKED.get("samples", 2))
         generator = torch.Generator().manual_seed(index)
         return torch.randn(8, generator=generator), torch.tensor(index % 4)
 
@@ -55,7 +66,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
-        if self.training:
+        if self.training and not DIVIDED:
             spend("forward")
             x.register_hook(lambda gradient: spend("backward"))
         return self.last(x)
@@ -68,6 +79,26 @@ def build() -> nn.Module:
 # Not in `build`, which rank 0 may call twice: its optimizer would be slow, and be told.
 if ASKED:  # else nobody runs it, it is only looked through for tests
     register_optimizer_step_pre_hook(lambda *_: spend("optimizer"))
+
+
+def meet_passes() -> None:
+    """Spend in passes of whatever a layout made of the model: a graph, or stages of it."""
+    real = torch.autograd.backward
+
+    def before(module: nn.Module, inputs: object) -> None:
+        if isinstance(module, Model) and module.training and torch.is_grad_enabled():
+            spend("forward", PASSES)
+
+    def backward(*tensors: Any, **more: Any) -> None:
+        spend("backward", PASSES)
+        real(*tensors, **more)
+
+    register_module_forward_pre_hook(before)
+    torch.autograd.backward = backward
+
+
+if DIVIDED:
+    meet_passes()
 
 
 def data() -> Samples:

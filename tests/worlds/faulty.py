@@ -3,16 +3,18 @@
 As hanging.py, of which it is a part, with deaths and wrong numbers beside the hangs:
 
     kind   killed, leaves, raises, memory, read (a read error of the disk), and hanging.py's
-    nan    samples that are not finite
-    fsync  the disk refuses, twice, what rank 1 writes
+    nan    samples that are not finite · wild  samples that are far too large
+    slow   rank `rank` takes `extra_s` more for each sample, always
+    fsync  the disk refuses, twice, what rank `rank` writes
     flip   one bit of a weight of rank 1 turns over after step `after`, by the hook `flip`
-    swap   two sums of equal shape in the other order on rank 1
+    swap   two sums of equal shape in the other order on that rank
 """
 
 import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -42,15 +44,21 @@ hanging.HANGS |= {
 RANK = int(os.environ.get("RANK", "0"))
 MODELS: list[torch.nn.Module] = []
 ASKED = json.loads(Path("fault.json").read_text()) if Path("fault.json").exists() else {}
+HERE = ASKED.get("island", "") in os.environ.get("SHOAL_RUN_FOLDER", "")
+MINE = HERE and ASKED.get("rank") == RANK
 
 
 class Samples(hanging.Samples):
-    """As the other's; some may be poisoned."""
+    """As the other's; some may be poisoned, all may come late."""
 
     def __getitem__(self, index: int):
+        if ASKED.get("kind") == "slow" and MINE:
+            time.sleep(ASKED["extra_s"])
         inputs, target = super().__getitem__(index)
         if index in ASKED.get("nan", []):
             inputs = inputs * float("nan")
+        if index in ASKED.get("wild", []):
+            inputs = inputs * 1e4
         return inputs, target
 
 
@@ -67,7 +75,7 @@ class Model(hanging.Hanging):
 
     def forward(self, x):
         if ASKED.get("kind") == "swap":
-            for one in (sum_most, sum_mean) if RANK == 1 else (sum_mean, sum_most):
+            for one in (sum_most, sum_mean) if MINE else (sum_mean, sum_most):
                 one(x.detach())
         return super().forward(x)
 
@@ -79,8 +87,8 @@ def build(layers: int = 4) -> torch.nn.Module:
 
 def flip(record: dict) -> None:
     """A hook: turns a bit over between two steps."""
-    mine = record.get("step") == ASKED["after"] and "loss" in record and ASKED["rank"] == RANK
-    if mine and not Path("hung").exists():
+    now = record.get("step") == ASKED["after"] and "loss" in record
+    if MINE and now and not Path("hung").exists():
         Path("hung").touch()
         for model in MODELS:
             # Not by torch, which would count it as a write of the user's.
@@ -88,7 +96,7 @@ def flip(record: dict) -> None:
 
 
 def refuse_twice() -> None:
-    """Let the first two files that rank 1 wants to have on the disk fail."""
+    """Let the first two files that this rank wants to have on the disk fail."""
     real, left = os.fsync, [2]
 
     def fsync(descriptor: int) -> None:
@@ -101,6 +109,6 @@ def refuse_twice() -> None:
 
 
 def data():
-    if ASKED.get("kind") == "fsync" and ASKED["rank"] == RANK:
+    if ASKED.get("kind") == "fsync" and MINE:
         refuse_twice()
     return Samples(), [Samples(8, 0.0)[index] for index in range(8)]

@@ -2,48 +2,32 @@
 
 Of each: the run comes back as if nothing had been, or ends with a status that says so; `shoal
 diagnose` names the rank and the cause from the folder alone; no process and no lock is left. The
-numbers are those of the field's table of 25 faults. Of those that are missing here a full disk is
-in test_faults, hostile files in tests/checkpoint, strangers in test_hijack and test_attacked, a
-slow rank in test_slow_ranks; clocks that jump have no test yet.
+numbers are those of the field's table of 25 faults. Of some more is done elsewhere: hostile files in
+tests/checkpoint, strangers in test_hijack and test_attacked, slow ranks in test_slow_ranks. By
+kinds, ranks and layouts: tests/proof/faults.py.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import re
-import shutil
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
+import stranger
 from cli_run import CommandLine, lines, trajectory
-from shoal.checkpoint.listing import find
-from shoal.view.diagnose import Finding, diagnose
-
-HERE = Path(__file__).parent
-ARGUMENTS = [
-    "model.build=faulty:build", "data.source=faulty:data", "train.batch=8", "train.micro_batch=2",
-    "train.steps=24", "checkpoint.every=4", "precision.compute=fp32", "train.prove=off",
-    "launch.patience_s=0", "launch.processes=2",
-]  # fmt: skip
-AFTER = {"forward": 34, "data": 70}
-"""Passes, samples of one rank: in the middle of the run."""
-
-
-def command(folder: Path, asked: dict[str, Any] | None, *arguments: str) -> CommandLine:
-    """A run in which something goes wrong; None: nothing."""
-    for name in ("hanging.py", "faulty.py"):
-        shutil.copy(HERE / name, folder)
-    place = (asked or {}).get("place", "")
-    told = {"rank": 1, "after": AFTER.get(place, 0), **(asked or {"place": ""})}
-    for name in ("hang.json", "fault.json"):
-        (folder / name).write_text(json.dumps(told))
-    return CommandLine(folder, *ARGUMENTS, *arguments)
+from fault_runs import command, lives, nothing_left, same, wrong
+from shoal.checkpoint.listing import find, verify
+from shoal.view.diagnose import diagnose
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +38,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     assert code == 0, output
     assert diagnose(run.run) == []
     return trajectory(run.run)
-
-
-def wrong(run: CommandLine) -> list[Finding]:
-    """What is wrong with the run, by its folder."""
-    return [one for one in diagnose(run.run) if not one.advice]
-
-
-def nothing_left(run: CommandLine) -> None:
-    """No process of the run lives, nobody holds its folder."""
-    until_s = time.monotonic() + 5
-    pids = {event["pid"] for event in run.events("worker_started")}
-    while pids := {pid for pid in pids if _lives(pid)}:
-        assert time.monotonic() < until_s, f"{pids} live on"
-        time.sleep(0.05)
-    assert not (run.run / "owner.json").exists()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 RECOVERED: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -140,27 +102,13 @@ def test_a_rank_that_fails_is_named_and_the_run_comes_back(
     nothing_left(run)
 
 
-def same(run: CommandLine, unbroken: list[Any], *, exactly: bool) -> None:
-    """Every step once, with the samples and the losses of the run that nothing happened to."""
-    rows = trajectory(run.run)
-    assert [row[0] for row in rows] == [row[0] for row in unbroken]
-    assert [row[3] for row in rows] == [row[3] for row in unbroken]
-    if exactly:
-        assert rows == unbroken
-    for ours, theirs in zip(rows, unbroken, strict=True):
-        assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
-    restarts = run.events("restarting")
-    made = [event["saved"] for event in restarts]
-    assert all(saved is not None and saved % 4 == 0 for saved in made), "from a checkpoint"
-
-
 def test_2_the_launcher_is_killed(tmp_path: Path, unbroken: list[Any]) -> None:
     run = command(tmp_path, None)
     run.wait_for(lambda: run.steps() >= 9)
     run.process.kill()
     run.process.wait(timeout=10)
     until_s = time.monotonic() + 2
-    while any(map(_lives, run.pids().values())):
+    while any(map(lives, run.pids().values())):
         assert time.monotonic() < until_s, "orphans"
         time.sleep(0.02)
     (found,) = wrong(run)
@@ -186,6 +134,41 @@ def test_4_a_stop_saves_and_nothing_is_wrong(tmp_path: Path, whom: str) -> None:
     assert find(run.run / "checkpoints")[0].step == run.steps()
     assert wrong(run) == []
     nothing_left(run)
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_5_a_full_disk_is_named_and_training_goes_on(tmp_path: Path, resumed: bool) -> None:
+    """The run folder lies on a tmpfs that is filled up while the run goes."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(runs)]
+    made = subprocess.run(mount, capture_output=True)
+    if made.returncode:
+        pytest.skip(f"this machine forbids mounting a tmpfs: {made.stderr.decode().strip()}")
+    try:
+        run = command(tmp_path, None)
+        run.wait_for(lambda: run.events("checkpoint_saved") != [])
+        filler = runs / "filler"
+        room = os.statvfs(runs)
+        filler.write_bytes(b"x" * (room.f_bavail * room.f_frsize - 16384))
+        run.wait_for(lambda: run.events("checkpoint_failed") != [])
+        filler.unlink()
+        code, output = run.finish()
+        assert code == 0, output
+        assert [row[0] for row in trajectory(run.run)] == list(range(1, 25))
+        newest = find(run.run / "checkpoints")[0]
+        assert newest.step == 24, "saving works again once there is room"
+        assert verify(newest.path) == []
+        found = wrong(run)
+        assert {(one.kind, one.why, one.over) for one in found} == {
+            ("checkpoint_failed", "the disk is full", True)
+        }
+        nothing_left(run)
+        if resumed:
+            again = CommandLine(tmp_path, "--resume", "runs/run", "train.steps=26")
+            assert again.finish()[0] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(runs)], check=False)
 
 
 def test_6_a_death_in_a_save_leaves_the_one_before(tmp_path: Path, unbroken: list[Any]) -> None:
@@ -233,6 +216,36 @@ def test_8_13_another_world_goes_on_with_each_sample_once(
     assert wrong(again) == []
 
 
+def test_10_a_slow_rank_is_named_with_its_part(tmp_path: Path) -> None:
+    asked = {"kind": "slow", "place": "", "extra_s": 0.006}
+    run = command(tmp_path, asked, "layout.strategy=ddp", "train.steps=64", "checkpoint.every=0")
+    code, output = run.finish()
+    assert code == 0, output
+    (told,) = run.events("slow_rank")
+    assert (told["rank"], told["phase"]) == (1, "data")
+    (found,) = wrong(run)
+    assert (found.kind, found.rank) == ("slow_rank", 1)
+    assert run.steps() == 64
+
+
+def test_12_a_batch_that_leaps_out_is_named_and_left_out(
+    tmp_path: Path, unbroken: list[Any]
+) -> None:
+    run = command(tmp_path, {"place": "", "wild": [15]}, "train.spikes=skip")
+    code, output = run.finish()
+    assert code == 0, output
+    skipped = run.events("step_skipped")
+    assert len(skipped) >= 2, "three epochs"
+    for event in skipped:
+        assert any(15 in ids for one in event["culprits"] for ids in one["samples"]), event
+    found = wrong(run)
+    assert {one.kind for one in found} == {"step_skipped"}
+    assert all("unlike the others" in one.why and "15" in one.what for one in found), found
+    hit = {event["step"] for event in skipped}
+    clean = [row[1] for row in trajectory(run.run) if row[0] not in hit]
+    assert max(clean) < 2 * max(row[1] for row in unbroken)
+
+
 def test_11_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     run = command(tmp_path, {"place": "", "nan": [13]})
     code, output = run.finish()
@@ -256,6 +269,91 @@ def test_16_a_second_run_in_the_folder_is_refused_by_name(tmp_path: Path) -> Non
     assert wrong(run) == []
 
 
+class Canary:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_18_a_hostile_checkpoint_runs_nothing(tmp_path: Path, unbroken: list[Any]) -> None:
+    run = command(tmp_path, None)
+    assert run.finish()[0] == 0
+    canary = tmp_path / "canary"
+    torch.save(Canary(canary), kept := io.BytesIO())
+    newest, older = find(run.run / "checkpoints")[:2]
+    (newest.path / "rank-1.safetensors").write_bytes(kept.getvalue())
+    for name in (".metadata", "rng.pt", "loader.pkl", "pytorch_model.bin"):
+        (older.path.parent / name).write_bytes(kept.getvalue())
+    again = CommandLine(tmp_path, "--resume", "runs/run")
+    code, output = again.finish()
+    assert code == 0, output
+    assert f"step-{older.step}" in output
+    same(again, unbroken, exactly=True)
+    assert not canary.exists()
+    found = wrong(again)
+    assert {(one.kind, one.over) for one in found} == {("checkpoint_damaged", True)}
+    assert "rank-1.safetensors" in found[0].what
+    torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
+    assert canary.exists(), "the canary works"
+
+
+def test_19_another_user_disturbs_nothing(tmp_path: Path, unbroken: list[Any]) -> None:
+    stranger.needed("another user at a run's store and ports")
+    run = command(tmp_path, None)
+    run.wait_for(lambda: run.steps() >= 4)
+    pids = [run.process.pid, *run.pids().values()]
+    ports = {
+        one.laddr[:2]
+        for pid in pids
+        for one in psutil.Process(pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
+
+    files = [path for path in run.run.rglob("*") if path.exists()]
+    assert len(files) > 10
+
+    def reach() -> list[str]:
+        told: list[str] = []
+        for pid in pids:  # the store is a file of the launcher's that has no name
+            try:
+                told += os.listdir(f"/proc/{pid}/fd")
+            except OSError as refused:
+                told.append(type(refused).__name__)
+        told += [str(path) for path in files if os.access(path, os.W_OK)]
+        for at in ports:  # gloo's
+            with socket.create_connection(at, timeout=5) as one:
+                one.sendall(os.urandom(4096))
+        return told
+
+    assert ports, "ranks listen for each other"
+    assert stranger.as_nobody(reach) == ["PermissionError"] * len(pids)
+    code, output = run.finish()
+    assert code == 0, output
+    assert trajectory(run.run) == unbroken
+    assert wrong(run) == []
+    nothing_left(run)
+
+
+def test_20_every_start_of_many_finds_its_own_place(tmp_path: Path, unbroken: list[Any]) -> None:
+    run = command(tmp_path, None, "launch.restarts=5")
+    folder = run.run / "checkpoints"
+    for number in range(4):
+        least = 5 * number + 5
+        run.wait_for(lambda least=least: run.steps() >= least and find(folder) != [])
+        run.kill(number % 2)
+        run.wait_for(lambda number=number: len(run.events("restarting")) > number)
+    code, output = run.finish()
+    assert code == 0, output
+    assert [event["rank"] for event in run.events("worker_died")] == [0, 1, 0, 1]
+    assert all(one.kind == "worker_died" and one.over for one in wrong(run))
+    same(run, unbroken, exactly=True)
+    nothing_left(run)
+
+
 def test_21_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
     run = command(tmp_path, {"kind": "memory", "place": "forward"})
     code, output = run.finish()
@@ -265,6 +363,51 @@ def test_21_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
     (found,) = wrong(run)
     assert (found.rank, found.over) == (1, False)
     assert found.why == "memory: it asked for more than there is"
+
+
+JUMPS = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static long ahead(void) {
+    struct timespec up;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &up);
+    return 3600 * (up.tv_sec % 3);
+}
+int clock_gettime(clockid_t which, struct timespec *at) {
+    int told = syscall(SYS_clock_gettime, which, at);
+    if (!told && which == CLOCK_REALTIME) at->tv_sec += ahead();
+    return told;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+"""The wall clock of a process jumps every second: an hour on, one more, two back."""
+
+
+def test_22_clocks_that_jump_change_nothing(
+    tmp_path: Path, unbroken: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "jumps.so"
+    compiler = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=JUMPS, text=True, check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    run = command(tmp_path, {"kind": "killed", "place": "data"}, cold=True)
+    monkeypatch.delenv("LD_PRELOAD")
+    code, output = run.finish()
+    assert code == 0, output
+    times = [event["time_s"] for event in lines(run.run / "events.jsonl")]
+    assert any(later - before < -600 for before, later in zip(times, times[1:], strict=False))
+    (found,) = wrong(run)
+    assert (found.kind, found.rank, found.over) == ("worker_died", 1, True)
+    same(run, unbroken, exactly=True)
+    nothing_left(run)
 
 
 def test_23_another_rate_stops_a_resume(tmp_path: Path) -> None:
@@ -334,3 +477,11 @@ def test_14_sums_in_another_order_are_named(tmp_path: Path) -> None:
     assert "faulty.py" in told["text"], told
     found = wrong(run)
     assert found[0].kind == "collectives_differ"
+
+
+def test_all_of_the_table_are_here() -> None:
+    names = [name for name in globals() if name.startswith("test_")]
+    numbers = re.findall(
+        r"(?<=[ _])\d+(?=[ _])", " ".join(f" {one} " for one in [*names, *RECOVERED])
+    )
+    assert set(map(int, numbers)) == set(range(1, 26))

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 import stranger
-from attacked_case import ATTACKS, ROUNDS
+from attacked_case import ATTACKS, PORT, ROUNDS
 from netns import FORBIDDEN, skip
+
+PRIVATE = f"listens at ['01004D0A:{PORT:04X}']"
+"""10.77.0.1 and nowhere else."""
 
 
 def attacked(programs: Any, *words: str) -> list[Any]:
@@ -39,6 +42,7 @@ def test_a_run_with_a_token_is_not_disturbed(programs, members: str) -> None:
     )
     if members == "islands":
         assert first["told"] == [[[], ""], [[], ""]], "nobody was accused"
+    assert PRIVATE in first["heard"]
     grown_kib = first["peak_kib"] - answers[1]["peak_kib"]
     assert grown_kib < 64 << 10, "300 MiB of junk were sent, again and again"
 
@@ -48,3 +52,4 @@ def test_without_a_token_he_can_stop_the_start_and_one_line_said_so(programs) ->
     reached, *answers = attacked(programs, "ranks", "")
     assert reached["list and overwrite"] == "listed and overwrote keys"
     assert "has no token: whoever reaches that port can end this run" in str(answers[0])
+    assert PRIVATE in answers[0]["heard"], "all the same"

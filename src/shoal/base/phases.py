@@ -153,7 +153,10 @@ def part(number: int) -> None:
         page.part(number)
 
 
-def unlike(*parts: int) -> None:
-    """In these parts of this step ranks have different work: the page compares them with nobody."""
+def unlike(*parts: int, always: bool = False) -> None:
+    """In these parts of this step ranks have different work: the page compares them with nobody.
+
+    always   they do in every step alike: each is compared with itself
+    """
     if page is not None:
-        page.unlike(parts)
+        page.unlike(parts, always=always)

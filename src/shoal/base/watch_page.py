@@ -11,7 +11,8 @@ the same page (`stacks.py`).
     from `CALLS_AT`  8 slots, each of one step whose collectives are kept by name: the step and the
                      length in 8 bytes each, then a line per call (`fabric/fingerprints.py`)
     from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
-                     this rank did not wait for a collective, then those in which it did
+                     this rank did not wait for a collective, then those in which it did; negative
+                     where ranks have different work in that part, NaN where in this step they do
 
 Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
 that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
@@ -75,6 +76,7 @@ class Page:
         self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
         self.on_step: Callable[[int], None] = lambda step: None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
+        self._own: tuple[int, ...] = ()
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -127,13 +129,18 @@ class Page:
         self._changed()
         at = STEPS_AT + step % KEPT * ROW.size
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
+        for part in self._own:
+            self._spent_s[part] *= -1
         struct.pack_into(f"={WAIT + 1}d", self._whole, at + 8, *self._spent_s)
         struct.pack_into("=q", self._whole, at, step)
         self._spent_s = [0.0] * (WAIT + 1)
         self.on_step(step)
 
-    def unlike(self, parts: Sequence[int]) -> None:
-        """Ranks have different work in these parts of this step, as planned."""
+    def unlike(self, parts: Sequence[int], *, always: bool = False) -> None:
+        """Ranks have different work in these parts of this step, as planned; or of every step."""
+        if always:
+            self._own = tuple(parts)
+            return
         for part in parts:
             self._spent_s[part] = math.nan
 
@@ -284,7 +291,10 @@ class Watched:
         return found
 
     def steps(self) -> dict[int, tuple[float, ...]]:
-        """Of the last steps, by number: seconds by part without waiting; the last, waiting."""
+        """Of the last steps, by number: seconds by part without waiting; the last, waiting.
+
+        Signs as in the page.
+        """
         rows = ROW.iter_unpack(self._memory[STEPS_AT:PAGE_BYTES])
         return {row[0]: row[1:] for row in rows if row[0]}
 

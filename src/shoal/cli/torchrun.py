@@ -4,6 +4,8 @@ Every process of the launcher runs the same command. They meet first; rank 0 the
 request, writes the run folder and tells the others where it is, or why not, so that all of them
 exit alike. Rank 0 draws. A restarted job finds its folder by its name, `run.name` or the launcher's
 own for the job, and goes on from its newest checkpoint, or starts anew where there is none yet.
+With `torchrun --nnodes=1:2` that is so when a node leaves or comes, too: all workers start
+again, and agents count only what failed, each for itself.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from typing import Any
 from shoal.base.errors import UNSAVED_CODE, CheckpointError, ConfigError, PlanError, ShoalError
 from shoal.base.events import EventLog
 from shoal.base.phases import tell_folder
+
+JOB_FILE = "logs/job"
+"""In a run folder: the launcher's name of the job that last wrote there."""
 
 
 def launched() -> bool:
@@ -36,7 +41,6 @@ def run(
     """
     from shoal.launch import run_worker
 
-    force = force or attempt_of(os.environ) > 0
     return run_worker(lambda: _work(arguments, resume, force, trust))
 
 
@@ -51,17 +55,20 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
     from shoal.view.summary import summary
 
     world = start_world()
+    attempt = world.all_reduce_max(attempt_of(os.environ))
+    force = force or attempt > 0
     answer: dict[str, Any] = {}
     lease = None
     if world.is_first:
         try:
-            again = continued(arguments, resume, os.environ)
+            again = continued(arguments, resume, os.environ, attempt)
             prepared = prepare(*again, world.size, force=force, trust=trust)
             os.environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not force else ""
             (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
             lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
             lease.acquire()
             write_folder(prepared)
+            (prepared.folder / JOB_FILE).write_text(job_of(os.environ))
             answer = {"folder": str(prepared.folder)}
         except ShoalError as failure:
             answer = {"error": str(failure), "kind": type(failure).__name__}
@@ -76,7 +83,7 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
     folder = Path(answer["folder"])
     os.environ["SHOAL_RUN_FOLDER"] = str(folder)
     log = EventLog(folder / "events.jsonl", world.rank)
-    log.emit("worker_started", pid=os.getpid(), attempt=attempt_of(os.environ))
+    log.emit("worker_started", pid=os.getpid(), attempt=attempt)
     stop = None
     if world.is_first:
         stop = _draw(folder)
@@ -109,38 +116,56 @@ def attempt_of(environ: Mapping[str, str]) -> int:
     return max(int(count) if count.isdigit() else 0 for count in counts)
 
 
+def job_of(environ: Mapping[str, str]) -> str:
+    """The launcher's own name for the job; "" where it has none.
+
+    >>> job_of({"SLURM_JOB_ID": "77"}), job_of({"TORCHELASTIC_RUN_ID": "none"})
+    ('77', '')
+    """
+    job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if job == "none" else job
+
+
 def continued(
-    arguments: list[str], resume: Path | None, environ: Mapping[str, str]
+    arguments: list[str], resume: Path | None, environ: Mapping[str, str], attempt: int
 ) -> tuple[list[str], Path | None]:
     """The arguments and the folder to resume of this attempt; a job keeps one folder for all.
 
-    Errors: ConfigError at a restart whose folder has no name, as nothing tells where it was.
+    attempt  how often the job was restarted, as the rank says that knows of the most; 0 also where
+             its nodes became more: then the folder says that it is this job's
+    Errors   ConfigError at a restart whose folder has no name, as nothing tells where it was.
     """
     from shoal.checkpoint.listing import find
     from shoal.config.load import load
 
     if resume is not None:
         return arguments, resume
-    attempt = attempt_of(environ)
     overrides = [a for a in arguments if "=" in a]
     paths = [Path(a) for a in arguments if "=" not in a]
     run = load(paths[0] if paths else None, overrides).config.run
-    name = run.name
+    name, job = run.name, job_of(environ)
     if not name:
-        job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
-        if job == "none" and attempt:
+        if not job and attempt:
             raise ConfigError(
                 f"run.name: is empty at restart {attempt}, and the launcher has no name for the "
                 f"job, so its folder cannot be found again; set run.name=NAME"
             )
-        if job == "none":
+        if not job:
             return arguments, None
         name = f"job-{job}"
         arguments, overrides = [*arguments, f"run.name={name}"], [*overrides, f"run.name={name}"]
     folder = Path(run.folder) / name
-    if attempt and find(folder / "checkpoints"):
+    if (attempt or _is_of(folder, job)) and find(folder / "checkpoints"):
         return overrides, folder  # its own run.toml holds what the file said
     return arguments, None
+
+
+def _is_of(folder: Path, job: str) -> bool:
+    """Whether a run folder was last written by this very job."""
+    try:
+        return bool(job) and (folder / JOB_FILE).read_text() == job
+    except OSError:
+        return False
 
 
 def _draw(folder: Path) -> Any:

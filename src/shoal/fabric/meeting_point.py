@@ -1,6 +1,7 @@
 """Where processes of several machines meet: a store at MASTER_ADDR:MASTER_PORT, which rank 0 has.
 
-    torchrun's own store   used as it is: its boundary is torch's (SECURITY.md)
+    torchrun's own store   used as it is: its boundary is torch's (SECURITY.md). It outlives its
+                           workers, so those of each round agree on a name under which they meet
     with a token           a store for those who know it (`guarded_store.py`)
     without one            torch's TCPStore, and one line that says what that means
 
@@ -13,8 +14,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +29,8 @@ from shoal.base.token import TOKEN
 from shoal.fabric.process_info import Place
 
 BACKLOG = 1024
+LOOK_S = 0.05
+"""How often rank 0 looks who asks for the name of a meeting."""
 
 
 def open_store(place: Place, timeout: timedelta, tell_after_s: float) -> dist.Store:
@@ -55,7 +60,8 @@ def _waiting_told(place: Place, timeout: timedelta, tell_after_s: float) -> Iter
 
 def _opened(place: Place, timeout: timedelta) -> dist.Store:
     if place.agent_store:
-        return _torchs(place, None, timeout)
+        store = _torchs(place, None, timeout)
+        return dist.PrefixStore(agreed_name(store, place, timeout), store)
     if place.token:
         from shoal.fabric.guarded_store import GuardedStore
         from shoal.fabric.store_server import Server  # torchrun's worlds have none
@@ -70,6 +76,42 @@ def _opened(place: Place, timeout: timedelta) -> dist.Store:
             *(place.meets_at, TOKEN),
         )
     return _torchs(place, _listen(place) if place.hosts_store else None, timeout)
+
+
+def agreed_name(store: dist.Store, place: Place, timeout: timedelta) -> str:
+    """A name that rank 0 made for these processes, told to each that asks with a word of its own.
+
+    Nothing that ranks of an earlier round left in the store answers such a question, and no rank 0
+    that has ended does.
+
+    Errors   ClusterError naming who did not ask
+    """
+    if place.rank:
+        word = secrets.token_hex(8)
+        store.set(f"asks/{place.rank}", word)
+        store.wait([f"told/{word}"], timeout)
+        name = store.get(f"told/{word}").decode()
+        store.set(f"{name}/came/{place.rank}", "")
+        return name
+    name, until_s = f"round-{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds()
+    told: dict[int, str] = {}
+    away = list(range(1, place.size))
+    while away:
+        for rank in away:
+            key = f"asks/{rank}"
+            asked = store.get(key).decode() if store.check([key]) else ""
+            if asked != told.get(rank, ""):
+                told[rank] = asked  # of who asked and died, another word follows
+                store.set(f"told/{asked}", name)
+        away = [rank for rank in away if not store.check([f"{name}/came/{rank}"])]
+        if away and time.monotonic() > until_s:
+            raise ClusterError(
+                f"rank{'s' * (len(away) > 1)} {', '.join(map(str, away))} of {place.size} did not "
+                f"come to {place.meets_at} within {timeout.total_seconds():g} s "
+                f"({place.started_by}); look at what they print"
+            )
+        time.sleep(LOOK_S if away else 0)
+    return name
 
 
 def _torchs(place: Place, listener: socket.socket | None, timeout: timedelta) -> dist.Store:

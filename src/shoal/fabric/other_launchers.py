@@ -1,16 +1,26 @@
 """Where a process stands that torchrun, Slurm or Kubernetes started, read from its environment.
 
 RANK, WORLD_SIZE, MASTER_ADDR   torchrun, Kubernetes · SLURM_PROCID, SLURM_NTASKS   srun
+
+torchrun's agents count restarts each for itself: one that came later has counted none, and a change
+of members is none (torch 2.13, `_invoke_run`). So its count names no meeting that all ranks know;
+each round has a store of its own, or the agents' store, where a name is agreed (meeting_point.py).
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.token import find_token
+
+PR_SET_PDEATHSIG = 1
 
 
 def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
@@ -21,6 +31,7 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = _number(env, "RANK")
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        elastic = "TORCHELASTIC_RUN_ID" in env  # a JobSet sets the count alone, the same for all
         return {
             "rank": rank,
             "size": _number(env, "WORLD_SIZE"),
@@ -30,7 +41,7 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
             "host": env.get("MASTER_ADDR", "127.0.0.1"),
             "port": _number(env, "MASTER_PORT", "29500"),
             "hosts_store": rank == 0 and not agent_store,
-            "attempt": env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            "attempt": "" if elastic else env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             "agent_store": agent_store,
             "token": find_token(env),
         }
@@ -51,6 +62,19 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
             "token": find_token(env),
         }
     return {}
+
+
+def end_with_agent(env: Mapping[str, str]) -> None:
+    """Have the kernel kill this process when the torchrun agent ends that started it (Linux).
+
+    An agent that is killed leaves its workers behind: they would train on, in the way of the next.
+    """
+    agent = os.getppid()
+    if "TORCHELASTIC_RUN_ID" not in env or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:  # it ended before it was asked for
+        os._exit(1)
 
 
 def first_host(nodelist: str) -> str:

@@ -156,7 +156,8 @@ def first_death(workers: Sequence[Worker]) -> Death | None:
     """The failure that the others followed from; None while there is none, or it is too early.
 
     A worker that reported an error counts even if it hangs on its way out. While the only failures
-    are those of ranks that lost a peer, the peer's own death is awaited for half a second.
+    are those of ranks that lost a peer, the peer's own death is awaited for half a second; then one
+    that ended well is it, if there is.
     """
     found = [death for worker in workers if (death := _death_of(worker)) is not None]
     if not found:
@@ -165,7 +166,15 @@ def first_death(workers: Sequence[Worker]) -> Death | None:
     others_run = any(worker.code is None for worker in workers)
     if best.lost_peer and others_run and time.time() - best.seen_s < EXIT_PATIENCE_S:
         return None
-    return best
+    left = [worker for worker in workers if worker.code == 0]
+    return _left(min(left, key=lambda worker: worker.ended_s)) if best.lost_peer and left else best
+
+
+def _left(worker: Worker) -> Death:
+    """Of a rank that ended as if all were done, while the others lost it."""
+    line = "it left before the run was over, without a word: something in it calls os._exit(0)"
+    log, seen_s = worker.log_path, worker.ended_s
+    return Death(worker.rank, worker.pid, 0, line, line, log, False, seen_s)
 
 
 def certain_text(death: Death, processes: int) -> str:

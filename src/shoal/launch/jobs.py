@@ -157,7 +157,8 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
 def kubernetes(job: Job, *, kind: str, image: str, claim: str, token: str) -> list[dict[str, Any]]:
     """The documents of a job on Kubernetes: a secret with the token, and the job.
 
-    kind    jobset (JobSet's controller) or trainjob (Kubeflow Trainer's, runtime torch-distributed)
+    kind    jobset (JobSet's controller) or trainjob (Kubeflow Trainer's of 2.2 and newer, runtime
+            torch-distributed; older ones name what is patched in other words)
     claim   the PersistentVolumeClaim where runs are kept, mounted at /runs
     """
     secret = {
@@ -254,13 +255,14 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "env": container["env"],
         "resourcesPerNode": container["resources"],
     }
-    # Probes and the grace of pods are the runtime's own: a TrainJob cannot say them.
+    # Probes are the runtime's own: a TrainJob cannot say them.
     pods = {
-        "targetJobs": [{"name": "node"}],
-        "spec": {
-            "volumes": _volumes(claim),
-            "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
-        },
+        "terminationGracePeriodSeconds": job.grace_s,
+        "volumes": _volumes(claim),
+        "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
+    }
+    patch = {
+        "replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pods}}}}]
     }
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -269,7 +271,12 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": trainer,
-            "podTemplateOverrides": [pods],
+            "runtimePatches": [
+                {
+                    "manager": "shoal.dev/launch",
+                    "trainingRuntimeSpec": {"template": {"spec": patch}},
+                }
+            ],
         },
     }
 

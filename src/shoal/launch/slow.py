@@ -9,6 +9,12 @@ nobody waits. Over `STEPS` steps a rank stands out in a part
     than `SHARE` of its step and by `LEAST_S`, and
     if of all ranks it waits least, and the others wait for most of that time.
 
+Where ranks have different work by the plan, as stages of a pipeline have in their passes and in the
+update, a rank's time there is compared with its own of calm windows before (at most `CALM` of
+them), times what the others' work became meanwhile: it stands out if it exceeds that as above, and
+the others wait so much longer than they did, by `ROSE` of it. Not more is asked: a stage that had
+time to spare eats that first.
+
 In two windows in a row it is told, once; again only after it was like the others for as long. One
 long step changes no median, and where all ranks are disturbed alike none waits least for it.
 
@@ -22,9 +28,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from shoal.base.events import Emit
 from shoal.base.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE
@@ -35,8 +42,13 @@ STEPS, WINDOWS = 16, 2
 SHARE, LEAST_S, WAITED = 0.15, 0.002, 0.5
 """Of a step, and seconds a step, that are worth a word · the share of them that others wait."""
 
+CALM, ROSE = 8, 0.25
+"""Windows in which nobody stood out, of which a stage's usual times are made · see above."""
+
 Row = Sequence[float]
-"""A step of one rank: seconds by part without waiting, then waiting (`Watched.steps`)."""
+"""A step of one rank: seconds by part without waiting, then waiting; signs as in a page."""
+Usual = Sequence[Row]
+"""By rank: what it takes in each part and waits in a step, without signs."""
 
 
 @dataclass(frozen=True)
@@ -49,33 +61,73 @@ class Slow:
     share: float
 
 
-def stands_out(window: Sequence[Sequence[Row]]) -> list[Slow]:
+def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> list[Slow]:
     """Ranks that the others wait for, by `window[step][rank]`; the longest first.
+
+    usual   of windows before, for parts in which ranks have different work
 
     >>> ahead, late = (0, 0.01, 0.02, 0, 0, 0, 0, 0.05), (0, 0.06, 0.02, 0, 0, 0, 0, 0)
     >>> (one,) = stands_out([[ahead, late]] * 16)
     >>> one.rank, PARTS[one.part], round(one.extra_s, 3)
     (1, 'data', 0.05)
     """
-    ranks = range(len(window[0]))
-    # Whatever a rank does between its passes and its update, it waits there for the others.
-    waits_s = [median(step[rank][WAIT] + step[rank][SUM] for step in window) for rank in ranks]
+    now = usual_of(window)
+    waits_s = [row[WAIT] for row in now]
+    differ = {part for step in window for row in step for part in range(WAIT) if row[part] < 0}
     found = []
-    for rank in ranks:
-        others = [other for other in ranks if other != rank]
+    for rank, own in enumerate(now):
+        others = [other for other in range(len(now)) if other != rank]
         waited_s = median(waits_s[other] for other in others) - waits_s[rank]
-        if waits_s[rank] > min(waits_s):
-            continue
-        whole_s = median(math.fsum(one for one in step[rank] if one == one) for step in window)
+        least = waits_s[rank] <= min(waits_s)
+        load, rose_s = _since(usual, now, others) if usual else (1.0, 0.0)
+        whole_s = median(math.fsum(abs(one) for one in step[rank] if one == one) for step in window)
         for part in (DATA, PASSES, BACKWARD, UPDATE, HOOKS):
-            if any(step[one][part] != step[one][part] for step in window for one in ranks):
+            if any(row[part] != row[part] for row in now):
                 continue  # NaN: not to be compared
-            extra_s = median(
-                step[rank][part] - median(step[other][part] for other in others) for step in window
-            )
-            if extra_s > max(LEAST_S, SHARE * whole_s) and waited_s > WAITED * extra_s:
+            if part not in differ:
+                extra_s = median(
+                    step[rank][part] - median(step[other][part] for other in others)
+                    for step in window
+                )
+                waited = least and waited_s > WAITED * extra_s
+                waited = waited or (bool(differ) and rose_s > WAITED * extra_s)
+            elif usual:
+                extra_s = own[part] - load * usual[rank][part]
+                waited = rose_s > ROSE * extra_s
+            else:
+                continue
+            if waited and extra_s > max(LEAST_S, SHARE * whole_s):
                 found.append(Slow(rank, part, extra_s, extra_s / whole_s))
     return sorted(found, key=lambda one: -one.extra_s)
+
+
+def usual_of(
+    window: Sequence[Sequence[Row]], middle: Callable[[list[float]], float] = median
+) -> Usual:
+    """The median of each rank's steps, part by part; NaN where one of them is."""
+
+    def of(values: Iterable[float]) -> float:
+        known = [abs(one) for one in values]
+        return math.nan if any(one != one for one in known) else middle(known)
+
+    ranks, parts = range(len(window[0])), range(WAIT + 1)
+    return [[of(step[rank][part] for step in window) for part in parts] for rank in ranks]
+
+
+def _met(row: Row) -> Row:
+    """Whatever a rank does between its passes and its update, it waits there for the others."""
+    return [*row[:SUM], 0.0, *row[SUM + 1 : WAIT], row[WAIT] + row[SUM]]
+
+
+def _since(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, float]:
+    """(times what the others' work became, seconds by which they wait longer) since `usual`."""
+
+    def work_s(row: Row) -> float:
+        return math.fsum(row[:WAIT])
+
+    times = [work_s(now[one]) / work_s(usual[one]) for one in others if work_s(usual[one]) > 0]
+    load = median(times) if times else 1.0
+    return load, median(now[one][WAIT] - load * usual[one][WAIT] for one in others)
 
 
 class SlowRanks:
@@ -92,6 +144,7 @@ class SlowRanks:
         """Ranks start; what they did before counts no more."""
         self.told: set[tuple[int, int]] = set()
         self._in_a_row: dict[tuple[int, int], int] = {}
+        self._calm: deque[Usual] = deque(maxlen=CALM)
         self._next = 0
 
     def look(self, pages: Sequence[Watched], steps: Sequence[int]) -> None:
@@ -111,10 +164,12 @@ class SlowRanks:
         if not all(number in rows for rows in kept for number in numbers):
             return
         separate = any(rows[last][BACKWARD] for rows in kept)
-        found = {
-            (one.rank, one.part): one
-            for one in stands_out([[rows[number] for rows in kept] for number in numbers])
-        }
+        window = [[_met(rows[number]) for rows in kept] for number in numbers]
+        # The lower of two: one may hold the first slow steps.
+        usual = usual_of(self._calm, median_low) if self._calm else None
+        found = {(one.rank, one.part): one for one in stands_out(window, usual)}
+        if not found:
+            self._calm.append(usual_of(window))
         for key in {*found, *self._in_a_row, *self.told}:
             before = self._in_a_row.get(key, 0)
             now = (max(0, before) + 1) if key in found else (min(0, before) - 1)

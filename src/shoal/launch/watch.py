@@ -327,6 +327,10 @@ class Watch:
         if culprit.together:
             kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
         deadline_s = self.learnt.deadline_s(kind)
+        if kind == MERGE and culprit.of.answer is not None and not culprit.certain:
+            # It runs, and waits for other islands, by a deadline of its own: theirs is the fault.
+            self._next_s = silence_s + deadline_s
+            return
         self._found = culprit.hang(kind, deadline_s)
         self._found_seen = seen
         self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)

@@ -22,7 +22,7 @@ from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer.bit_sums import fingerprint, here
 from shoal.trainer.drift import Drift
-from shoal.trainer.module_guard import layers_of, refuse_unlike
+from shoal.trainer.module_guard import layers_of
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
@@ -149,48 +149,13 @@ class Touched:
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
         self.drift.agree(said[SAYS:], alone=True)
         written, weights, groups, training, trains, rates, layers = said[:SAYS]
-        unlike = len(set(zip(groups, weights, strict=True))) > len(set(groups))
-        if 1.0 not in written and (unlike or any(written)) and self.drift.on:
-            from shoal.trainer.drift_told import one_element_differs
+        same = all(len(set(one)) == 1 for one in (written, training, rates))
+        for own in (weights, trains, layers):
+            same &= len(set(zip(groups, own, strict=True))) == len(set(groups))
+        if not same or UNCOUNTED in written:
+            from shoal.trainer.touched_told import refuse_unlike_ranks
 
-            one_element_differs(self.drift, self.drift.look_now(step - 1))
-        written = [float(one > 0) for one in written]
-        if len(set(written)) > 1:
-            raise ConfigError(
-                f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
-                f"on {_ranks(written, 0)}; nearest: the same change on every rank"
-            )
-        first: dict[float, int] = {}
-        for rank, (group, value) in enumerate(zip(groups, weights, strict=True)):
-            other = first.setdefault(group, rank)
-            if weights[other] != value:
-                raise ConfigError(
-                    f"step {step}: weights on rank {rank} are not those on rank {other}: they "
-                    f"were changed beside the run, or by the model's own forward pass, by each "
-                    f"rank for itself; nearest: the same change on every rank (seed it), or before "
-                    f"shoal.parallelize"
-                )
-        if len(set(rates)) > 1:
-            told = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
-            raise ConfigError(
-                f"optimizer: the learning rate is {told}: a scheduler follows what only its own "
-                f"rank has seen; nearest: scheduler.step(result.loss), which all ranks share"
-            )
-        by_group: dict[float, float] = {}
-        for group, count in zip(groups, trains, strict=True):
-            if by_group.setdefault(group, count) != count:
-                raise ConfigError(
-                    f"step {step}: ranks train unlike numbers of parameters ("
-                    f"{', '.join(f'{n:.0f}' for n in trains)} by rank): some were frozen on some "
-                    f"ranks only; nearest: requires_grad_() before shoal.parallelize, on every rank"
-                )
-        if len(set(zip(groups, layers, strict=True))) > len(set(groups)):
-            refuse_unlike(self.program.module, self.program.replicas, step)
-        if len(set(training)) > 1:
-            raise ConfigError(
-                f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
-                f"evaluation mode on {_ranks(training, 0)}; nearest: model.train() on every rank"
-            )
+            refuse_unlike_ranks(self, step, said[:SAYS])
         self.drift.agree(said[SAYS:])
 
     def after(self, following: int = 0) -> None:
@@ -321,8 +286,3 @@ def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
 def is_read(step: int) -> bool:
     """Whether all weights are read before this step: 1, 2, 4, 8, …"""
     return step > 0 and step & (step - 1) == 0
-
-
-def _ranks(flags: Sequence[float], value: float) -> str:
-    found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"

@@ -21,7 +21,15 @@ from typing import Any
 from shoal.base.lines import Record, is_number
 from shoal.base.units import seconds_text
 from shoal.checkpoint.lease import read_owner
-from shoal.view.events import DAMAGED, died_text, event_text, printable, signal_text, slow_text
+from shoal.view.events import (
+    DAMAGED,
+    died_text,
+    event_text,
+    leaps_out,
+    printable,
+    signal_text,
+    slow_text,
+)
 from shoal.view.folder import RunFolder
 
 WATCHED = "ended by the watch"
@@ -149,6 +157,16 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "tail -n 50 {log}",
     ),
     (
+        r"islands?: .*(silent|given up after|is lost|are lost)",
+        "another island ended, hangs, or the link to it broke; it is no cause of its own",
+        "shoal diagnose {all}",
+    ),
+    (
+        r"calls os\._exit",
+        "code of the user's, or a library's, ends that process; the others were not done",
+        "tail -n 50 {log}",
+    ),
+    (
         r"closed by peer|reset by peer|Connection refused|timed out waiting|did not come to|"
         r"remote process exited|ConnectionError",
         "the link to another rank broke, or that rank ended; it is no cause of its own",
@@ -181,6 +199,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         "toml": shlex.quote(str(folder / "run.toml")),
         "log": log,
         "logs": f"{shlex.quote(str(folder))}/logs/rank-*.log",
+        "all": shlex.quote(str(folder.parent)),
     }
     why, command = "", "tail -n 50 {log}"
     for pattern, cause, next_command in CAUSES:
@@ -343,6 +362,21 @@ def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None
     )
 
 
+LEAPT = "loss or gradient norm leaps out of the last steps: samples that are unlike the others"
+
+
+def _skipped(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    broken = "numbers that are not finite, made of the samples that are named"
+    why = LEAPT if leaps_out(event) else broken
+    return _said("step_skipped", why)(event, after, folder)
+
+
+def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    """The update was made: what it did to the weights stays."""
+    told = _said("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
+    return told(event, after, folder)
+
+
 def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
     """A device whose allocator's free memory lay apart when the run ended."""
     told, _, pieces = str(event.get("allocator") or "").partition("; ")
@@ -388,10 +422,9 @@ LOOKS: dict[str, Look] = {
     "checkpoint_failed": _not_saved,
     "stop_requested": _stopped,
     "resumed": _resumed,
-    "step_skipped": _said(
-        "step_skipped",
-        "numbers that are not finite, made of the samples that are named",
-    ),
+    "step_skipped": _skipped,
+    "spike": _leapt,
+    "rewound": _said("rewound", LEAPT),
     "run_finished": _in_pieces,
     LEFT_OUT: _said(
         LEFT_OUT,

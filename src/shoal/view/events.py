@@ -140,6 +140,15 @@ def _folder_name(event: Record) -> str:
     return found[0] if found else folder
 
 
+def leaps_out(event: Record) -> bool:
+    """Whether a step was skipped for numbers that are finite and out of order (trainer/skips.py).
+
+    >>> leaps_out({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
+    True
+    """
+    return bool(re.search(r"deviations above|, the usual one", str(event.get("reason"))))
+
+
 def _skipped(event: Record) -> str:
     culprits = [_culprit(culprit) for culprit in event.get("culprits") or [event]]
     where = "; ".join(culprit for culprit in culprits if culprit)

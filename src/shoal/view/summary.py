@@ -15,6 +15,7 @@ from shoal.base.units import bytes_text, count_text, seconds_text
 from shoal.view.events import (
     DAMAGED,
     died_text,
+    leaps_out,
     left_out_text,
     number_text,
     numbers_text,
@@ -247,8 +248,13 @@ def _restarts(events: list[Record]) -> str:
 
 
 def _skipped(events: list[Record]) -> str:
-    steps = sorted({event["step"] for event in _named(events, "step_skipped") if "step" in event})
-    return f"{len(steps)}, non-finite: {numbers_text(steps)}" if steps else ""
+    """How many, by what was wrong with them."""
+    told = [event for event in _named(events, "step_skipped") if "step" in event]
+    leapt = sorted({event["step"] for event in told if leaps_out(event)})
+    broken = sorted({event["step"] for event in told} - set(leapt))
+    parts = {"non-finite": broken, "leapt out": leapt}
+    words = [f"{name}: {numbers_text(steps)}" for name, steps in parts.items() if steps]
+    return ", ".join([str(len(broken) + len(leapt)), *words]) if words else ""
 
 
 def _left_out(events: list[Record]) -> str:

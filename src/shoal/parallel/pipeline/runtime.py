@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shoal.base import phases
 from shoal.base.actions import Action, Schedule
 from shoal.base.errors import BugError, PlanError
 from shoal.fabric import World
@@ -205,7 +206,9 @@ class _Step:
             if act.kind == "F":
                 made, form = self._forward(act, tensors, form)
             else:
+                phases.part(phases.BACKWARD)
                 made, form = self._backward(act, tensors), ()
+                phases.part(phases.PASSES)
         self._give(given(self.schedule, act), made, form)
 
     def _take(self, message: Message | None) -> tuple[list[torch.Tensor], Form]:

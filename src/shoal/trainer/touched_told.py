@@ -1,0 +1,77 @@
+"""Names what `touched.py` saw: on which ranks weights, rates or modes are other than on the others.
+
+Loaded when something is wrong, or when weights changed and no write was counted. Every rank has
+what all of them said, and comes to the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program
+from shoal.trainer.drift import Drift
+from shoal.trainer.drift_told import one_element_differs
+from shoal.trainer.module_guard import refuse_unlike
+
+
+class Touching(Protocol):
+    """What of a `Touched` is needed."""
+
+    program: Program
+    drift: Drift
+
+
+def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[float]]) -> None:
+    """Raise for ranks that would train different models; every rank calls it.
+
+    said     what `Touched.says` gave, a list over ranks for each number
+    Errors   ClusterError for one element that differs, ConfigError for all that users' code does
+    """
+    written, weights, groups, training, trains, rates, layers = said
+    unlike = len(set(zip(groups, weights, strict=True))) > len(set(groups))
+    if 1.0 not in written and (unlike or any(written)) and touched.drift.on:
+        one_element_differs(touched.drift, touched.drift.look_now(step - 1))
+    written = [float(one > 0) for one in written]
+    if len(set(written)) > 1:
+        raise ConfigError(
+            f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
+            f"on {_ranks(written, 0)}; nearest: the same change on every rank"
+        )
+    first: dict[float, int] = {}
+    for rank, (group, value) in enumerate(zip(groups, weights, strict=True)):
+        other = first.setdefault(group, rank)
+        if weights[other] != value:
+            raise ConfigError(
+                f"step {step}: weights on rank {rank} are not those on rank {other}: they "
+                f"were changed beside the run, or by the model's own forward pass, by each "
+                f"rank for itself; nearest: the same change on every rank (seed it), or before "
+                f"shoal.parallelize"
+            )
+    if len(set(rates)) > 1:
+        told = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
+        raise ConfigError(
+            f"optimizer: the learning rate is {told}: a scheduler follows what only its own "
+            f"rank has seen; nearest: scheduler.step(result.loss), which all ranks share"
+        )
+    by_group: dict[float, float] = {}
+    for group, count in zip(groups, trains, strict=True):
+        if by_group.setdefault(group, count) != count:
+            raise ConfigError(
+                f"step {step}: ranks train unlike numbers of parameters ("
+                f"{', '.join(f'{n:.0f}' for n in trains)} by rank): some were frozen on some "
+                f"ranks only; nearest: requires_grad_() before shoal.parallelize, on every rank"
+            )
+    if len(set(zip(groups, layers, strict=True))) > len(set(groups)):
+        refuse_unlike(touched.program.module, touched.program.replicas, step)
+    if len(set(training)) > 1:
+        raise ConfigError(
+            f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
+            f"evaluation mode on {_ranks(training, 0)}; nearest: model.train() on every rank"
+        )
+
+
+def _ranks(flags: Sequence[float], value: float) -> str:
+    found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"

@@ -1,0 +1,56 @@
+"""Workers that torchrun starts again meet under a name of their own in its agents' store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError
+from shoal.fabric.meeting_point import agreed_name
+from shoal.fabric.process_info import Place, find_place
+
+
+def named(store: dist.Store, size: int, timeout_s: float = 10.0) -> list[str]:
+    """The names that `size` ranks agree on, by rank."""
+    names = [""] * size
+
+    def ask(rank: int) -> None:
+        place = Place(rank=rank, size=size)
+        names[rank] = agreed_name(store, place, timedelta(seconds=timeout_s))
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return names
+
+
+def test_each_round_has_a_name_whoever_died_in_the_one_before() -> None:
+    store = dist.HashStore()
+    store.set("asks/1", "a word of a rank that died before it was answered")
+    first = named(store, 3)
+    assert len(set(first)) == 1
+    second = named(store, 2)
+    assert len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+def test_who_stays_away_is_named() -> None:
+    store = dist.HashStore()
+    store.set("asks/1", "a word of a rank that died")
+    with pytest.raises(ClusterError) as caught:
+        agreed_name(store, Place(rank=0, size=3, started_by="torchrun"), timedelta(seconds=0.2))
+    assert str(caught.value) == (
+        "ranks 1, 2 of 3 did not come to 127.0.0.1:0 within 0.2 s (torchrun); look at what they print"
+    )
+
+
+def test_torchruns_own_counts_of_restarts_name_no_meeting() -> None:
+    """An agent that came later has counted none; a JobSet's count is the same for all."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert find_place(env).attempt == "3"
+    assert find_place({**env, "TORCHELASTIC_RUN_ID": "j1"}).attempt == ""
