@@ -36,6 +36,8 @@ from shoal.view.own_script import in_a_script, is_of_a_script
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
 LEFT_OUT = "sample_left_out"
+NOTES = ("resumed", "fragmentation")
+"""Advice that makes nothing faster."""
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -100,7 +102,7 @@ def text_of(folder: Path, found: list[Finding]) -> str:
         lines += _shown(f"{number}. ", one)
     for one in found:
         if one.advice:
-            lines += _shown("note: " if one.kind == "resumed" else "faster: ", one)
+            lines += _shown("note: " if one.kind in NOTES else "faster: ", one)
     return "\n".join(lines)
 
 
