@@ -43,7 +43,7 @@ CLEAN: dict[str, tuple[str, ...]] = {
     "hsdp": ("layout.strategy=hsdp", "launch.processes=4"),
     "tp": ("layout.tp=2",),
     "pp": ("layout.pp=2",),
-    "tp and fsdp": ("layout.tp=2", "launch.processes=4"),
+    "tp and ddp": ("layout.tp=2", "layout.dp_replicate=2", "launch.processes=4"),
     "ddp in bf16": ("layout.strategy=ddp", "precision.compute=bf16"),
     "fsdp in bf16": ("layout.strategy=fsdp", "precision.compute=bf16"),
     "pp in bf16": ("layout.pp=2", "precision.compute=bf16"),
@@ -67,8 +67,9 @@ import torch
 import shoal
 
 model = faulty.build()
+loss = shoal.mean_of_samples(torch.nn.functional.cross_entropy)
 run = shoal.parallelize(
-    model, torch.optim.AdamW(model.parameters()), torch.nn.functional.cross_entropy,
+    model, torch.optim.AdamW(model.parameters()), loss,
     folder=Path("runs/run"), batch=8, micro_batch=2,
 )
 data = faulty.Samples()

@@ -32,14 +32,28 @@ def dawdle(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[Comman
     return command, output
 
 
-@pytest.mark.parametrize("part", ["data", "forward"])
-def test_a_slow_rank_is_named_with_the_part_of_the_step(tmp_path: Path, part: str) -> None:
-    asked = {"part": part, "rank": 1, "extra_s": 0.02}
-    command, output = dawdle(tmp_path, asked, "layout.strategy=ddp")
+STAGES = {"passes": 2, "samples": 4, "heavy": 0}
+"""A pipeline of which the first stage has twice as much to do in its passes."""
+
+
+@pytest.mark.parametrize(
+    ("part", "layout", "more"),
+    [
+        ("data", "layout.strategy=ddp", {}),
+        ("forward", "layout.strategy=ddp", {}),
+        ("backward", "layout.pp=2", STAGES),
+    ],
+)
+def test_a_slow_rank_is_named_with_the_part_of_the_step(
+    tmp_path: Path, part: str, layout: str, more: dict[str, Any]
+) -> None:
+    extra_s = 0.03 if more else 0.02
+    asked = {"part": part, "rank": 1, "extra_s": extra_s, **more}
+    command, output = dawdle(tmp_path, asked, layout)
     (told,) = command.events("slow_rank")
     assert (told["rank"], told["phase"]) == (1, part)
     assert AFTER < told["step"] <= AFTER + 50
-    assert 0.015 < told["extra_s"] < 0.03
+    assert 0.75 * extra_s < told["extra_s"] < 1.5 * extra_s
     assert f"rank 1 on {told['host']} is slow in {part}" in output
     assert f"all wait for rank 1 ({part})" in " ".join(output.split())
     (found,) = diagnose(command.run)
