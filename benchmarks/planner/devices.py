@@ -34,6 +34,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from processes import machine, run_together  # noqa: E402
 
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "proof"))
+from source import source_hash  # noqa: E402
+
 import shoal  # noqa: E402
 from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
@@ -269,11 +272,19 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
 
 
 def limits(models: list[str], out: str) -> int:
-    """Layouts × models × limits: does what fits live, and what does not die?"""
-    rows = []
+    """Layouts × models × limits: does what fits live, and what does not die?
+
+    Rows that the file has of this source are not run again: a start that was ended goes on.
+    """
+    source, path = source_hash(), Path(out)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    rows = kept["rows"] if kept.get("source") == source else []
+    there = {(one["model"], one["layout"], one["limited"]) for one in rows}
     for name in models:
         for kind in LAYOUTS:
             for where in LIMITS:
+                if (name, kind, where) in there:
+                    continue
                 with tempfile.TemporaryDirectory() as folder:
                     file = Path(folder) / "row.json"
                     words = [str(HERE / "devices.py"), "--limited", name, kind, where]
@@ -289,7 +300,8 @@ def limits(models: list[str], out: str) -> int:
                     {"model": name, "layout": kind, "limited": where, "lives": lives, **told}
                 )
                 print(name, kind, where, told["verdict"], "lives" if lives else "dies", flush=True)
-                Path(out).write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+                document = {"machine": machine(), "source": source, "rows": rows}
+                path.write_text(json.dumps(document, indent=1))
     wrong = [r for r in rows if r["verdict"] == "fits" and not r["lives"]]
     timid = [r for r in rows if r["verdict"] == "no" and r["lives"]]
     print(f"{len(rows)} runs: {len(wrong)} die that fit; {len(timid)} live that do not")

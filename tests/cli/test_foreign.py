@@ -77,4 +77,9 @@ def test_a_job_whose_nodes_became_more_goes_on_although_nothing_failed(tmp_path:
     save(first.folder)
     assert continued(arguments, None, job, 0)[1] == first.folder
     assert continued(arguments, None, {**job, "TORCHELASTIC_RUN_ID": "j2"}, 0)[1] is None
-    assert continued(arguments, None, TORCHRUN, 0)[1] is None, "nobody named these"
+    with pytest.raises(ConfigError) as caught:
+        continued(arguments, None, TORCHRUN, 0)
+    assert str(caught.value) == (
+        "run.name = mine: runs/mine holds a run already; to go on with it: --resume runs/mine; so "
+        "that it goes on by itself when nodes come or leave: torchrun --rdzv-id=mine"
+    )

@@ -7,7 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "pitfalls.md"
 
@@ -19,7 +23,7 @@ def section(title: str) -> tuple[str, list[str]]:
     return program, re.findall(r"^shoal .*$", text, re.MULTILINE)
 
 
-def ran(command: str, folder: Path) -> tuple[int, str]:
+def ran(command: str, folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "shoal", *shlex.split(command)[1:]],
         cwd=folder,
@@ -27,7 +31,7 @@ def ran(command: str, folder: Path) -> tuple[int, str]:
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
+        env={**environ, "PYTHONPATH": f"{folder}:{environ.get('PYTHONPATH', '')}"},
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -44,3 +48,32 @@ def test_a_deadlock_is_caused_detected_and_mended(tmp_path: Path) -> None:
     assert f"torch.distributed.barrier (stuck.py:{line}), rank 0 in all_reduce" in told
     last = [text for code, text in ended[2:] if not code][-1]
     assert "nothing wrong" in last
+
+
+def told(
+    title: str, name: str, folder: Path, *, wrong: bool = False, **more: Any
+) -> tuple[str, str]:
+    """What `diagnose` says of the run that has a pitfall, and of the mended one."""
+    program, commands = section(title)
+    (folder / name).write_text(program)
+    ended = [ran(command, folder, **more) for command in commands]
+    assert [code for code, _ in ended] == [0, int(wrong), 0, 0], ended
+    return ended[1][1], ended[3][1]
+
+
+@pytest.mark.proof
+def test_a_communication_bottleneck_is_caused_detected_and_mended(tmp_path: Path) -> None:
+    def share(text: str) -> int:
+        found = re.search(r"faster: communication takes (\d+)% of a step", text)
+        return int(found[1]) if found else 0  # below a fifth, nothing is said
+
+    starved, fed = map(share, told("Communication", "wide.py", tmp_path))
+    assert starved >= 40, "most of a step"
+    assert fed <= 0.6 * starved, "on a machine that others use too, some waits stay"
+
+
+def test_an_imbalance_is_caused_detected_and_mended(tmp_path: Path) -> None:
+    uneven, even = told("Load imbalance", "uneven.py", tmp_path, wrong=True)
+    assert re.search(r"rank 1 on \S+ is slow in data: \d", uneven), uneven
+    assert "data.workers=2" in uneven
+    assert "is slow" not in even

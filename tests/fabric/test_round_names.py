@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
 from shoal.fabric.meeting_point import agreed_name
+from shoal.fabric.other_launchers import end_with_agent
 from shoal.fabric.process_info import Place, find_place
 
 
@@ -54,3 +60,36 @@ def test_torchruns_own_counts_of_restarts_name_no_meeting() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
     assert find_place(env).attempt == "3"
     assert find_place({**env, "TORCHELASTIC_RUN_ID": "j1"}).attempt == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+@pytest.mark.parametrize("started_by_agent", [True, False])
+def test_a_worker_ends_with_its_agent(started_by_agent: bool) -> None:
+    """The control is a process that a shell started, which may go on without it."""
+    told, tell = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        if os.fork() == 0:
+            end_with_agent({"TORCHELASTIC_RUN_ID": "job"} if started_by_agent else {})
+            os.write(tell, f"{os.getpid()}\n".encode())
+        time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(told, 32))
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    until_s = time.monotonic() + (10 if started_by_agent else 0.3)
+    while _lives(worker) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert _lives(worker) is not started_by_agent
+    if not started_by_agent:
+        os.kill(worker, signal.SIGKILL)
+    os.close(told)
+    os.close(tell)
+
+
+def _lives(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

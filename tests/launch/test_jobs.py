@@ -99,8 +99,8 @@ def test_documents_are_read_as_they_were_meant(kind: str) -> None:
         assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (2, 4)
         assert '--node "$PET_NODE_RANK"' in command[2]
         (patch,) = spec["runtimePatches"]
-        (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-        pod = node["template"]["spec"]["template"]["spec"]
+        (pods,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = pods["template"]["spec"]["template"]["spec"]
         assert pod["terminationGracePeriodSeconds"] == 90
         volumes, mounts = pod["volumes"], pod["containers"][0]["volumeMounts"]
     assert command[:2] == ["sh", "-c"]

@@ -14,7 +14,7 @@ from shoal.launch import jobs
 pytestmark = pytest.mark.proof
 JOB = jobs.Job(("run.toml", "train.steps=5"), "night", nodes=2, processes=4, gpus=4, grace_s=90)
 PLAIN = jobs.Job(("run.toml",), "cpu")
-VERSIONS = ("1.31", "1.34", "1.36")
+VERSIONS = ("1.31", "1.34", "1.37")
 
 
 def documents(job: jobs.Job, kind: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -360,6 +361,39 @@ def test_an_island_that_runs_and_waits_for_others_is_not_at_fault(
             asked = page.asked
             page.answer(asked, {"stacks": "", "place": "links.py:1"})
     assert events == ["hang"] * (not runs)
+    one.close()
+
+
+@pytest.mark.parametrize(("stands", "hangs"), [(True, True), (False, False)])
+def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stands: bool, hangs: bool
+) -> None:
+    """It may make collectives that no page tells of: its stacks say that it goes on. Told, it is
+    left alone for as long as it likes."""
+    now_s = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
+    events: list[dict[str, Any]] = []
+    one = Watch(tmp_path, lambda event, **fields: events.append(fields), math.inf, twice=True)
+    (path,) = one.begin(1)
+    page = Page.open({PAGE_VARIABLE: path})
+    assert page is not None
+    workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
+    for step in range(1, 30):
+        now_s[0] += 0.11
+        page.stepped(step)
+        assert one.look(workers) is None
+    answered = 0
+    for turn in range(10_000):
+        now_s[0] += 0.11
+        if page.asked != answered:
+            answered = page.asked
+            page.answer(answered, {"stacks": "line 7" if stands else f"line {turn}"})
+        assert one.look(workers) is None, "it may be slow for ever"
+    assert [event["rank"] for event in events] == [0] * hangs
+    assert [event["ends_in_s"] for event in events] == [None] * hangs
+    page.leave()
+    now_s[0] += 1.0
+    assert one.look(workers) is None
     one.close()
 
 

@@ -113,7 +113,7 @@ def test_what_is_offloaded_is_in_the_host() -> None:
 
 
 def test_a_layer_that_is_checked_counts_whole_in_float64() -> None:
-    """Under tp and cp; of a model in which nothing repeats all of it, and its largest gradient."""
+    """Under tp and cp: a layer, its largest gradient, and under tp a part of that beside it."""
     node = parse_machines("8xH100")
     layers = [
         UnitFacts(str(n), 1, parameters=size, operations=1, block="-")
@@ -122,12 +122,12 @@ def test_a_layer_that_is_checked_counts_whole_in_float64() -> None:
     bare = case_on(node, "llama-3-8b", Layout(tp=8))
     bare = replace(bare, model=replace(bare.model, units=tuple(layers)))
     context = node.device.reserved_bytes
-    assert instants(bare)["checking"].device_bytes - context == pytest.approx(8 * 7e9)
+    assert instants(bare)["checking"].device_bytes - context == pytest.approx(8 * 7.375e9)
     staged = replace(bare, plan=replace(bare.plan, layout=Layout(tp=4, pp=2)))
-    assert instants(staged)["checking"].device_bytes - context == pytest.approx(8 * 6e9)
+    assert instants(staged)["checking"].device_bytes - context == pytest.approx(8 * 6.75e9)
     assert "checking" not in instants(bare.but(layout=FSDP))
     told = candidate(bare)
-    assert told.verdict.instant != "checking"  # 56 of 80 GB: fits
+    assert told.verdict.instant != "checking"  # 59 of 80 GB: fits
     larger = replace(bare, model=replace(bare.model, units=(layers[1],) * 3))
     told = candidate(larger)
     assert (told.verdict.word, told.verdict.instant) == ("no", "checking")

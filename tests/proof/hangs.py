@@ -1,6 +1,10 @@
 """Sixty hangs of the real command: is the right rank told, in time, and does the run go on?
 
     python tests/proof/hangs.py [--seconds 3000] [--out docs/proof/hangs.json] [--only ddp,pp]
+                                [--simulated]
+
+--simulated: the ranks' devices are simulated ones and their group is theirs (tests/simgpu); kept in
+docs/proof/hangs-simulated.json.
 
 Kinds × ranks × layouts (`worlds/hanging.py` does them), each in a run of its own on this machine. A
 trial counts as well when the first hang told is of that rank and of that cause, `waited_s` (the
@@ -12,6 +16,7 @@ with the same source stays in the file, so it can be stopped and started again.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -29,6 +34,7 @@ from kept_trials import run_trials  # noqa: E402
 from cli_run import commands, lines  # noqa: E402
 from test_hangs import ARGUMENTS, WHY, hang  # noqa: E402
 
+SIMULATED = HERE.parent / "simgpu"
 TARGET = HERE.parents[1] / "docs" / "proof" / "hangs.json"
 ALIKE = "all ranks wait for each other"
 LATE_S, LEARNT_S, STEPS = 2.0, 60.0, 40
@@ -124,11 +130,30 @@ def in_folder(process: psutil.Process, folder: str) -> bool:
         return False
 
 
+def simulate() -> None:
+    """Have every process that is started from here on find simulated devices."""
+    sys.path.insert(0, str(SIMULATED))
+    from simulated import build
+
+    paths = (SIMULATED / "site", HERE.parents[1] / "src", os.environ.get("PYTHONPATH", ""))
+    os.environ |= {
+        "SIM_LIBRARY": str(build.library()),
+        "SIM_DEVICES": "4",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
 def main() -> int:
+    simulated = "--simulated" in sys.argv
+    if simulated:
+        sys.argv.remove("--simulated")
+        simulate()
     commands()  # imports once
-    return run_trials(
-        __doc__, TARGET, trials(), name_of, one, lambda done: {"arguments": ARGUMENTS}
-    )
+    target = TARGET.with_name("hangs-simulated.json") if simulated else TARGET
+    more = {"arguments": ARGUMENTS, "devices": "simulated" if simulated else "cpu"}
+    return run_trials(__doc__, target, trials(), name_of, one, lambda done: more)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
 def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **row: Any) -> Path:
     """A run folder with these events, and so many alike steps."""
     log = EventLog(folder / "events.jsonl", rank=None)
+    (folder / "run.toml").touch()
     log.emit("run_started", processes=2)
     for event, fields in events:
         log.emit(event, **fields)
@@ -207,6 +208,22 @@ def test_a_hang_is_one_finding_also_where_it_ends_the_run(tmp_path: Path) -> Non
     died = {**DIED, "how": "ended by the watch", "traceback": "hung in step 9", "fatal": True}
     (found,) = diagnose(run_of(tmp_path, ("hang", hang), ("worker_died", died)))
     assert (found.kind, found.rank, found.why, found.over) == ("hang", 1, "stopped", False)
+
+
+def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
+    """No command resumes what a script made."""
+    run_of(tmp_path, ("slow_rank", {**SLOW, "phase": "data"}), steps=60, comm_exposed_s=0.03)
+    mine = Owner.this_process("run")
+    (tmp_path / OWNER_FILE).write_text(json.dumps({**asdict(mine), "born": mine.born - 1}))
+    (tmp_path / "run.toml").unlink()
+    assert [one.command for one in diagnose(tmp_path)] == [
+        "start the script again, with run.loader(…, workers=2)",
+        "start the script again; run.restore() goes on from its last checkpoint",
+    ]
+    (tmp_path / "events.jsonl").write_text("")
+    (tmp_path / OWNER_FILE).unlink()
+    (advice,) = diagnose(tmp_path)
+    assert advice.command == "a larger batch, or another layout, for shoal.parallelize"
 
 
 def test_nothing_wrong(tmp_path: Path) -> None:

@@ -243,10 +243,7 @@ class LoopPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPolicy:
-    """What becomes of samples that cannot be read for now: a disk, mount or connection fails.
-
-    unreadable   each is tried four times; so many a run leaves out, named, before it stops
-    """
+    """What becomes of samples that a disk, a mount or a connection refuses at every try."""
 
     unreadable: int = number(16, least=0, usual=16)
     """samples that a run may leave out, each named, because a disk, mount or connection failed at

@@ -179,6 +179,10 @@ class Page:
         self._whole[at + 16 : at + 16 + len(lines)] = lines
         struct.pack_into("=qq", self._whole, at, step, len(lines))
 
+    def leave(self) -> None:
+        """This rank does nothing more that is to be watched."""
+        self._words[PAGE] = 0
+
     def _changed(self) -> None:
         words, times, now_s = self._words, self._times, time.monotonic()
         words[CHANGES] += 1

@@ -133,7 +133,8 @@ def continued(
 
     attempt  how often the job was restarted, as the rank says that knows of the most; 0 also where
              its nodes became more: then the folder says that it is this job's
-    Errors   ConfigError at a restart whose folder has no name, as nothing tells where it was.
+    Errors   ConfigError at a restart whose folder has no name, as nothing tells where it was, and
+             for a folder of a run that may be this one's, as nothing tells whether it is
     """
     from shoal.checkpoint.listing import find
     from shoal.config.load import load
@@ -155,8 +156,16 @@ def continued(
         name = f"job-{job}"
         arguments, overrides = [*arguments, f"run.name={name}"], [*overrides, f"run.name={name}"]
     folder = Path(run.folder) / name
-    if (attempt or _is_of(folder, job)) and find(folder / "checkpoints"):
+    if not find(folder / "checkpoints"):
+        return arguments, None
+    if attempt or _is_of(folder, job):
         return overrides, folder  # its own run.toml holds what the file said
+    if not job and "TORCHELASTIC_RUN_ID" in environ:
+        raise ConfigError(
+            f"run.name = {name}: {folder} holds a run already; to go on with it: --resume "
+            f"{folder}; so that it goes on by itself when nodes come or leave: torchrun "
+            f"--rdzv-id={name}"
+        )
     return arguments, None
 
 

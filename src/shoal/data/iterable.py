@@ -183,3 +183,14 @@ def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
             read.raise_again()
         else:
             yield read
+
+
+def whole_line(iterable: Any, degree: int) -> str:
+    """Say what it costs on several ranks that an iterable cannot be dealt to them; "" on one."""
+    if degree < 2:
+        return ""
+    return (
+        f"data.source: {type(iterable).__name__} can only be iterated, so each of {degree} ranks "
+        f"reads all of it and keeps its own micro-batches; nearest: a dataset with __getitem__ and "
+        f"__len__, or a streaming dataset of the library datasets, whose files are dealt"
+    )

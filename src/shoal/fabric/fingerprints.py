@@ -9,7 +9,8 @@ that nothing is sent for it. Outside of those steps torch's methods are as torch
 
 All collectives that Python calls are seen, a user's own among them, whichever way they were
 imported; not messages from one rank to another, not what compiled code calls, and not those of
-other threads than the training one.
+other Python threads than the training one. A device's backward pass runs on a thread of torch's
+own, for which the training thread waits, so its calls come in their place.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Fingerprints:
 
         def call(group: dist.ProcessGroup, *given: Any, **named: Any) -> Any:
             done = torchs(group, *given, **named)  # first: one that is refused was not made
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread or not _by_python():
                 form = form_of(given) if method in ALIKE or method == "broadcast" else ""
                 where = "" if method in ROOTED else called_at(sys._getframe(1))
                 self._lines.append(f"{self._name(group)}\t{name}\t{form}\t{where}")
@@ -109,6 +110,11 @@ class Fingerprints:
             ranks = dist.get_process_group_ranks(group)
             self._groups[name] = f"{name}:{','.join(map(str, ranks))}"
         return self._groups[name]
+
+
+def _by_python() -> bool:
+    """Whether Python started this thread: for others it makes up a name."""
+    return not threading.current_thread().name.startswith("Dummy-")
 
 
 def form_of(given: tuple[Any, ...]) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -267,6 +268,10 @@ def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: byte
             f"prove to be it (group of ranks {name}): somebody else on this network or machine "
             f"took it, or the link carries nothing; start again: {failure}"
         ) from failure
+    if "SHOAL_STORE" not in os.environ:  # members may stand on several machines
+        from shoal.fabric.far_links import watch_links
+
+        watch_links()
 
 
 def _wait(work: dist.Work | None, until: timedelta) -> None:

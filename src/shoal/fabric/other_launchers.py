@@ -28,6 +28,8 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
 
     Errors   ConfigError naming a variable that is no number
     """
+    if env is os.environ:  # this process asks, not a test with variables of its own
+        end_with_agent(env)
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = _number(env, "RANK")
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -308,12 +308,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
         atexit.register(_let_go)
         store = meeting_store(f"shoal/{next(_worlds_made)}")
         return World(place, device_of_group(), dist.group.WORLD, store=store)
-    env = os.environ if environ is None else environ
-    place = find_place(env)
-    if place.started_by == "torchrun":
-        from shoal.fabric.other_launchers import end_with_agent
-
-        end_with_agent(env)
+    place = find_place(os.environ if environ is None else environ)
     device = own_device(place.local_rank, place.local_size, place.started_by == "Slurm")
     if place.size == 1:
         return World(place, device, None)

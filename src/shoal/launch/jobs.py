@@ -157,8 +157,7 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
 def kubernetes(job: Job, *, kind: str, image: str, claim: str, token: str) -> list[dict[str, Any]]:
     """The documents of a job on Kubernetes: a secret with the token, and the job.
 
-    kind    jobset (JobSet's controller) or trainjob (Kubeflow Trainer's of 2.2 and newer, runtime
-            torch-distributed; older ones name what is patched in other words)
+    kind    jobset (JobSet's controller) or trainjob (Kubeflow Trainer's, runtime torch-distributed)
     claim   the PersistentVolumeClaim where runs are kept, mounted at /runs
     """
     secret = {
@@ -256,13 +255,15 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "resourcesPerNode": container["resources"],
     }
     # Probes are the runtime's own: a TrainJob cannot say them.
-    pods = {
+    pod = {
         "terminationGracePeriodSeconds": job.grace_s,
         "volumes": _volumes(claim),
         "containers": [{"name": "node", "volumeMounts": container["volumeMounts"]}],
     }
+    of_job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {
-        "replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pods}}}}]
+        "manager": "shoal.launch/trainjob",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [of_job]}}},
     }
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -271,12 +272,7 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": trainer,
-            "runtimePatches": [
-                {
-                    "manager": "shoal.dev/launch",
-                    "trainingRuntimeSpec": {"template": {"spec": patch}},
-                }
-            ],
+            "runtimePatches": [patch],  # Trainer 2.2; podTemplateOverrides before that
         },
     }
 

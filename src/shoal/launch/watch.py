@@ -18,18 +18,19 @@ deadline of its kind is never below what that took.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from shoal.base.events import Emit
 from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import Told, Watched, can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
-from shoal.launch.processes import Worker
 from shoal.launch.slow import SlowRanks
 from shoal.launch.unlike import find_unlike
 
@@ -39,6 +40,8 @@ LONGEST_TICK_S = 0.5
 STEPS, MEDIANS, MARGIN_S = 5, 10.0, 5.0
 ASK_S, ANSWER_S = 2.0, 1.5
 """Ranks are asked so long before a deadline · and may take so long to answer."""
+AGAIN_S = 0.3
+"""Where two answers are compared, between the first and the next request."""
 TIMES, COMES_BACK = 3.0, 1.5
 
 START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
@@ -79,6 +82,22 @@ def kind_of(told: Told) -> str:
         name = name if "/" in count else outer
         return _BY_PHASE.get(name, name)
     return {NOWHERE: START, HOOKS: HOOK}.get(told.part, STEP)
+
+
+class Watchable(Protocol):
+    """A rank's process; code: None while it runs."""
+
+    @property
+    def rank(self) -> int:
+        """Which rank."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+
+    @property
+    def code(self) -> int | None:
+        """How it ended."""
 
 
 class Learnt:
@@ -146,6 +165,8 @@ class Watch:
     folder     the run's: stacks go to its logs
     patience_s how long a rank that may only be slow is waited for after it was told to be late
     times_s    gives what the run's own record tells of its steps: short ones pass between two looks
+    twice      who is at fault is said of ranks that stood at the same lines when they were asked
+               before: those of a user's own loop may be in collectives that no page tells of
     """
 
     def __init__(
@@ -154,8 +175,11 @@ class Watch:
         emit: Emit,
         patience_s: float,
         times_s: Callable[[], Sequence[float]] = tuple,
+        *,
+        twice: bool = False,
     ) -> None:
         self.folder, self.emit, self.least_s, self.times_s = folder, emit, patience_s, times_s
+        self.twice = twice
         self.learnt = Learnt()
         self.slow = SlowRanks(emit)
         self.pages: list[Watched] = []
@@ -187,7 +211,7 @@ class Watch:
             page.close()
         self.pages = []
 
-    def look(self, workers: Sequence[Worker]) -> Hang | None:
+    def look(self, workers: Sequence[Watchable]) -> Hang | None:
         """Look, if it is time; the hang for which all ranks are to be ended now, if any."""
         now_s = time.monotonic()
         passed_s = now_s - self._looked_s
@@ -205,7 +229,7 @@ class Watch:
             return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
 
-    def compare(self, workers: Sequence[Worker], *, dead: bool = False) -> Hang | None:
+    def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
         """Ranks whose collectives differ, if there are: what they sum is wrong.
 
         dead   one died, maybe of that: what ranks keep of a step under way counts too
@@ -253,10 +277,11 @@ class Watch:
         self._since_s = self.clock_s
         self._late: Hang | None = None
         self._asked_s = self._ended_s = 0.0
+        self._stood: object = None
         self._found: Hang | None = None
         self._next_s = -1.0
 
-    def _silent(self, workers: Sequence[Worker]) -> Hang | None:
+    def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
         """No rank did anything since the last look."""
         silence_s = self.clock_s - self._since_s
         if self.learnt.usual_s is None and len(times_s := self.times_s()) >= STEPS:
@@ -275,12 +300,20 @@ class Watch:
             return self._tell(self._found, silence_s)
         return None
 
-    def _take_answers(self, workers: Sequence[Worker], silence_s: float) -> None:
+    def _take_answers(self, workers: Sequence[Watchable], silence_s: float) -> None:
         """Who is at fault, once all have answered, or had time to."""
         answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
         if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
             return
         self._asked_s = 0.0
+        if self.twice:
+            before, self._stood = (
+                self._stood,
+                [one and one.get("stacks") for one in answers.values()],
+            )
+            if before != self._stood:
+                self._found, self._next_s = None, silence_s + AGAIN_S
+                return
         seen = [
             Seen(rank, worker.pid, self._told[rank], answers[rank], kernel_state(worker.pid))
             for worker in workers
@@ -318,7 +351,7 @@ class Watch:
             collective=hang.collective,
             waited_s=round(silence_s, 2),
             deadline_s=round(hang.deadline_s, 2),
-            ends_in_s=round(wait_s, 1),
+            ends_in_s=round(wait_s, 1) if wait_s < math.inf else None,
             stacks=write_stacks(path, self._found_seen),
         )
         return hang if hang.certain else None

@@ -15,8 +15,9 @@
                             + width · all elements for a module that stands there already
     host while building     = width · the largest unit           one build per machine, in files
                             = ranks · width · all elements       each rank builds, or has, a module
-    device while checking   = 8 · (the largest layer + its largest tensor's gradient) + activations
-    host while checking     = ranks · 8 · the largest layer · 3   at most: gradients of both sides
+    device while checking   = 8 · (the largest layer + its largest tensor's gradient, under tp its
+                              part again) + activations
+    host while checking     = ranks · activations       at most: what goes in, comes out and pulls
     host while loading      = ranks · (weights + state that a rank keeps)
     host while saving       = ranks · (weights + state) of the model ÷ all ranks, replicas once
     width                   4 bytes, 8 under fp64: narrow copies are made later, bucket by bucket
@@ -118,11 +119,6 @@ def local_ranks(case: Case) -> int:
     return max(1, min(case.cluster.per_node, case.layout.processes))
 
 
-CHECK_COPIES = 3
-"""Of a layer that is checked, on the host: the gradients of one process, at most as much of this
-rank's own, and what is drawn and put together, tensor by tensor."""
-
-
 LOOKED_AT, SHORT = 3, 256
 """Samples that are looked at, and under cp their tokens (`trainer.sample_forward`)."""
 
@@ -145,17 +141,19 @@ def _checking(case: Case) -> list[Instant]:
     if case.layout.cp > 1 and case.model.sequence:
         samples *= min(1.0, SHORT / case.model.sequence)
     most = most_host = 0.0
+    held = 1.0 + (1.0 / case.layout.tp if case.layout.tp > 1 else 0.0)
     for units in layers.values():
         often = [(u, u.count if together or u.block not in ("", "-") else 1) for u in units]
         whole = sum(n * (u.parameters + u.frozen_parameters) for u, n in often)
         largest = max(_matrix(u) for u in units)
         kept = sum(n * (u.saved_split_bytes + u.saved_plain_bytes) for u, n in often)
         kept *= samples * 8 / case.model.element_bytes
-        most = max(most, 8.0 * (whole + largest) + kept)
-        most_host = max(most_host, 8.0 * CHECK_COPIES * whole)
+        most = max(most, 8.0 * (whole + held * largest) + kept)
+        most_host = max(most_host, kept)
     there = whole_elements(case) * _width(case) if case.handed == "device" else 0.0
-    on_cpu = case.cluster.device.kind == "cpu"  # whose copies are the device's
-    return [Instant("checking", 0.0 if on_cpu else there + most, local_ranks(case) * most_host)]
+    if case.cluster.device.kind == "cpu":
+        return [Instant("checking", 0.0, local_ranks(case) * (most + most_host))]
+    return [Instant("checking", there + most, local_ranks(case) * most_host)]
 
 
 def _matrix(unit: UnitFacts) -> float:

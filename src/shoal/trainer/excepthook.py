@@ -81,6 +81,10 @@ class ShoalErrorHook:
     def _lost_peer(self, error: BaseException) -> ShoalError | None:
         several = self.world is not None and self.world.size > 1
         if several and isinstance(error, RuntimeError):
+            from shoal.fabric.far_links import dead_link  # a run that goes well does without
+
+            if told := dead_link(str(error)):
+                return ClusterError(told)
             for words in LOST_PEER:
                 if words in str(error):
                     return ClusterError(f"another rank ended ({words}); its own line says why")

@@ -111,7 +111,10 @@ class Feed:
         if loader is None:  # it has a length, which may be unknown
             loader = open_loader(dataset, **settings)
             if not (is_indexed(dataset) or is_told(dataset)):
-                self._tell_whole(dataset)
+                from shoal.data.iterable import whole_line
+
+                if line := whole_line(dataset, self.plan.layout.data_degree):
+                    self.notice(line)
         if hasattr(loader, "tell"):
             loader.tell = self.tell
         if isinstance(loader, LeavesOut):
@@ -145,17 +148,6 @@ class Feed:
         from shoal.trainer.same_again import other_samples
 
         return other_samples(kept["seen"], self.seen(place))
-
-    def _tell_whole(self, dataset: Any) -> None:
-        """Say of an iterable, which cannot be dealt to ranks, what that costs on several."""
-        degree = self.plan.layout.data_degree
-        if degree > 1:
-            self.notice(
-                f"data.source: {type(dataset).__name__} can only be iterated, so each of {degree} "
-                f"ranks reads all of it and keeps its own micro-batches; nearest: a dataset with "
-                f"__getitem__ and __len__, or a streaming dataset of the library datasets, whose "
-                f"files are dealt"
-            )
 
     def training(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
         """One epoch of steps: over a dataset, split over ranks here, or this rank's own batches.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -208,6 +209,11 @@ def start_run(
     world = world or start_world()
     install().world = world
     check_sums(world)
+    leave = None
+    if not {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"}.isdisjoint(os.environ):
+        from shoal.trainer.beside import watch_from_outside
+
+        leave = watch_from_outside(world, folder)
     _agree(world, _compared(plan, said, length))
     plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
     module, notices = _built(model, plan, said, world)
@@ -251,6 +257,8 @@ def start_run(
 
         ends = start_beside(plan, folder, recorder)
         program = replace(program, on_close=(*program.on_close, *ends))
+    if leave is not None:
+        program = replace(program, on_close=(*program.on_close, leave))
     run = Run(program, bound, loss, recorder, length, given)
     if folder is not None:
         _keep_in(folder, run)

@@ -14,7 +14,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ from shoal.view.events import (
     slow_text,
 )
 from shoal.view.folder import RunFolder
+from shoal.view.own_script import in_a_script, is_of_a_script
 
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
 LEFT_OUT = "sample_left_out"
+NOTES = ("resumed", "fragmentation")
+"""Advice that makes nothing faster."""
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -45,7 +48,7 @@ MUCH = 0.2
 class Finding:
     """One thing that happened, or one that makes the run slower than it need be.
 
-    kind      an event's name, "killed", or of advice "communication" or "data"
+    kind      an event's name, "killed", or of advice "communication", "data" or "fragmentation"
     what      it, and whom it happened to · why  the evidence
     command   what to type next; "" nothing
     rank, step  where that is known
@@ -85,7 +88,10 @@ def diagnose(folder: Path) -> list[Finding]:
     found = _alike(found)
     if (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
-    return found + _advice(folder, run, {one.kind for one in found})
+    found += _advice(folder, run, {one.kind for one in found})
+    if is_of_a_script(folder):
+        found = [replace(one, command=in_a_script(one.command)) for one in found]
+    return found
 
 
 def text_of(folder: Path, found: list[Finding]) -> str:
@@ -96,7 +102,7 @@ def text_of(folder: Path, found: list[Finding]) -> str:
         lines += _shown(f"{number}. ", one)
     for one in found:
         if one.advice:
-            lines += _shown("note: " if one.kind == "resumed" else "faster: ", one)
+            lines += _shown("note: " if one.kind in NOTES else "faster: ", one)
     return "\n".join(lines)
 
 
@@ -375,6 +381,21 @@ def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
     return told(event, after, folder)
 
 
+def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
+    """A device whose allocator's free memory lay apart when the run ended."""
+    told, _, pieces = str(event.get("allocator") or "").partition("; ")
+    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
+    if setting is None:
+        return None
+    return Finding(
+        "fragmentation",
+        f"the device's memory is in pieces: {told}; {pieces.partition(':')[0]}",
+        "tensors that stay lie between those that are given back: what is free fits no large one",
+        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}",
+        advice=True,
+    )
+
+
 def _step_before(event: Record) -> int | None:
     step = event.get("step")
     return step if isinstance(step, int) else None
@@ -408,6 +429,7 @@ LOOKS: dict[str, Look] = {
     "step_skipped": _skipped,
     "spike": _leapt,
     "rewound": _said("rewound", LEAPT),
+    "run_finished": _in_pieces,
     LEFT_OUT: _said(
         LEFT_OUT,
         "a disk, a mount or a connection refused it at every try; at most data.unreadable samples "
@@ -462,7 +484,8 @@ def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
     asked = {
         "comm_exposed_s": (
             "communication",
-            "ranks wait for sums and gathers longer than these can hide behind computation",
+            "ranks wait for sums and gathers longer than these can hide behind computation: more "
+            "samples a step (train.accumulate) or a layout that sends less",
             f"shoal plan {toml} --top 5",
         ),
         "data_wait_s": (

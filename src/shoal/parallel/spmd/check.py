@@ -14,7 +14,7 @@ and loss exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,40 +24,17 @@ from shoal.base.phases import counting
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.passed import PASSED
 from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit
-from shoal.parallel.spmd.trial import Trial, distance_of, norm_of
+from shoal.parallel.spmd.trial import Trial, distance_of
 from shoal.trace.casts import NARROW, CastsLifted
 from shoal.trace.graph import is_function
 from shoal.trace.untouched import without_trace
 
+if TYPE_CHECKING:
+    from shoal.parallel.spmd.cause import Finding
+
 EXACT, CAST = 1e-10, 1e-4
 """Largest difference that is rounding, of the whole's norm: in float64, and where the block
 computes in float32."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong with a split block.
-
-    block     its name · outputs  their difference, of their norm; 0 if they are right
-    wrong     gradients that differ, that of the last parameter first · cause  the likely one
-    fails     what it raises where it does not run at all
-    """
-
-    block: str
-    outputs: float
-    wrong: tuple[str, ...]
-    cause: str
-    fails: str = ""
-
-    def text(self) -> str:
-        """One line."""
-        if self.fails:
-            return f"split, it does not run ({self.fails})"
-        what = f"its outputs differ by {self.outputs:.1e} of their norm"
-        if not self.outputs:
-            more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
-            what = f"outputs are right, the gradient of {self.wrong[0]}{more} differs"
-        return f"split, it computes something else: {what}; likely cause: {self.cause}"
 
 
 def checked(
@@ -155,6 +132,8 @@ def _checked(module: nn.Module, group: BlockClass, axes: Sequence[Axis]) -> Find
             try:
                 return _check(module, group, axes, torch.float32)
             except Exception as error:  # as on every rank: their parts are of one size
+                from shoal.parallel.spmd.cause import Finding
+
                 line = (str(error).splitlines() or [""])[0]
                 return Finding(group.names[0], 0.0, (), "", f"{type(error).__name__}: {line}")
 
@@ -166,20 +145,21 @@ def _check(
     with without_trace(module):
         trial = Trial(module.get_submodule(name), group, axes, dtype)
         expected = trial.alone()
-        got = trial.together(against=expected.gradients)
+        got = trial.together()
         tolerance = CAST if trial.casts else EXACT
         outputs = trial.everywhere(distance_of(got.outputs, expected.outputs))
-        norm = norm_of(expected.gradients.values())
         wrong = [
-            n for n in expected.gradients if trial.everywhere(float(got.off[n] / norm)) > tolerance
+            n
+            for n, wanted in expected.gradients.items()
+            if trial.everywhere(expected.off(wanted - got.gradients[n])) > tolerance
         ]
         wrong.reverse()
         wrong.sort(key=lambda n: n.startswith("input "))  # the last parameter first, inputs last
         if not (wrong or outputs > tolerance):
             return None
-        from shoal.parallel.spmd.cause import in_gradients, in_outputs  # a right split needs none
+        from shoal.parallel.spmd.cause import Finding, in_gradients, in_outputs
 
         if outputs > tolerance:
             return Finding(name, outputs, tuple(wrong), in_outputs(trial, tolerance))
-        cause = in_gradients(trial, tolerance, wrong, trial.together(), expected)
+        cause = in_gradients(trial, tolerance, wrong, got, expected)
         return Finding(name, 0.0, tuple(wrong), cause)

@@ -1,0 +1,65 @@
+"""A loop of one's own, as torchrun starts it on two nodes; it writes down what it does.
+
+    python elastic_loop.py STEPS PAUSE_S LOG_FOLDER RUN_FOLDER
+
+It pauses after each step, alone longer than with another, and not at all once it has met it again.
+Each process has a file of its own in LOG_FOLDER: where it started, then for each step its loss and
+this rank's samples. Everything is float64, so sums differ by their order alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shoal
+
+SAMPLES, BATCH, SAVE_EVERY = 64, 8, 4
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(its own number and seven random ones, their sum) of each sample."""
+    inputs = torch.randn(
+        SAMPLES, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    inputs[:, 0] = torch.arange(SAMPLES)
+    return [(row, row[1:].sum().reshape(1)) for row in inputs]
+
+
+def main(steps: int, pause_s: float, logs: Path, folder: str) -> None:
+    """Train to the end, or to the next restart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    run = shoal.parallelize(
+        model, optimizer, lambda o, t: (o - t) ** 2, batch=BATCH, micro_batch=1, folder=folder
+    )
+    data = samples()
+    run.restore()
+    start = run.step_count
+    with (logs / f"{time.time()}-{os.getpid()}.jsonl").open("w", buffering=1) as log:
+
+        def tell(**fields: object) -> None:
+            log.write(json.dumps(fields) + "\n")
+
+        tell(start=start, rank=run.world.rank, size=run.world.size, pid=os.getpid())
+        for _ in run.epochs(steps * BATCH // SAMPLES):
+            for batch in run.loader(data):
+                result = run.step(batch)
+                seen = [int(n) for one in batch.micro_batches for n in one.value[0][:, 0].tolist()]
+                tell(step=run.step_count, loss=float(result.loss), samples=seen)
+                time.sleep(pause_s * (3 if run.world.size == 1 else start == 0))
+                if run.step_count % SAVE_EVERY == 0:
+                    run.save()
+        run.close()
+        tell(done=run.step_count)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

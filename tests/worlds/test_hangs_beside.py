@@ -1,0 +1,126 @@
+"""A loop of the user's own under torchrun: who hangs is told from outside of the ranks.
+
+What cannot come back by itself is ended, and torchrun starts the ranks again; what is busy in the
+user's own code is told, and left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cli_run import lines
+from test_hangs import WHY
+
+HERE = Path(__file__).parent
+LOOP = """
+import torch
+import hanging
+import shoal
+
+run = shoal.parallelize(
+    hanging.build, lambda p: torch.optim.SGD(p, lr=0.1), torch.nn.CrossEntropyLoss(reduction="none"),
+    layout="ddp", batch=8, micro_batch=2, folder="run",
+)
+run.restore()
+data = hanging.Samples()
+while run.step_count < 40:
+    for batch in run.loader(data):
+        run.step(batch)
+        if run.step_count % 8 == 0:
+            run.save()
+run.close()
+"""
+
+
+def start(folder: Path, asked: dict[str, Any]) -> subprocess.Popen[str]:
+    shutil.copy(HERE / "hanging.py", folder)
+    (folder / "hang.json").write_text(json.dumps(asked))
+    (folder / "loop.py").write_text(LOOP)
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words, "--rdzv-endpoint", "localhost:0",
+         "loop.py"],
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def left(folder: Path) -> list[int]:
+    """Processes that still work there, once they had time to end."""
+    until_s = time.monotonic() + 5
+    while found := [one.pid for one in psutil.process_iter() if _in(one, folder)]:
+        if time.monotonic() > until_s:
+            return found
+        time.sleep(0.1)
+    return []
+
+
+def _in(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.cwd().startswith(str(folder))
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("stopped", "forward"), pytest.param("barrier", "forward", marks=pytest.mark.proof)],
+)
+def test_what_cannot_come_back_is_ended_and_torchrun_goes_on(
+    tmp_path: Path, kind: str, place: str
+) -> None:
+    asked = {"kind": kind, "place": place, "rank": 1, "after": 60}
+    output, _ = (running := start(tmp_path, asked)).communicate(timeout=200)
+    assert running.returncode == 0, output
+    assert (tmp_path / "hung").exists(), output
+    events = lines(tmp_path / "run" / "events.jsonl")
+    (told,) = [event for event in events if event["event"] == "hang"]
+    assert told["rank"] == 1
+    assert told["why"].startswith(WHY[kind]), told
+    assert told["deadline_s"] < 60, "learnt from the run"
+    assert told["waited_s"] <= told["deadline_s"] + 2
+    assert f"rank 1 on {told['host']}" in output, "a person sees it"
+    steps = [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert sorted(set(steps)) == list(range(1, 41))
+    assert left(tmp_path) == []
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["lock", "loop"])
+def test_what_is_busy_is_told_and_left_alone(tmp_path: Path, kind: str) -> None:
+    asked = {"kind": kind, "place": "data", "rank": 0, "after": 100}
+    running = start(tmp_path, asked)
+    try:
+        until_s, told = time.monotonic() + 100, []
+        while not told and time.monotonic() < until_s and running.poll() is None:
+            time.sleep(0.5)
+            path = tmp_path / "run" / "events.jsonl"
+            events = lines(path) if path.exists() else []
+            told = [event for event in events if event["event"] == "hang"]
+        assert [one["rank"] for one in told] == [0]
+        assert told[0]["why"].startswith(WHY[kind]), told
+        assert told[0]["waited_s"] <= told[0]["deadline_s"] + 2
+        assert running.poll() is None
+    finally:
+        running.terminate()
+        running.communicate(timeout=60)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.proof
+def test_a_clean_run_is_not_told_of(tmp_path: Path) -> None:
+    output, _ = (running := start(tmp_path, {"place": "", "kind": "none"})).communicate(timeout=200)
+    assert running.returncode == 0, output
+    events = lines(tmp_path / "run" / "events.jsonl")
+    assert not [one for one in events if one["event"] in ("hang", "slow_rank", "notice")]
+    assert left(tmp_path) == []
