@@ -397,6 +397,20 @@ def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
     one.close()
 
 
+def test_a_host_that_waits_for_its_device_in_the_sum_is_not_blamed() -> None:
+    """Collectives are enqueued at once there: in none, it waits where it reads the sum."""
+    summing = Told(True, 9, 1.0, 36, 3, 40, 38, "all_reduce", 8, False, "")
+    own = {"collective": "barrier", "by_user": True, "place": "m.py:3"}
+    ranks = [Seen(rank, 1, summing, {"place": "x.py:1"}, {}) for rank in range(2)]
+    ranks.append(Seen(2, 1, replace(summing, part=2), own, {}))
+    found = find_culprit(ranks)
+    assert found is not None
+    assert (found.of.rank, found.certain) == (2, True)
+    together = find_culprit(ranks[:2])
+    assert together is not None
+    assert together.together
+
+
 def test_kinds_have_names_of_their_own() -> None:
     assert kind_of(replace(HERE, phases="compile, first step")) == FIRST
     assert kind_of(replace(HERE, phases="validation 3/10: read")) == "validation"

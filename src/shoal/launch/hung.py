@@ -20,6 +20,7 @@ from shoal.base.watch_page import PARTS, Told
 
 STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as the kernel calls them."""
+SUM = "sum over ranks"
 ONE_TO_ONE = ("send", "receive")
 """Messages, of which ranks of a pipeline have unlike numbers."""
 
@@ -45,8 +46,11 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks."""
-        return self.told.waits or bool(self.answer and self.answer.get("collective"))
+        """Whether it waits for other ranks; on a device its host waits for that, in the sum."""
+        told = self.told
+        if PARTS[told.part : told.part + 1] == (SUM,) and told.begun > told.ended:
+            return True
+        return told.waits or bool(self.answer and self.answer.get("collective"))
 
     @property
     def collective(self) -> str:
