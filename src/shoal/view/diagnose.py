@@ -31,7 +31,6 @@ from shoal.view.events import (
     slow_text,
 )
 from shoal.view.folder import RunFolder
-from shoal.view.own_script import in_a_script, is_of_a_script
 
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
@@ -89,8 +88,8 @@ def diagnose(folder: Path) -> list[Finding]:
     if (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
     found += _advice(folder, run, {one.kind for one in found})
-    if is_of_a_script(folder):
-        found = [replace(one, command=in_a_script(one.command)) for one in found]
+    if not (folder / "run.toml").exists():
+        found = [replace(one, command=_in_a_script(one.command)) for one in found]
     return found
 
 
@@ -506,3 +505,33 @@ def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
 
 def _values(steps: list[Record], key: str) -> list[float]:
     return [step[key] for step in steps if is_number(step.get(key))]
+
+
+# ---- for a script of the user's own
+
+RESUMES = re.compile(r"shoal train --resume (?:'[^']*'|\S+)(?: (?P<key>[\w.]+)=(?P<value>\S+))?")
+PLANS = re.compile(r"shoal plan \S+run\.toml.*")
+WORDS = {
+    "data.workers": "run.loader(…, workers={})",
+    "optimizer.lr": "a smaller learning rate",
+}
+"""What keys are in a script, where they are no keyword of shoal.parallelize."""
+AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
+
+
+def _in_a_script(command: str) -> str:
+    """The next command, for a run that a script of the user's own made: no command resumes it.
+
+    >>> _in_a_script("shoal train --resume runs/own train.spikes=skip")
+    'start the script again, with shoal.parallelize(…, spikes="skip")'
+    """
+    command = PLANS.sub("a larger batch, or another layout, for shoal.parallelize", command)
+    return RESUMES.sub(_its_words, command)
+
+
+def _its_words(found: re.Match[str]) -> str:
+    key, value = found["key"], found["value"]
+    if key is None:
+        return AGAIN
+    word = WORDS.get(key, f'shoal.parallelize(…, {key.rpartition(".")[2]}="{{}}")')
+    return f"start the script again, with {word.format(value)}"
