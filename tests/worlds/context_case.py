@@ -25,7 +25,7 @@ from shoal.models.loss import find_logits, token_loss
 from shoal.parallel import context_parallel
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.check import Finding
+from shoal.parallel.spmd.cause import Finding
 from shoal.proof import Battery
 from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
