@@ -2,7 +2,7 @@
 
     python elastic_loop.py STEPS PAUSE_S LOG_FOLDER RUN_FOLDER
 
-It pauses after each step, alone longer than with another, and not at all once it has met it again.
+It pauses after each step, alone longer than with another, until LOG_FOLDER has a file `fast`.
 Each process has a file of its own in LOG_FOLDER: where it started, then for each step its loss and
 this rank's samples. Everything is float64, so sums differ by their order alone.
 """
@@ -48,13 +48,15 @@ def main(steps: int, pause_s: float, logs: Path, folder: str) -> None:
         def tell(**fields: object) -> None:
             log.write(json.dumps(fields) + "\n")
 
-        tell(start=start, rank=run.world.rank, size=run.world.size, pid=os.getpid())
+        place = {"rank": run.world.rank, "size": run.world.size}
+        tell(start=start, **place, meets=os.environ.get("MASTER_PORT", ""))
         for _ in run.epochs(steps * BATCH // SAMPLES):
             for batch in run.loader(data):
                 result = run.step(batch)
                 seen = [int(n) for one in batch.micro_batches for n in one.value[0][:, 0].tolist()]
                 tell(step=run.step_count, loss=float(result.loss), samples=seen)
-                time.sleep(pause_s * (3 if run.world.size == 1 else start == 0))
+                if not (logs / "fast").exists():
+                    time.sleep(pause_s * (3 if run.world.size == 1 else 1))
                 if run.step_count % SAVE_EVERY == 0:
                     run.save()
         run.close()
