@@ -15,16 +15,22 @@ from shoal.trainer.step import update
 
 
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "unlike"),
+    ("stages", "micro_batches", "unlike", "own"),
     [
-        (1, [2, 2], set()),
-        (1, [2, 1], {DATA, PASSES, BACKWARD}),
-        (2, [2, 2], {PASSES, BACKWARD, UPDATE}),
+        (1, [2, 2], set(), set()),
+        (1, [2, 1], {DATA, PASSES, BACKWARD}, set()),
+        (2, [2, 2], set(), {PASSES, BACKWARD, UPDATE}),
+        (2, [2, 1], {DATA, PASSES, BACKWARD}, {UPDATE}),
     ],
 )
 def test_unequal_work_is_marked_in_the_page(
-    monkeypatch: pytest.MonkeyPatch, stages: int, micro_batches: list[int], unlike: set[int]
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+    micro_batches: list[int],
+    unlike: set[int],
+    own: set[int],
 ) -> None:
+    """NaN: other work in this step · negative: of every step, as stages have."""
     watched = Watched("rank 0")
     page = Page.open({PAGE_VARIABLE: watched.path})
     assert page is not None
@@ -36,4 +42,6 @@ def test_unequal_work_is_marked_in_the_page(
     page.stepped(1)
     kept = watched.steps()[1]
     assert {part for part, spent_s in enumerate(kept) if math.isnan(spent_s)} == unlike
+    signs = {part for part, spent_s in enumerate(kept) if math.copysign(1.0, spent_s) < 0}
+    assert signs - unlike == own
     watched.close()

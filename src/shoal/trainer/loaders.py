@@ -3,7 +3,8 @@
 A checkpoint keeps the state of every loader, in the order in which they were opened, as it was when
 its last batch was committed; so batches may be taken ahead. After `restore` the loaders go on from
 there, whether they are opened before or after, in the same order. Asking again for a loader over
-the same dataset gives the same one, so `for batch in run.loader(data)` is a new epoch each time.
+the same dataset gives the same one, so `for batch in run.loader(data)` is a new epoch each time;
+so does one that is made anew for each epoch, where it holds the same samples.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class LeavesOut(Protocol):
     position: int
     samples: int
     leaves_out: bool
+    under_way: bool
 
     def leave_out(self, start: int, stop: int) -> None:
         """None of the samples at these positions of the stream."""
@@ -67,6 +69,8 @@ class Feed:
         self.state: list[dict[str, Any]] = []
         self._loaders: list[AnyLoader] = []
         self._settings: list[tuple[Any, int, Any]] = []
+        self._opened_at: list[int] = []
+        self._told_of_another = False
         self._own_under_way = False
         self._seen: dict[int, list[str]] = {}
 
@@ -121,14 +125,53 @@ class Feed:
             # Ranks that read the same samples would each leave out another.
             alone = self.plan.layout.processes == self.plan.layout.data_degree
             loader.leaves_out = alone and self.plan.unreadable > 0
+        settled = (dataset, workers, collate)
+        if (place := self._place_of_same(loader, *settled)) is not None:
+            loader.restore(self._loaders[place].state())
+            self._loaders[place], self._settings[place] = loader, settled
+            self._opened_at[place] = loader.position
+            return loader
         place = len(self._loaders)
-        self._settings.append((dataset, workers, collate))
+        self._settings.append(settled)
         if place < len(self.state) and self.state[place]:
             loader.restore(self.state[place])
             if self.world.is_first and (other := self.differs(place, self.state[place])):
                 self.notice(f"different from the checkpoint: {other.line}")
         self._loaders.append(loader)
+        self._opened_at.append(loader.position)
         return loader
+
+    def _place_of_same(
+        self, loader: AnyLoader, dataset: Any, workers: int, collate: Any
+    ) -> int | None:
+        """Which loader came to the end of an epoch over the same samples in another dataset."""
+        if not isinstance(loader, LeavesOut):
+            return None
+        for place, known in enumerate(self._loaders):
+            of, by, joined = self._settings[place]
+            if (
+                isinstance(known, LeavesOut)
+                and (type(of), known.samples, by) == (type(dataset), loader.samples, workers)
+                and joined is collate
+                and not known.under_way
+                and known.position > self._opened_at[place]
+                and known.position % known.samples == 0
+            ):
+                from shoal.trainer.same_again import look_at
+
+                seen = self.seen(place)  # by one rank; all do as it says
+                same = bool(seen) and seen == look_at(dataset, workers)
+                if self.world.broadcast_json(same):
+                    return place
+                if self._told_of_another:
+                    continue
+                self._told_of_another = True
+                self.notice(
+                    f"run.loader: another {type(dataset).__name__} of {loader.samples} samples, "
+                    f"and other ones: a stream of its own, in the order of a first epoch; nearest: "
+                    f"one dataset, made before the loop, if its samples are drawn anew"
+                )
+        return None
 
     def seen(self, place: int) -> list[str]:
         """Digests of some samples of a loader's dataset, taken once; [] without such a loader."""

@@ -177,9 +177,9 @@ class Run:
         dataset    map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`, the
                    same on every rank
         Gives      an iterable over the steps of one epoch; iterating again is the next epoch
-        After `restore`, the first loader goes on where the checkpoint was taken. The same dataset
-        gives the same loader again. What a DataLoader takes besides is refused, with where to
-        say it.
+        After `restore`, the first loader goes on where the checkpoint was taken. The same dataset,
+        or a new one of the same samples, gives the stream's next epoch. What a DataLoader takes
+        besides is refused, with where to say it.
         """
         refuse_unknown(self.loader, unknown, OF_A_LOADER)
         return self.feed.open(dataset, workers, collate)

@@ -377,7 +377,7 @@ def _say_unlike(program: Program, tally: Tally) -> None:
     """Where ranks have other work by the plan, none is slow because it takes longer."""
     if program.pipe.size > 1:  # stages differ
         phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
-    elif len(set(tally.micro_batches)) > 1:
+    if len(set(tally.micro_batches)) > 1:
         phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
 
 
