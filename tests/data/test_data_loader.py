@@ -275,6 +275,8 @@ def test_a_hung_worker_is_named_then_killed_and_made_again(
     loader = Loader(Mortal(13, tmp_path, signal.SIGSTOP, (7,)), workers=2, **settings)
     loader.tell = told.append
     assert run(loader, epochs=1) == want
+    # On a busy machine one that only begins may be silent for as long.
+    told = [line for line in told if "at sample 7" in line]
     pid = re.search(r"pid (\d+)", told[0])
     assert pid is not None
     assert re.search(rf"pid {pid[1]}\) at sample 7 .* has not answered for 0 s$", told[0])
