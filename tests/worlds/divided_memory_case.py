@@ -109,7 +109,7 @@ def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
     world.traffic.count = counting
     run.step(batch)
     del world.traffic.count
-    per_rank = 4 + len(run.touched.says(run.step_count))
+    per_rank = 4 + 1 + len(run.touched.says(run.step_count))  # samples left out
     tally_bytes = 8 * (HEAD + per_rank * world.size + len(run.program.names))
     calls.remove(("all_reduce", tally_bytes, world.size))  # the step's own numbers
     return calls
