@@ -37,7 +37,7 @@ BY_DEFAULT: dict[str, tuple[int, Any]] = {
     "ddp": (2, "ddp"),
     "ddp of 4": (4, "ddp"),
     "hsdp": (4, "hsdp"),
-    "ddp of pipelines": (4, {"pp": 2}),
+    "ddp of pipelines": (4, {"dp_replicate": 2, "pp": 2}),
 }
 """Weights and moments are held by two ranks at least."""
 APART: dict[str, tuple[int, Any]] = {

@@ -159,7 +159,7 @@ def trained(
                 # copies of it until its stream has run. Its kernels take memory of the host for a
                 # moment, of which glibc would keep some: what is freed is returned at once here.
                 simulated["SIM_MODE"] = "eager"
-                simulated["MALLOC_MMAP_THRESHOLD_"] = str(16 * PAGE)
+                simulated["MALLOC_MMAP_THRESHOLD_"] = str(4 * PAGE)
                 # Pages are counted where they are written first: here, outside of the group.
                 os.posix_fallocate(devices.fileno(), 0, SPAN * limit_bytes // PAGE * PAGE * size)
                 simulated["DEVICES_FILE"] = devices.name
