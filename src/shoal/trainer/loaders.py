@@ -38,7 +38,6 @@ class LeavesOut(Protocol):
     position: int
     samples: int
     leaves_out: bool
-    under_way: bool
 
     def leave_out(self, start: int, stop: int) -> None:
         """None of the samples at these positions of the stream."""
@@ -67,17 +66,17 @@ class Feed:
         self.seed = seed
         self.notice = notice
         self.state: list[dict[str, Any]] = []
-        self._loaders: list[AnyLoader] = []
-        self._settings: list[tuple[Any, int, Any]] = []
-        self._opened_at: list[int] = []
-        self._told_of_another = False
+        self.loaders: list[AnyLoader] = []
+        self.settings: list[tuple[Any, int, Any]] = []
+        self.opened_at: list[int] = []
+        self.told_of_another = False
         self._own_under_way = False
         self._seen: dict[int, list[str]] = {}
 
     @property
     def under_way(self) -> bool:
         """Somebody stands in the middle of a loop over a loader, or over `run.steps`."""
-        return self._own_under_way or any(one.under_way for one in self._loaders)
+        return self._own_under_way or any(one.under_way for one in self.loaders)
 
     def passes(self) -> int:
         """How often the first loader came to its end, by the batches that were used."""
@@ -98,7 +97,7 @@ class Feed:
 
         Errors: ConfigError for an object that cannot be read, or a restored state of other data.
         """
-        for known, (of, by, joined) in zip(self._loaders, self._settings, strict=True):
+        for known, (of, by, joined) in zip(self.loaders, self.settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
         settings = {
@@ -107,6 +106,29 @@ class Feed:
             "collate": collate,
             **self._share(),
         }
+        loader = self._made(dataset, settings)
+        if hasattr(loader, "tell"):
+            loader.tell = self.tell
+        if isinstance(loader, LeavesOut):
+            # Ranks that read the same samples would each leave out another.
+            alone = self.plan.layout.processes == self.plan.layout.data_degree
+            loader.leaves_out = alone and self.plan.unreadable > 0
+        if self.loaders:
+            from shoal.trainer.next_epoch import take_over
+
+            if take_over(self, loader, dataset, workers, collate):
+                return loader
+        place = len(self.loaders)
+        self.settings.append((dataset, workers, collate))
+        if place < len(self.state) and self.state[place]:
+            loader.restore(self.state[place])
+            if self.world.is_first and (other := self.differs(place, self.state[place])):
+                self.notice(f"different from the checkpoint: {other.line}")
+        self.loaders.append(loader)
+        self.opened_at.append(loader.position)
+        return loader
+
+    def _made(self, dataset: Any, settings: dict[str, Any]) -> AnyLoader:
         loader: AnyLoader | None = None
         if "datasets" in sys.modules:
             from shoal.data.hf_streams import open_dealt
@@ -119,74 +141,22 @@ class Feed:
 
                 if line := whole_line(dataset, self.plan.layout.data_degree):
                     self.notice(line)
-        if hasattr(loader, "tell"):
-            loader.tell = self.tell
-        if isinstance(loader, LeavesOut):
-            # Ranks that read the same samples would each leave out another.
-            alone = self.plan.layout.processes == self.plan.layout.data_degree
-            loader.leaves_out = alone and self.plan.unreadable > 0
-        settled = (dataset, workers, collate)
-        if (place := self._place_of_same(loader, *settled)) is not None:
-            loader.restore(self._loaders[place].state())
-            self._loaders[place], self._settings[place] = loader, settled
-            self._opened_at[place] = loader.position
-            return loader
-        place = len(self._loaders)
-        self._settings.append(settled)
-        if place < len(self.state) and self.state[place]:
-            loader.restore(self.state[place])
-            if self.world.is_first and (other := self.differs(place, self.state[place])):
-                self.notice(f"different from the checkpoint: {other.line}")
-        self._loaders.append(loader)
-        self._opened_at.append(loader.position)
         return loader
-
-    def _place_of_same(
-        self, loader: AnyLoader, dataset: Any, workers: int, collate: Any
-    ) -> int | None:
-        """Which loader came to the end of an epoch over the same samples in another dataset."""
-        if not isinstance(loader, LeavesOut):
-            return None
-        for place, known in enumerate(self._loaders):
-            of, by, joined = self._settings[place]
-            if (
-                isinstance(known, LeavesOut)
-                and (type(of), known.samples, by) == (type(dataset), loader.samples, workers)
-                and joined is collate
-                and not known.under_way
-                and known.position > self._opened_at[place]
-                and known.position % known.samples == 0
-            ):
-                from shoal.trainer.same_again import look_at
-
-                seen = self.seen(place)  # by one rank; all do as it says
-                same = bool(seen) and seen == look_at(dataset, workers)
-                if self.world.broadcast_json(same):
-                    return place
-                if self._told_of_another:
-                    continue
-                self._told_of_another = True
-                self.notice(
-                    f"run.loader: another {type(dataset).__name__} of {loader.samples} samples, "
-                    f"and other ones: a stream of its own, in the order of a first epoch; nearest: "
-                    f"one dataset, made before the loop, if its samples are drawn anew"
-                )
-        return None
 
     def seen(self, place: int) -> list[str]:
         """Digests of some samples of a loader's dataset, taken once; [] without such a loader."""
-        if place >= len(self._settings) or not self.world.is_first:
+        if place >= len(self.settings) or not self.world.is_first:
             return []
         if place not in self._seen:
             from shoal.trainer.same_again import look_at  # only who saves, or resumes
 
-            dataset, workers, _ = self._settings[place]
+            dataset, workers, _ = self.settings[place]
             self._seen[place] = look_at(dataset, workers)
         return self._seen[place]
 
     def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
         """How the dataset of a loader that is open differs from the one of a saved state."""
-        if not kept.get("seen") or place >= len(self._settings):
+        if not kept.get("seen") or place >= len(self.settings):
             return None
         from shoal.trainer.same_again import other_samples
 
@@ -222,18 +192,18 @@ class Feed:
         """A step used `batch`: remember where its loader stands now."""
         if not isinstance(batch, StepBatch):
             return
-        for place, loader in enumerate(self._loaders):
+        for place, loader in enumerate(self.loaders):
             if id(loader) == batch.stream:
                 self.state += [{} for _ in range(place + 1 - len(self.state))]
                 self.state[place] = batch.after
 
     def can_leave_out(self, batch: StepBatch) -> bool:
         """Whether the loader that made a batch can leave samples out: those with an index."""
-        return any(isinstance(one, LeavesOut) and id(one) == batch.stream for one in self._loaders)
+        return any(isinstance(one, LeavesOut) and id(one) == batch.stream for one in self.loaders)
 
     def leave_out(self, batch: StepBatch) -> tuple[int, int]:
         """Leave out all from its loader's place to a batch's end; (place, samples of an epoch)."""
-        for place, loader in enumerate(self._loaders):
+        for place, loader in enumerate(self.loaders):
             if isinstance(loader, LeavesOut) and id(loader) == batch.stream:
                 first = loader.position
                 loader.leave_out(first, batch.next_position)
@@ -244,7 +214,7 @@ class Feed:
     def restore(self, state: list[dict[str, Any]]) -> None:
         """Go on where `state` was saved, also with loaders that are open already."""
         self.state = list(state)
-        for loader, kept in zip(self._loaders, self.state, strict=False):
+        for loader, kept in zip(self.loaders, self.state, strict=False):
             if kept:
                 loader.restore(kept)
 
