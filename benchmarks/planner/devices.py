@@ -266,8 +266,9 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
     try:
         asked = {kind: 2} if kind in ("tp", "pp") else kind
         take_steps(started(world, name, asked, plan.batch), data)
-    except torch.OutOfMemoryError:
-        out.with_suffix(f".{world.rank}").touch()
+    except (torch.OutOfMemoryError, ShoalError) as failure:
+        if isinstance(failure, torch.OutOfMemoryError) or "out of memory" in str(failure):
+            out.with_suffix(f".{world.rank}").touch()
         raise
 
 

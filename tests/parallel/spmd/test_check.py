@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from user_modules import FlatLayer
 
+from shoal.parallel.spmd import check as check_module
 from shoal.parallel.spmd import label
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.cause import Finding
@@ -254,3 +255,16 @@ def test_a_block_that_failed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -
 
     for found in on_ranks(2, twice):
         assert None not in found
+
+
+def test_a_device_without_room_is_no_fault_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends as it does for any memory that is missing, and no layer is said to be wrong."""
+    module, x = Stack(), torch.randn(2, 4, 8)
+    split = plan_split(Record(module, lambda m: m(x)), 2)
+
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 MiB.")
+
+    monkeypatch.setattr(check_module, "_check", full)
+    with pytest.raises(torch.OutOfMemoryError, match="9.00 MiB"):
+        on_ranks(1, lambda axis: check_class(module, split.classes[0], axis))

@@ -131,6 +131,8 @@ def _checked(module: nn.Module, group: BlockClass, axes: Sequence[Axis]) -> Find
         except Exception:  # operations or constants that float64 does not have
             try:
                 return _check(module, group, axes, torch.float32)
+            except torch.OutOfMemoryError:  # nothing is wrong with the split
+                raise
             except Exception as error:  # as on every rank: their parts are of one size
                 from shoal.parallel.spmd.cause import Finding
 
