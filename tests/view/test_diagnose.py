@@ -26,6 +26,7 @@ DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
 def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **row: Any) -> Path:
     """A run folder with these events, and so many alike steps."""
     log = EventLog(folder / "events.jsonl", rank=None)
+    folder.mkdir(exist_ok=True)
     (folder / "run.toml").touch()
     log.emit("run_started", processes=2)
     for event, fields in events:
@@ -262,6 +263,9 @@ def test_a_resume_with_other_settings_is_a_note_and_no_fault(tmp_path: Path) -> 
     assert told.exit_code == 0
     assert told.output.splitlines()[1].startswith("note: resumed from step-4 at step 4; different")
     assert "went on by itself" not in told.output
+    other = {"differs": ["layout: zero2 → single"], "changes_result": False}
+    run_of(tmp_path / "moved", ("resumed", {"step": 4, "folder": "step-4", **other}))
+    assert diagnose(tmp_path / "moved") == [], "the result is the same, to rounding"
 
 
 def test_a_launcher_that_was_killed_is_known_by_what_it_left(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     run.feed.restore(record["data"])
     from shoal.trainer.same_again import compare, tell_resumed  # only a resume reads what was told
 
-    differences = compare(run, record)
+    differences, changes = compare(run, record)
     run.extra_record["extra"] = record.get("extra", {})
     run.extra = decoded(run.extra_record["extra"])
     run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
@@ -272,7 +272,8 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
         run.average.load(kept, int(record.get("average_updates", 0)))
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
-        differences += join_state(run.optimizer, stepped, state, record["optimizer"])
+        rates = join_state(run.optimizer, stepped, state, record["optimizer"])
+        differences, changes = differences + rates, changes or bool(rates)
     if run.guard.length.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
         restore_lr(run.optimizer, names, record["optimizer"])
@@ -285,7 +286,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     run.step_count = int(record["step"])
     here_now = folder == run.recorder.folder  # a tag may be only looked at
     (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
-    tell_resumed(run, loaded.path, differences, here=here_now)
+    tell_resumed(run, loaded.path, differences, changes, here=here_now)
     return True
 
 

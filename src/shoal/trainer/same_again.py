@@ -80,32 +80,35 @@ def facts_of(run: Compared) -> dict[str, Any]:
     return {"versions": versions(), "code": user_code(), "settings": settings}
 
 
-def compare(run: Compared, record: Mapping[str, Any]) -> list[str]:
+def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Find what differs from a checkpoint that is about to be taken; all ranks call it.
 
-    Gives   lines for the user
+    Gives   lines for the user, and whether anything of it changes the result
     Errors  ConfigError, the same on all ranks, where `shoal train` must not go on by itself
     """
-    said: list[Any] = [[], ""]
+    said: list[Any] = [[], "", False]
     if run.program.world.is_first:
         found = _differences(run, record)
         strict = os.environ.get(STRICT) == "strict" and os.environ.get("SHOAL_ATTEMPT", "0") == "0"
         if strict and "configuration" in run.extra_record:
             said[1] = refusal(f"--resume {run.recorder.folder}", int(record["step"]), found)
         said[0] = [one.line for one in found]
-    lines, stop = run.program.world.broadcast_json(said)
+        said[2] = any(one.changes for one in found)
+    lines, stop, changes = run.program.world.broadcast_json(said)
     if stop:
         raise ConfigError(stop)
-    return list(lines)
+    return list(lines), bool(changes)
 
 
-def tell_resumed(run: Compared, path: Path, found: list[str], *, here: bool) -> None:
+def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, here: bool) -> None:
     """Say from which checkpoint a run goes on, and what is not as it was.
 
+    found, changes   as `compare` gives them
     here   the run's folder goes on; False: a tag may be only looked at
     """
     if run.program.world.is_first:
-        run.recorder.events.emit("resumed", step=run.step_count, folder=str(path), differs=found)
+        told = {"differs": found, "changes_result": changes}
+        run.recorder.events.emit("resumed", step=run.step_count, folder=str(path), **told)
     if found and here:
         run.recorder.warn(f"different from step {run.step_count}: {'; '.join(found)}")
 

@@ -352,8 +352,8 @@ def _stopped(event: Record, after: list[Record], folder: Path) -> Finding | None
 
 def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None:
     differs = event.get("differs")
-    if not differs:
-        return None
+    if not differs or event.get("changes_result") is False:
+        return None  # another layout, or version: the same to rounding
     return Finding(
         "resumed",
         event_text(event) or "resumed with other settings",
