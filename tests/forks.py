@@ -8,6 +8,7 @@ who dies with whom), or needs another setting of torch's libraries, the test sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -148,7 +149,10 @@ class Running:
     def send_signal(self, number: int) -> None:
         """Send one if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it may end just here; the server reaps it
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it if it runs."""

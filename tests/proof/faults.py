@@ -7,8 +7,8 @@ own on this machine. A trial counts as well when the run ended as that kind must
 names rank and cause from the folder alone and blames no other island, every step was taken with the
 samples and the losses of the same layout's unbroken run (islands, whose merges depend on who comes
 when: but for those), and no process is left. `saved`: from which step on each restart took them
-again. A layout's unbroken run is a trial too: nothing may be wrong with it. What was done with the
-same source stays in the file, so it can be stopped and started again.
+again. A layout's unbroken run is a trial too: nothing may be wrong with it. It can be stopped and
+started again (`kept_trials.py`).
 """
 
 from __future__ import annotations

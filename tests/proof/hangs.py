@@ -10,8 +10,8 @@ Kinds × ranks × layouts (`worlds/hanging.py` does them), each in a run of its 
 trial counts as well when the first hang told is of that rank and of that cause, `waited_s` (the
 watch's own clock) is within the learnt deadline + 2 s, the deadline had been learnt from the run,
 the run came to its end by a restart with every step in its metrics, and left no process behind. A
-link that is cut has no culprit: there "all ranks wait for each other" must be said. What was done
-with the same source stays in the file, so it can be stopped and started again.
+link that is cut has no culprit: there "all ranks wait for each other" must be said. It can be stopped and
+started again (`kept_trials.py`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ def run_trials(
 ) -> int:
     """Run the trials that this source has not had, and write `target` after each; 1 if one is wrong.
 
+    A trial keeps the hash of the source that it was made with; those that were never made come
+    first, then those of other sources, the wrong ones before the others.
+
     one    runs a trial; what it gives has `wrong`, "" where nothing is, and what was `told`
     more   of all that are done, by name: what the record says beside them
     """
@@ -35,24 +39,32 @@ def run_trials(
     options = parser.parse_args()
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
     source = source_hash()
-    done = record.get("trials", {}) if record.get("source") == source else {}
+    named = {name_of(trial): trial for trial in trials}
+    kept = record.get("trials", {})
+    done = {name: kept[name] for name in named if name in kept}
+
+    def turn(name: str) -> int:
+        return 0 if name not in done else 1 if done[name]["wrong"] else 2
+
     began_s = time.monotonic()
-    for trial in trials:
-        name = name_of(trial)
-        if name in done or (options.only and trial["layout"] not in options.only.split(",")):
+    for name in sorted(named, key=turn):  # stable: in the order of `trials` otherwise
+        trial = named[name]
+        if options.only and trial["layout"] not in options.only.split(","):
+            continue
+        if done.get(name, {}).get("source") == source:
             continue
         if time.monotonic() - began_s > options.seconds:
             break
-        found = done[name] = one(trial)
+        found = done[name] = {**one(trial), "source": source}
         print(name, "·", found["wrong"] or "well", json.dumps(found.get("told")), flush=True)
         record = {
             "of": len(trials),
             "done": len(done),
             "wrong": sorted(name for name, found in done.items() if found["wrong"]),
             **more(done),
-            "source": source,
+            "sources": dict(Counter(found["source"] for found in done.values())),
             "machine": machine(),
-            "trials": done,
+            "trials": {name: done[name] for name in named if name in done},
         }
         options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return int(any(found["wrong"] for found in done.values()))

@@ -5,8 +5,8 @@
 Twenty trials for each part of a step and layout (`worlds/dawdling.py` does them), each in a run of
 its own on this machine: one rank sleeps for 30 % of a step, from a step on. A trial counts as well
 when the first that is told is that rank with that part, within 50 steps. Trials without a sleep, in
-which ranks sleep or compute alike for the same time, must stay silent. What was done with the same
-source stays in the file, so it can be stopped and started again.
+which ranks sleep or compute alike for the same time, must stay silent. It can be stopped and
+started again (`kept_trials.py`).
 """
 
 from __future__ import annotations
