@@ -80,8 +80,10 @@ MORE: dict[str, tuple[str, ...]] = {
     "slow": ("train.steps=64",),
 }
 """Arguments of a kind."""
-FATAL = {"memory": 2}
-"""Exit status of the kinds that end a run: others do 0, or `asked` 143."""
+FATAL = {"memory": 2, "raises": 2}
+"""Exit status of the kinds that end a run: others do 0, or `asked` 143. What raises does so in a
+sample's read only: the next start would meet it again."""
+UNREADABLE = "the data: this sample cannot be read or joined"
 
 
 def trials() -> list[dict[str, Any]]:
@@ -177,15 +179,23 @@ def done(run: CommandLine, trial: dict[str, Any]) -> tuple[int, str]:
     return code, output
 
 
+def ends(trial: dict[str, Any]) -> bool:
+    """Whether its fault ends the run."""
+    kind = trial["kind"]
+    return kind in FATAL and (kind != "raises" or trial["place"] == "data")
+
+
 def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int]) -> str:
     """What is wrong with how it ended and what was found; "" for nothing."""
-    kind = trial["kind"]
-    status = 143 if kind == "asked" else FATAL.get(kind, 0)
+    kind, fatal = trial["kind"], ends(trial)
+    status = 143 if kind == "asked" else FATAL[kind] if fatal else 0
     if code != status:
         return f"status {code}, not {status}"
     if left:
         return f"left: {left}"
     wanted, why = KINDS[kind][:2] if kind else ("", "")
+    if kind == "raises" and fatal:
+        why = UNREADABLE
     if not wanted:
         return "" if not found else f"found {found[0].what}"
     if {one.kind for one in found} != {wanted}:
@@ -201,7 +211,7 @@ def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int])
         return f"another file: {first.what}"
     if kind in ONCE and "15" not in first.what:
         return f"another sample: {first.what}"
-    if first.over != (kind not in FATAL and kind != "slow"):
+    if first.over != (not fatal and kind != "slow"):
         return f"over: {first.over}"
     return ""
 
@@ -209,7 +219,7 @@ def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int])
 def unlike(trial: dict[str, Any], rows: dict[str, Any], unbroken: dict[str, Any] | None) -> str:
     """Whether the steps are not those of the unbroken run; "" where they are, or need not be."""
     kind = trial["kind"]
-    if kind in FATAL or kind in ("asked", "slow", *ONCE, ""):
+    if ends(trial) or kind in ("asked", "slow", *ONCE, ""):
         return ""
     if unbroken is None:
         return "no unbroken run of this layout"
