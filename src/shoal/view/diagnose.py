@@ -84,7 +84,7 @@ def diagnose(folder: Path) -> list[Finding]:
             seen = Finding(name, f"{name}: its line in events.jsonl is damaged", "", "")
         if seen is not None:
             found.append(seen)
-    found = _alike(found)
+    found = _alike(_once(found))
     if (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
     found += _advice(folder, run, {one.kind for one in found})
@@ -113,6 +113,12 @@ def _shown(lead: str, one: Finding) -> list[str]:
     if one.command:
         lines += [f"   next: {one.command}"]
     return [printable(line) for line in lines]
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """Leave out deaths by an error that says what a finding before it says."""
+    said = tuple(one.what for one in found if one.kind == "drift")
+    return [one for one in found if one.kind != "worker_died" or not one.what.endswith(said)]
 
 
 def _alike(found: Iterable[Finding]) -> list[Finding]:
