@@ -62,6 +62,7 @@ for step in range(1, 31):
     page.stepped(step)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": %d}\\n' % step)
+page.leave()
 """
 
 
@@ -102,6 +103,21 @@ def in_first(act: str, rank: int = 1) -> str:
 
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_rank_that_leaves_with_status_0_has_not_come_to_its_end(run: Run, processes: int) -> None:
+    """One process has no peer who could miss it; of two the other one waits, and is not blamed."""
+    (run.folder / "plan.json").write_text('{"steps": 30}')
+    outcome = run(in_first("os._exit(0)", processes - 1), processes=processes)
+    assert outcome == Outcome("finished", 0, 2, "")
+    (died,) = run.named("worker_died")
+    line = (
+        "left with status 0 after step 19 of 30, in forward and backward, before the run's end: "
+        "something in it calls os._exit(0)"
+    )
+    assert (died["rank"], died["how"], died["traceback"]) == (processes - 1, "exit code 0", line)
+    assert run.named("hang") == []
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # the finding's kind, its cause, place ("passes": forward where that is the model's own), layouts
     "killed": ("worker_died", KILLED, "passes", ()),
     "raises": ("worker_died", "an exception that nobody caught", "forward", WHOLE),
-    "leaves": ("worker_died", "the others were not done", "data", ()),
+    "leaves": ("worker_died", "the run was not done", "data", ()),
     "stopped": ("hang", "its process is stopped (SIGSTOP)", "passes", ()),
     "lock": ("hang", "Python does not answer: a call into C keeps its lock", "passes", ()),
     "loop": ("hang", "it is in no collective (hanging.py:", "data", ()),

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
             )
         ],
         "rank 1 (pid 4711): exit code 0",
-        "the others were not done",
+        "the run was not done",
         "tail -n 50 RUN/logs/rank-1.log",
     ),
     "an exception": (

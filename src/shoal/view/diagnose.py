@@ -166,7 +166,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"calls os\._exit",
-        "code of the user's, or a library's, ends that process; the others were not done",
+        "code of the user's, or a library's, ends that process; the run was not done",
         "tail -n 50 {log}",
     ),
     (
