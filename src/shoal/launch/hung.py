@@ -191,7 +191,8 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
     alike = not any(one.told.last in ONE_TO_ONE for one in seen)
     behind = min(seen, key=lambda one: one.told.begun)
     ahead = max(seen, key=lambda one: one.told.begun)
-    if alike and behind.told.begun < ahead.told.begun:
+    unlike = behind.collective != ahead.collective  # in the same one they would go on
+    if alike and unlike and behind.told.begun < ahead.told.begun:
         why = (
             f"it is in collective {behind.told.begun}, {behind.collective}, rank {ahead.rank} in "
             f"{ahead.told.begun}, {ahead.collective}"
