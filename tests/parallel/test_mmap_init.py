@@ -17,7 +17,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.machine import free_memory
 from shoal.models.catalog import build
-from shoal.parallel.mmap_init import is_mapped, mmap_init, settle
+from shoal.parallel.mmap_init import Opened, is_mapped, mmap_init, settle
 
 LEAST_BYTES = 4096
 
@@ -147,33 +147,32 @@ def test_files_are_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only: memfd_create")
-@pytest.mark.parametrize("enough", [True, False])
+@pytest.mark.parametrize(("free", "in_memory"), [(2, 0), (3, 1), (4, 1), (5, 2), (7, 3)])
 def test_what_goes_soon_lies_on_no_disk_while_there_is_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enough: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, in_memory: int
 ) -> None:
     """ext4 keeps 104 bytes of the kernel's memory beside each page of a file: 2.5 % of a model."""
-    asked: list[int] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(free_memory, "half_stays_free", lambda size: asked.append(size) or enough)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: free * 2**14)
     torch.manual_seed(3)
-    plain = torch.randn(64, 64)
+    plain = [torch.randn(64, 64) for _ in range(3)]
     torch.manual_seed(3)
-    opened: dict[str, int] = {}
+    opened = Opened()
     with mmap_init(LEAST_BYTES, opened):
-        weight = torch.randn(64, 64)
+        weights = [torch.randn(64, 64) for _ in range(3)]
         torch.zeros(4)
-    (descriptor,) = opened.values()
-    where = "/memfd:" if enough else str(tmp_path)
-    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith(where)
-    assert opened.keys() == {weight.untyped_storage().filename}
-    assert is_mapped(weight)
-    os.close(descriptor)
-    assert torch.equal(weight, plain)
-    assert asked == [weight.nbytes]
+    assert list(opened) == [weight.untyped_storage().filename for weight in weights]
+    assert opened.in_memory_bytes == in_memory * weights[0].nbytes
+    for number, (weight, wanted) in enumerate(zip(weights, plain, strict=True)):
+        descriptor = opened[str(weight.untyped_storage().filename)]
+        where = "/memfd:" if number < in_memory else str(tmp_path)
+        assert os.readlink(f"/proc/self/fd/{descriptor}").startswith(where)
+        os.close(descriptor)
+        assert is_mapped(weight)
+        assert torch.equal(weight, wanted)
     assert list(tmp_path.iterdir()) == []
-    settle([weight])
-    assert not is_mapped(weight)
-    assert torch.equal(weight, plain)
+    settle(weights)
+    assert not any(is_mapped(weight) for weight in weights)
 
 
 def test_without_a_place_in_memory_it_is_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +182,7 @@ def test_without_a_place_in_memory_it_is_the_disk(monkeypatch: pytest.MonkeyPatc
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "memfd_create", refused, raising=False)
-    opened: dict[str, int] = {}
+    opened = Opened()
     with mmap_init(LEAST_BYTES, opened):
         weight = torch.ones(64, 64)
     (name,) = opened

@@ -6,6 +6,7 @@ used, though they could go.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,44 +21,44 @@ FILES = {
 }
 """Limit and use, by the controller's name in cgroups of the second version and of the first."""
 
+SPARE = 2
+"""What stays free, in parts of what files in memory take."""
+
 
 def free_bytes() -> int:
     """Find what is free for new processes here: of the machine, or less in this cgroup."""
-    return min(free for _, free in _places())
+    return min(_free())
 
 
-def half_stays_free(size_bytes: int) -> bool:
-    """Whether half of the memory is free beside so many bytes more: here, and in this cgroup."""
-    return all(free - size_bytes >= most // 2 for most, free in _places())
+def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
+    """Make a file that lies on no disk, where twice as much stays free as such files take.
 
-
-def file_in_memory(name: str, size_bytes: int) -> int | None:
-    """Make a file that lies on no disk, where half of the memory stays free beside it.
-
+    That is room for what is made of them: they cannot be written out.
     A disk's file takes more than its pages: beside each of 4 KiB ext4 keeps a buffer head of 104
     bytes, 2.5 % of a model. And after half a minute the disk is given all of it, for nothing.
 
-    name     to be read in /proc/PID/maps
-    Gives    its descriptor; None where it is to lie on a disk
-    Source   memfd_create(2); struct buffer_head, fs/buffer.c of Linux
+    name          to be read in /proc/PID/maps
+    taken_bytes   by files that were made so before, and are open still
+    Gives         its descriptor; None where it is to lie on a disk
+    Source        memfd_create(2); struct buffer_head, fs/buffer.c of Linux
     """
-    if not hasattr(os, "memfd_create") or not half_stays_free(size_bytes):
+    room = free_bytes() - size_bytes >= SPARE * (taken_bytes + size_bytes)
+    if not room or not hasattr(os, "memfd_create"):
         return None
-    descriptor = -1
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.memfd_create(name)
-        os.posix_fallocate(descriptor, 0, size_bytes)  # taken now: the next one asks what is left
-    except OSError:
-        if descriptor >= 0:
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)  # now: the next one asks what is left
+            # By another number: the lowest stays for what is opened when as many may not be open.
+            return os.dup(descriptor)
+        finally:
             os.close(descriptor)
-        return None
-    return descriptor
+    return None
 
 
-def _places() -> Iterator[tuple[int, int]]:
-    """(bytes at most, bytes free) of the machine, and of each cgroup with a limit around us."""
-    machine = psutil.virtual_memory()
-    yield machine.total, machine.available
+def _free() -> Iterator[int]:
+    """Bytes that are free of the machine, and of each cgroup with a limit around us."""
+    yield int(psutil.virtual_memory().available)
     try:
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     except OSError:
@@ -70,5 +71,4 @@ def _places() -> Iterator[tuple[int, int]]:
                 most, used = (int((path / name).read_text()) for name in FILES[kinds])
             except (OSError, ValueError):  # "max", or above the root
                 continue
-            if most < machine.total:
-                yield most, max(0, most - used)
+            yield max(0, most - used)

@@ -51,14 +51,19 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
 
 
+class Opened(dict[str, int]):
+    """Descriptors of files by the names that they have, or had."""
+
+    in_memory_bytes = 0
+    """Of those that lie on no disk."""
+
+
 @contextmanager
-def mmap_init(
-    least_bytes: int = LEAST_BYTES, opened: dict[str, int] | None = None
-) -> Iterator[None]:
+def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
     """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
 
     opened   gets a descriptor of every file by the name that it had; to be closed by the caller.
-             Such files go soon: they lie on no disk while half of the memory stays free
+             Such files go soon: they lie on no disk while twice as much stays free
     Errors   ConfigError when the folder of temporary files is full
     Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
 
@@ -155,7 +160,7 @@ def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
 
 
-def mapped(like: Tensor, opened: dict[str, int] | None = None) -> Tensor:
+def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
     """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
 
     opened   gets a descriptor of the file by its name
@@ -165,7 +170,9 @@ def mapped(like: Tensor, opened: dict[str, int] | None = None) -> Tensor:
     if opened is not None:
         from shoal.machine.free_memory import file_in_memory  # for what large models are built in
 
-        if (descriptor := file_in_memory(PREFIX, size_bytes)) is not None:
+        descriptor = file_in_memory(PREFIX, size_bytes, opened.in_memory_bytes)
+        if descriptor is not None:
+            opened.in_memory_bytes += size_bytes
             opened[name := f"{OPEN}{descriptor}"] = descriptor
             return over(torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes), like)
     with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
@@ -200,7 +207,7 @@ def _span_bytes(like: Tensor) -> int:
 class _LightBuild(UncompiledMode):
     """Replaces what large operations allocate."""
 
-    def __init__(self, least_bytes: int, opened: dict[str, int] | None) -> None:
+    def __init__(self, least_bytes: int, opened: Opened | None) -> None:
         super().__init__()
         self.least_bytes = max(1, least_bytes)  # nothing has no file
         self.opened = opened

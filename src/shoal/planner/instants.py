@@ -350,7 +350,7 @@ def waits_elsewhere(case: Case) -> bool:
 def files_bytes(case: Case) -> float:
     """Returns bytes of the files in which each machine builds the model; 0 without.
 
-    They lie on no disk where half of the memory stays free beside them, else in TMPDIR: page cache,
+    They lie on no disk where twice as much stays free beside them, else in TMPDIR: page cache,
     which the system writes out where there is no memory for it.
     """
     once = case.framework == "shoal" and case.handed == "builder" and is_divided(case)
