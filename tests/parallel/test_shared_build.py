@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.machine.memory import forget_peak, peak_memory_bytes
-from shoal.parallel.mmap_init import is_mapped
+from shoal.parallel.mmap_init import Opened, is_mapped
 from shoal.parallel.pretrained import checkpoint_of
 from shoal.parallel.weight_tables import table_of
 from shoal.trainer.hub_files import is_pretrained
@@ -34,7 +34,7 @@ def test_small_tensors_leave_memory_while_they_move_into_their_file() -> None:
     before = [one.weight.detach().sum().item() for one in model]
     forget_peak(torch.device("cpu"))
     held, peak = private_bytes(), peak_memory_bytes(torch.device("cpu"))
-    files: dict[str, int] = {}
+    files = Opened()
     assert table_of(model, files)["tensors"]
     assert private_bytes() < held - 28 * MIB, "32 MiB of weights"
     assert peak_memory_bytes(torch.device("cpu")) < peak + 4 * MIB

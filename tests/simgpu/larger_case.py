@@ -177,6 +177,15 @@ def started(world: World, asked: dict[str, Any], layout: Any, model: dict[str, A
     )
 
 
+def read_through(folder: Path) -> None:
+    """Read all files of a folder once: their pages are in the page cache then."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(2**20):
+                    pass
+
+
 def left(run: Any) -> None:
     """All of `run.close` but leaving the world."""
     for part in (run.saving, run.touched, run.guard):
@@ -219,6 +228,8 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
         save_file(run.state_dict(), folder / INITIAL)
     else:
         told["apart"] = [] if number else apart(run, folder / INITIAL)
+        if host and world.is_first:
+            read_through(folder / "checkpoints")
         with instants.during("resume"):
             told["resumed"] = run.restore()
     losses: list[float] = []

@@ -235,10 +235,11 @@ def auto_means_bf16_here() -> None:
 
 @check
 def a_module_on_a_device_is_not_shared() -> None:
+    from shoal.parallel.mmap_init import Opened
     from shoal.parallel.weight_tables import CannotShare, table_of
 
     with pytest.raises(CannotShare, match="weight is on cuda:0"):
-        table_of(nn.Linear(64, 64, device=HERE), {})
+        table_of(nn.Linear(64, 64, device=HERE), Opened())
 
 
 def main() -> None:

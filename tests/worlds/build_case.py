@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
@@ -282,6 +283,7 @@ def moves(found: list[int]) -> Iterator[None]:
 def in_files(world: World, layout: Any) -> list[int]:
     """Bytes of weights' files that a start has mapped still: as built, and after each unit's cut."""
     found: list[int] = []
+    gc.collect()  # models of earlier cases may lie in cycles
 
     def note() -> None:
         rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]

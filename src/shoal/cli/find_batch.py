@@ -18,13 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.base.events import EventLog
 from shoal.base.files import write_whole
 from shoal.base.plan import Plan
 from shoal.config.load import Loaded
+from shoal.machine.free_memory import free_bytes
 
 UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}
 MOST = 2**16
@@ -62,27 +61,6 @@ def read_bytes(text: str) -> int:
         if word.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * size)
     raise ConfigError(f"--memory {text}: a size above 0 with its unit is wanted; nearest: 2GiB")
-
-
-def free_bytes() -> int:
-    """Find what is free for new processes here: of the machine, or less in this cgroup."""
-    free = int(psutil.virtual_memory().available)
-    names = {"": ("memory.max", "memory.current")}
-    names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    try:
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return free
-    for _, kinds, own in lines:
-        if kinds not in names:
-            continue
-        for path in (folder := Path("/sys/fs/cgroup", kinds, own.lstrip("/")), *folder.parents):
-            try:
-                most, used = (int((path / name).read_text()) for name in names[kinds])
-            except (OSError, ValueError):  # "max", or above the root
-                continue
-            free = min(free, max(0, most - used))
-    return free
 
 
 def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:

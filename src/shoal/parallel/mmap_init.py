@@ -16,13 +16,11 @@ Then      ranks copy the shards they keep (`shard.clone()`, outside) and let go 
 Limits    modes belong to a thread: what a library loads in threads of its own stays private. An
           operation that is neither a factory nor a copy needs its result in private memory for a
           moment. A mapped tensor cannot grow (`resize_`). On a tmpfs the pages are memory after
-          all; TMPDIR says where the files lie
+          all; TMPDIR says where the files lie (but those of `opened`)
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +32,14 @@ from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
 from shoal.base.placement import Cut
-from shoal.machine.memory import read_ahead, trim_heap
+from shoal.machine.memory import read_ahead
 from shoal.parallel._torch import UncompiledMode, pytree
 from shoal.parallel.program import take
 
 PREFIX = "shoal-weights-"
+
+OPEN = "/proc/self/fd/"
+"""Where a file is found that has a descriptor and no name."""
 
 IN_FILE = "_shoal_in_file"
 """Attribute of a tensor: where it lay when it was mapped. What lies elsewhere now is in memory."""
@@ -50,13 +51,19 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
 
 
+class Opened(dict[str, int]):
+    """Descriptors of files by the names that they have, or had."""
+
+    in_memory_bytes = 0
+    """Of those that lie on no disk."""
+
+
 @contextmanager
-def mmap_init(
-    least_bytes: int = LEAST_BYTES, opened: dict[str, int] | None = None
-) -> Iterator[None]:
+def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
     """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
 
-    opened   gets a descriptor of every file by the name that it had; to be closed by the caller
+    opened   gets a descriptor of every file by the name that it had; to be closed by the caller.
+             Such files go soon: they lie on no disk while twice as much stays free
     Errors   ConfigError when the folder of temporary files is full
     Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
 
@@ -135,22 +142,7 @@ def is_mapped(tensor: Tensor) -> bool:
     if is_shared(tensor):
         return True
     path = tensor.untyped_storage().filename
-    return path is not None and os.path.basename(path).startswith(PREFIX)
-
-
-def return_large_blocks(least_bytes: int) -> None:
-    """Let the C heap return blocks of `least_bytes` and more when they are freed.
-
-    Each then costs a system call and its pages anew. Where states lie in files 180 of 405 MiB of a
-    process were blocks that gradients had left.
-    Source   mallopt(3): M_MMAP_THRESHOLD, which no longer grows once it is set
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, least_bytes)
-    trim_heap()
-
-
-M_MMAP_THRESHOLD = -3
+    return path is not None and (path.startswith(OPEN) or os.path.basename(path).startswith(PREFIX))
 
 
 def belongs_to_file(tensor: Tensor) -> None:
@@ -168,13 +160,21 @@ def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
 
 
-def mapped(like: Tensor, opened: dict[str, int] | None = None) -> Tensor:
+def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
     """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
 
     opened   gets a descriptor of the file by its name
     Errors   ConfigError when the folder of temporary files is full
     """
     size_bytes = _span_bytes(like)
+    if opened is not None:
+        from shoal.machine.free_memory import file_in_memory  # for what large models are built in
+
+        descriptor = file_in_memory(PREFIX, size_bytes, opened.in_memory_bytes)
+        if descriptor is not None:
+            opened.in_memory_bytes += size_bytes
+            opened[name := f"{OPEN}{descriptor}"] = descriptor
+            return over(torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes), like)
     with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
         _reserve(file.fileno(), size_bytes)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
@@ -207,7 +207,7 @@ def _span_bytes(like: Tensor) -> int:
 class _LightBuild(UncompiledMode):
     """Replaces what large operations allocate."""
 
-    def __init__(self, least_bytes: int, opened: dict[str, int] | None) -> None:
+    def __init__(self, least_bytes: int, opened: Opened | None) -> None:
         super().__init__()
         self.least_bytes = max(1, least_bytes)  # nothing has no file
         self.opened = opened

@@ -17,9 +17,10 @@ A builder that asks a tensor for its value, keeps a tensor that is no parameter 
 weak references to parameters, or talks to other ranks cannot be run so: every rank then runs it for
 itself, and a line says why.
 
-Protocol  the files have no names: they are opened by the descriptors of the process that made them,
-          /proc/PID/fd/N, so a killed start leaves nothing behind. It closes them when all ranks of
-          the machine have mapped them
+Protocol  the files have no names, and lie on no disk where twice as much memory stays free beside
+          them, else where TMPDIR says. They are opened by the descriptors of the process
+          that made them, /proc/PID/fd/N, so a killed start leaves nothing behind. It closes them
+          when all ranks of the machine have mapped them
 Bits      a plain build's: the builder draws from the same generator in the same order, once
 Limits    Linux; ranks of one machine that do not see each other's processes build for themselves
 """
@@ -39,7 +40,7 @@ from torch import nn
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
 from shoal.machine.memory import trim_heap
-from shoal.parallel.mmap_init import mmap_init
+from shoal.parallel.mmap_init import Opened, mmap_init
 from shoal.trace.alone import alone
 
 LEAST_BYTES = 64 * 2**20
@@ -68,7 +69,7 @@ def build_once(
     if world.local_size == 1 or not FILES.exists():
         with mmap_init():
             return build(), []
-    files: dict[str, int] = {}
+    files = Opened()
     made: list[nn.Module] = []
 
     def first() -> Table | None:

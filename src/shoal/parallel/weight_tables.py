@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.base.errors import ShoalError
 from shoal.machine.memory import read_as_used, trim_heap
 from shoal.parallel.checkpoint_files import files_as_read
-from shoal.parallel.mmap_init import belongs_to_file, mapped, over
+from shoal.parallel.mmap_init import Opened, belongs_to_file, mapped, over
 from shoal.parallel.program import dtype_of
 
 ALIGNED = 64
@@ -54,7 +54,7 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 # ---- the rank that builds
 
 
-def table_of(module: nn.Module, files: dict[str, int]) -> Table:
+def table_of(module: nn.Module, files: Opened) -> Table:
     """Find where each tensor of a built module lies.
 
     files   path → descriptor, of those that it was built in
@@ -109,9 +109,7 @@ def table_of(module: nn.Module, files: dict[str, int]) -> Table:
     }
 
 
-def _pack(
-    of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: dict[str, int]
-) -> None:
+def _pack(of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: Opened) -> None:
     """Move the storages that lie in no file into some, and note where as their places.
 
     Their memory is returned on the way: a model of small tensors would be there twice at the end.
@@ -135,7 +133,7 @@ def _pack(
 
 
 def _move(
-    together: list[tuple[list[Tensor], dict[str, Any]]], size_bytes: int, files: dict[str, int]
+    together: list[tuple[list[Tensor], dict[str, Any]]], size_bytes: int, files: Opened
 ) -> None:
     """Move the tensors of some storages to their places in a new file."""
     held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)

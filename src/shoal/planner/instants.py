@@ -348,9 +348,10 @@ def waits_elsewhere(case: Case) -> bool:
 
 
 def files_bytes(case: Case) -> float:
-    """Returns bytes of the files in which each machine builds the model, in TMPDIR; 0 without.
+    """Returns bytes of the files in which each machine builds the model; 0 without.
 
-    Page cache while there is memory for it; the system writes them out where there is not.
+    They lie on no disk where twice as much stays free beside them, else in TMPDIR: page cache,
+    which the system writes out where there is no memory for it.
     """
     once = case.framework == "shoal" and case.handed == "builder" and is_divided(case)
     return _width(case) * whole_elements(case) if once else 0.0

@@ -135,7 +135,8 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
     files = max((one["files_bytes"] for one in row["instants"]), default=0.0)
     if files >= LEAST_FILES_BYTES:
         size = bytes_text(files)
-        lines.append((f"each machine builds the model once, in files: {size} in TMPDIR", "bold"))
+        where = "in TMPDIR unless twice as much memory is free beside them"
+        lines.append((f"each machine builds the model once, in files: {size}, {where}", "bold"))
     if row["host_bytes"]:
         waits = f"states that wait in the host's memory: {bytes_text(row['host_bytes'])} per rank"
         lines.append((waits, "bold"))
