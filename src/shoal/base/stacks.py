@@ -15,11 +15,18 @@ from types import FrameType
 from typing import Any
 
 from shoal.base.frames import OWN_FOLDER, place_in
-from shoal.base.watch_page import Page
+from shoal.base.watch_page import Page, tell_page
 
 LOOK_S = 0.2
 NAME = "shoal-stacks"
 _WRAPPERS = ("wrapper", "__call__", "inner")
+
+
+def be_watched() -> None:
+    """Say in the page that the launcher made for this process, if it did, what it is doing."""
+    if page := Page.open():
+        tell_page(page)
+        answer_for_stacks(page)
 
 
 def answer_for_stacks(page: Page) -> None:
