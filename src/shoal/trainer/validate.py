@@ -83,7 +83,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
         )
         if not values:
             return None
-        if run.world.is_first:
+        if run.world.keeps:
             run.recorder.events.emit(
                 "validated",
                 step=run.step_count,
