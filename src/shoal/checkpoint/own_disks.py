@@ -8,7 +8,7 @@
 
 So a node that is left alone goes on from its own disk, and one that comes new, or was away, gets
 what it lacks from its peers. Nothing that came is used before its hashes were compared. What is
-damaged is put aside and fetched again; where nobody has a step whole, the one before it counts.
+damaged comes anew and is put aside then; where nobody has a step whole, the one before it counts.
 """
 
 from __future__ import annotations
@@ -172,34 +172,34 @@ def bring_newest(
 ) -> Brought | None:
     """Have the newest checkpoint of all disks on each of them, verified; every rank calls it.
 
-    emit     keepers emit `checkpoint_damaged` for what they put aside
+    emit     keepers emit `checkpoint_damaged` for what does not verify
     only     the step that is wanted, and no other
     verify   False: what all have already is not read; who goes on from it does
     Gives    None where nobody has any
     Errors   CheckpointError, the same on all ranks, where all that there are are damaged, and for a
              disk that does not take it, say a full one
     """
-    problems: list[str] = []
-    while True:
-        held = exchange(world, partial(_held, root, only, emit, keeps=world.rank in keepers))
-        problems += [problem for _, told in held for problem in told]
-        found = _newest([one for one, _ in held])
-        if found is None:
-            break
+    told = exchange(world, partial(_held, root, only, emit, keeps=world.rank in keepers))
+    held = [dict[str, str](one) for one, _ in told]  # equal messages are one object
+    problems = [problem for _, found in told for problem in found]
+    while found := _newest(held):
         step, digest, having = found
-        final = step_folder(root, step)
         if set(having) == set(keepers) and not verify:
             return Brought(step, having[0], ())
+        final = step_folder(root, step)
         damage = _damage(final, having, keepers, world)
-        problems += [f"{one['file']}: {one['tensor']} {one['reason']}" for one in damage.values()]
-        exchange(world, partial(_put_aside, final, damage.get(world.rank), emit))
+        for keeper, fields in damage.items():
+            problems.append(f"{fields['file']}: {fields['tensor']} {fields['reason']}")
+            del held[keeper][str(step)]
+            if keeper == world.rank:
+                emit("checkpoint_damaged", folder=str(final), **fields)
         whole = [one for one in having if one not in damage]
-        if not whole:
-            continue
-        lacked = tuple(one for one in sorted(set(keepers)) if one not in whole)
-        if lacked:
-            _fetch(final, digest, whole, lacked, keepers, world)
-        return Brought(step, whole[0], lacked)
+        if whole:
+            lacked = tuple(one for one in sorted(set(keepers)) if one not in whole)
+            word = "other" if str(step) in held[world.rank] else "damaged"
+            if lacked:
+                _fetch(final, digest, whole, lacked, word, keepers, world)
+            return Brought(step, whole[0], lacked)
     if problems:
         raise CheckpointError(
             f"{shown(root)}: no node has a checkpoint that can be read ({problems[0]}); to start "
@@ -213,10 +213,14 @@ def _fetch(
     digest: str,
     whole: Sequence[int],
     lacked: Sequence[int],
+    word: str,
     keepers: Keepers,
     world: World,
 ) -> None:
-    """Bring one checkpoint from keepers that have it whole to those that lack it."""
+    """Bring one checkpoint from keepers that have it whole to those that lack it.
+
+    word    what this keeper has under its name is put aside as `.damaged`, or `.other`
+    """
     root, keeper, made = final.parent, keepers[world.rank], list[Path]()
     try:
         told = exchange(
@@ -241,8 +245,8 @@ def _fetch(
 
         def end() -> None:
             if made:
-                if os.path.lexists(final):  # of another future, or damaged
-                    folders.quarantine(final, "other")
+                if os.path.lexists(final):
+                    folders.quarantine(final, word)
                 folders.commit(folder, final, manifest)
 
         exchange(world, end)
@@ -266,11 +270,17 @@ def _existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manife
         return None
     having = [one for one in sorted(set(keepers)) if digests[one]]
     damage = _damage(final, having, keepers, world)
-    exchange(world, lambda: _put_aside(final, damage.get(world.rank), emit))
     if not damage and len(set(digests)) == 1:
         return read_manifest(final)
-    if world.rank in having and world.rank not in damage:
-        folders.quarantine(final, "other")  # not what all have
+
+    def put_aside() -> None:
+        if world.rank in having:
+            fields = damage.get(world.rank)
+            kept_as = folders.quarantine(final, "damaged" if fields else "other")
+            if fields:
+                emit("checkpoint_damaged", folder=str(final), kept_as=str(kept_as), **fields)
+
+    exchange(world, put_aside)
     return None
 
 
@@ -286,7 +296,7 @@ def _held(root: Path, only: int | None, emit: Emit, *, keeps: bool) -> list[Any]
                 held[str(found.step)] = read_manifest(found.path).digest
             except Damaged as damage:
                 problems.append(str(damage))
-                _put_aside(found.path, damage.fields(), emit)
+                emit("checkpoint_damaged", folder=str(found.path), **damage.fields())
     return [held, problems]
 
 
@@ -339,12 +349,6 @@ def _check(
     for name in names[mates.index(world.rank) :: len(mates)]:
         for problem in file_problems(folder, manifest, name, slices[name]):
             raise problem
-
-
-def _put_aside(final: Path, damage: dict[str, str] | None, emit: Emit) -> None:
-    if damage is not None and os.path.lexists(final):
-        kept_as = folders.quarantine(final)
-        emit("checkpoint_damaged", folder=str(final), kept_as=str(kept_as), **damage)
 
 
 def _parcels(manifest: Manifest, having: dict[str, list[int]], wanting: set[int]) -> list[Parcel]:
