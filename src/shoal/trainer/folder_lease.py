@@ -23,9 +23,9 @@ def own(folder: Path, world: World) -> RunLease | None:
     Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
     a folder that ranks of one machine do not share.
     """
-    check_shared(folder, world)
     if os.environ.get("SHOAL_RUN_FOLDER"):
         return None
+    check_shared(folder, world)
     lease, refusal = None, ""
     if world.keeps:
         try:
