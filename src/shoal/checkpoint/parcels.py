@@ -50,12 +50,16 @@ def waves(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
     dealt: list[list[Parcel]] = []
     left = list(parcels)
     while left:
-        wave: list[Parcel] = []
+        sending, hearing, wave, rest = set[int](), set[int](), list[Parcel](), list[Parcel]()
         for one in left:
-            if all(one.source != two.source and one.target != two.target for two in wave):
-                wave.append(one)
+            if one.source in sending or one.target in hearing:
+                rest.append(one)
+                continue
+            wave.append(one)
+            sending.add(one.source)
+            hearing.add(one.target)
         dealt.append(wave)
-        left = [one for one in left if one not in wave]
+        left = rest
     return dealt
 
 

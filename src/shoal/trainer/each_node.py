@@ -56,7 +56,7 @@ def meet(
         return
     bring_rows(folder, found, world.keepers, world, emit)
     texts = world.broadcast_json(_texts(folder, files), found.source)
-    exchange(world, lambda: _write(folder, texts) if world.rank in found.lacked else None)
+    exchange(world, lambda: _write(folder, texts, files if world.rank in found.lacked else ()))
 
 
 def share(
@@ -76,12 +76,12 @@ def share(
         if not world.keeps:
             return
         if world.is_first:
-            _write(folder, {name: texts[name] for name in texts if name == MICRO_BATCH})
+            _write(folder, texts, (MICRO_BATCH,))
             return
         kept.append(RunLease(folder, folder.name))
         kept[0].acquire()
         lines = mend_folder(folder)
-        _write(folder, texts)
+        _write(folder, texts, (*files, MICRO_BATCH))
         events = EventLog(folder / "events.jsonl", world.rank)
         events.emit("run_started", **started)
         for line in lines:
@@ -114,7 +114,9 @@ def _texts(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     return dict(found())
 
 
-def _write(folder: Path, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / name, text)
+def _write(folder: Path, texts: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Write those of the names, which are ours and no peer's, that have a text."""
+    for name in names:
+        if name in texts:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, texts[name])

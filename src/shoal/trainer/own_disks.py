@@ -15,7 +15,7 @@ from typing import Protocol
 from shoal.base.cut_back import cut_lines
 from shoal.base.events import Emit
 from shoal.base.lines import lines_from_end, parse_step
-from shoal.checkpoint.own_disks import Brought, Keepers, bring_newest, keepers_of
+from shoal.checkpoint.own_disks import Brought, Keepers, bring_newest
 from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.trainer.recorder import Recorder
@@ -57,11 +57,8 @@ def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]
     world, emit = run.program.world, run.recorder.events.emit
     if world.messages.type != "cpu":  # an adopted group that carries nothing of the host's
         world = run.saving.prepare().world
-    root = folder / "checkpoints"
-    keepers = keepers_of(root, world)
-    if not keepers:  # another folder than the run's, which all see
-        remote()
-        return only
+    # Of another folder than the run's, which all may see, nobody lacks anything.
+    root, keepers = folder / "checkpoints", world.keepers
     found = bring_newest(root, keepers, world, emit, only)
     if run.program.plan.remote:
         remote()
