@@ -106,7 +106,7 @@ def check_each_disk_has_every_checkpoint_whole(world: World, root: Path) -> None
     assert len(heard.named("checkpoint_saved")) == (1 if world.rank in KEEPERS else 0)
     assert save(world, root, 1).existed
     found = bring(world, root)
-    assert found == own_disks.Brought(1, 0, ())
+    assert found == own_disks.Brought(1, 0, {})
 
 
 def check_old_ones_go_on_every_disk(world: World, root: Path) -> None:
@@ -121,7 +121,7 @@ def check_a_disk_that_is_empty_and_a_stale_one_get_the_newest(world: World, root
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-4")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(4, 0, (2, 3))
+    assert bring(world, root) == own_disks.Brought(4, 0, {2: 0, 3: 3})
     assert names(world, root) == (["step-4"] if world.rank == 2 else ["step-3", "step-4"])
 
 
@@ -132,7 +132,7 @@ def check_what_is_damaged_comes_again_from_who_has_it_whole(world: World, root: 
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-4")
     world.barrier()
-    assert bring(world, root, heard) == own_disks.Brought(4, 2, (0, 3))
+    assert bring(world, root, heard) == own_disks.Brought(4, 2, {0: 3, 3: 3})
     told = heard.named("checkpoint_damaged")
     assert [one["file"] for one in told] == (
         ["checkpoints/step-4/rank-2.safetensors"] if world.is_first else []
@@ -146,18 +146,18 @@ def check_what_nobody_has_whole_gives_way_to_the_one_before(world: World, root: 
     if world.keeps:
         flip(own(root, world.rank) / "step-5" / f"rank-{world.rank}.safetensors")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(4, 0, ())
+    assert bring(world, root) == own_disks.Brought(4, 0, {})
     assert "step-5" in names(world, root)  # whose copies are all damaged: for a person to look at
     save(world, root, 5, keep=2)
     assert "step-5.damaged" in names(world, root)
-    assert bring(world, root) == own_disks.Brought(5, 0, ())
+    assert bring(world, root) == own_disks.Brought(5, 0, {})
 
 
 def check_a_manifest_that_is_damaged_is_no_candidate(world: World, root: Path) -> None:
     if world.rank == 2:
         flip(own(root, 2) / "step-5" / "manifest.json")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(5, 0, (2,))
+    assert bring(world, root) == own_disks.Brought(5, 0, {2: 4})
     assert ("step-5.damaged-2" in names(world, root)) == (world.rank == 2)
 
 
@@ -178,7 +178,7 @@ def check_of_two_futures_the_one_that_most_have_counts(world: World, root: Path)
         shutil.rmtree(own(root, 2) / "step-6")
         aside.rename(own(root, 2) / "step-6")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(6, 0, (2,))
+    assert bring(world, root) == own_disks.Brought(6, 0, {2: 5})
     assert ("step-6.other" in names(world, root)) == (world.rank == 2)
 
 
@@ -222,7 +222,7 @@ def check_bytes_that_come_otherwise_are_never_used(world: World, root: Path) -> 
     ):
         bring(world, root)
     assert names(world, root) == before
-    assert bring(world, root) == own_disks.Brought(6, 0, (3,))
+    assert bring(world, root) == own_disks.Brought(6, 0, {3: 5})
 
 
 def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> None:
@@ -242,7 +242,7 @@ def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> N
         pytest.raises(CheckpointError, match="rank 0: .*was cut short while it was read"),
     ):
         bring(world, root)
-    assert bring(world, root) == own_disks.Brought(6, 2, (0, 3))
+    assert bring(world, root) == own_disks.Brought(6, 2, {0: 5, 3: 5})
 
 
 def check_a_peer_that_sends_nothing_is_waited_for_no_longer_than_told(

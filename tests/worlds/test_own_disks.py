@@ -14,6 +14,7 @@ import pytest
 
 from cli_run import lines
 from elastic import Nodes, rounds, wait_for
+from forks import Forks
 from netns import Forbidden, skip
 from shoal.checkpoint.listing import find, verify
 from shoal.view.diagnose import diagnose
@@ -40,6 +41,74 @@ def told(disk: Path, word: str) -> list[str]:
     return [text for text in notices if word in text]
 
 
+def test_who_is_left_goes_on_and_who_comes_back_gets_what_it_lacks(
+    tmp_path: Path, programs: Forks
+) -> None:
+    """A node is a folder in which its rank starts; the run's is named from there."""
+    logs, nodes = tmp_path / "logs", [tmp_path / f"node{number}" for number in (0, 1)]
+    for folder in (logs, *nodes, tmp_path / "alone"):
+        folder.mkdir()
+    here, there = (node / "run" for node in nodes)
+
+    def words(steps: int) -> list[str]:
+        return [LOOP, str(steps), "0", str(logs), "run"]
+
+    def together(steps: int) -> None:
+        done = programs.world(2, *words(steps), nodes=nodes)
+        assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+
+    together(8)
+    assert whole(here) == whole(there)
+    assert len(told(here, "lies on 2 disks")) == len(told(there, "lies on 2 disks")) == 1
+    left = programs.run(*words(16), cwd=nodes[1])
+    assert left.returncode == 0, left.stderr
+    with (here / "metrics.jsonl").open("a") as file:  # of a step that was taken again
+        file.write('{"step":9,"loss":7}\n')
+    together(24)
+    assert programs.run(*words(24), cwd=tmp_path / "alone").returncode == 0
+    expected = [row["loss"] for row in lines(tmp_path / "alone" / "run" / "metrics.jsonl")]
+    for disk in (here, there):
+        rows = lines(disk / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, 25))
+        assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-12)
+        assert [one.kind for one in diagnose(disk) if not one.advice] == []
+    assert whole(here) == whole(there)
+    (line,) = told(here, "came from rank 1")
+    assert "checkpoint of step 16" in line
+    assert "so did 8 rows of metrics.jsonl" in line
+    assert not told(there, "came from rank")
+
+
+def test_rank_0_of_shoal_train_is_brought_what_the_others_have(
+    tmp_path: Path, programs: Forks
+) -> None:
+    """It settles the run, and its disk may be the one that is empty."""
+    nodes = [tmp_path / f"node{number}" for number in (0, 1)]
+    here, there = (node / "runs" / "job-job" for node in nodes)
+    for node in nodes:
+        node.mkdir()
+
+    def together(steps: int, attempt: int) -> None:
+        job = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        words = ["-m", "shoal", "train", *WORDS, f"train.steps={steps}"]
+        done = programs.world(2, *words, nodes=nodes, environ=job)
+        assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+
+    together(8, 0)
+    assert whole(here) == whole(there)
+    assert (here / "run.toml").read_text() == (there / "run.toml").read_text()
+    shutil.rmtree(here)
+    together(12, 1)
+    assert whole(here) == whole(there)
+    for disk in (here, there):
+        assert [row["step"] for row in lines(disk / "metrics.jsonl")] == list(range(1, 13))
+        assert [one.kind for one in diagnose(disk) if not one.advice] == []
+        assert (disk / "logs" / "job").read_text() == "job"
+    started = [one for one in lines(here / "events.jsonl") if one["event"] == "run_started"]
+    assert [one["resumed"] for one in started] == [True]
+
+
+@pytest.mark.proof
 def test_a_node_goes_on_from_its_own_disk_and_brings_the_other_up_to_it(tmp_path: Path) -> None:
     steps, logs = 64, tmp_path / "logs"
     logs.mkdir()

@@ -153,12 +153,13 @@ def save_on_each(
 class Brought:
     """The checkpoint that all disks have now.
 
-    source   a keeper that had it · lacked  keepers that did not; () none
+    source   a keeper that had it
+    lacked   keepers that did not → the newest step before it that they have; 0 none
     """
 
     step: int
     source: int
-    lacked: tuple[int, ...]
+    lacked: dict[int, int]
 
 
 def bring_newest(
@@ -185,7 +186,7 @@ def bring_newest(
     while found := _newest(held):
         step, digest, having = found
         if set(having) == set(keepers) and not verify:
-            return Brought(step, having[0], ())
+            return Brought(step, having[0], {})
         final = step_folder(root, step)
         damage = _damage(final, having, keepers, world)
         for keeper, fields in damage.items():
@@ -195,11 +196,12 @@ def bring_newest(
                 emit("checkpoint_damaged", folder=str(final), **fields)
         whole = [one for one in having if one not in damage]
         if whole:
-            lacked = tuple(one for one in sorted(set(keepers)) if one not in whole)
+            lacking = [one for one in sorted(set(keepers)) if one not in whole]
+            before = [max((int(n) for n in one if int(n) < step), default=0) for one in held]
             word = "other" if str(step) in held[world.rank] else "damaged"
-            if lacked:
-                _fetch(final, digest, whole, lacked, word, keepers, world)
-            return Brought(step, whole[0], lacked)
+            if lacking:
+                _fetch(final, digest, whole, lacking, word, keepers, world)
+            return Brought(step, whole[0], {one: before[one] for one in lacking})
     if problems:
         raise CheckpointError(
             f"{shown(root)}: no node has a checkpoint that can be read ({problems[0]}); to start "

@@ -74,11 +74,12 @@ def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]
 def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emit: Emit) -> None:
     """Bring metrics.jsonl up to the step of a checkpoint that came from a peer; all ranks call it.
 
-    The newest ROWS_BYTES of it; what a node lacks then is said in its events.jsonl.
+    Rows that a node has of steps after its own newest checkpoint go: its peers took those again.
+    The newest ROWS_BYTES come; what a node lacks then is said in its events.jsonl.
     """
     path, lacks = folder / "metrics.jsonl", world.rank in found.lacked
     if lacks:
-        cut_lines(path, found.step)
+        cut_lines(path, found.lacked[world.rank])
     last = world.gather_json(_last_step(path) if lacks else found.step)
     first = min(last)
     rows = world.broadcast_json(
