@@ -125,15 +125,16 @@ def _settle(
         (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
         lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
         lease.acquire()
-        write_folder(prepared)
+        write_folder(prepared, attempt)
         (prepared.folder / JOB_FILE).write_text(job_of(os.environ))
     except ShoalError as failure:
         return {"error": str(failure), "kind": type(failure).__name__}, None
     except OSError as failure:
         text = f"{failure.filename}: {failure.strerror}"
         return {"error": text, "kind": "ConfigError"}, None
-    told = {"processes": size, "layout": prepared.plan.layout.text(), "resumed": prepared.resumed}
-    return {"folder": str(prepared.folder), **told}, lease
+    started = {"processes": size, "layout": prepared.plan.layout.text()}
+    started |= {"resumed": prepared.resumed, "attempt": attempt}
+    return {"folder": str(prepared.folder), **started}, lease
 
 
 def attempt_of(environ: Mapping[str, str]) -> int:

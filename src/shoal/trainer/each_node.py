@@ -82,7 +82,7 @@ def share(
         kept[0].acquire()
         lines = mend_folder(folder)
         _write(folder, texts, (*files, MICRO_BATCH))
-        events = EventLog(folder / "events.jsonl", world.rank)
+        events = EventLog(folder / "events.jsonl", None)
         events.emit("run_started", **started)
         for line in lines:
             events.emit("notice", text=line)
