@@ -5,6 +5,7 @@ Each rank's folder is another one where a machine would have its own under the s
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -20,11 +21,14 @@ from checkpoint_world import expected, main, offered, wanted
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError
 from shoal.checkpoint import folders, own_disks, parcels, write
+from shoal.checkpoint.fetch_step import fetch_newest
 from shoal.checkpoint.listing import find, read_manifest, verify
 from shoal.checkpoint.read import open_newest
+from shoal.checkpoint.remote import RemoteFolder
 from shoal.fabric import World
 from shoal.fabric.pair_bytes import swap
 from shoal.fabric.second_group import twin
+from shoal.trainer import own_disks as trainer_disks
 
 MACHINES = [0, 0, 1, 2]
 KEEPERS = (0, 0, 2, 3)
@@ -223,6 +227,41 @@ def check_bytes_that_come_otherwise_are_never_used(world: World, root: Path) -> 
         bring(world, root)
     assert names(world, root) == before
     assert bring(world, root) == own_disks.Brought(6, 0, {3: 5})
+
+
+def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
+    """Steps 1 to 9 are on the disk of rank 3, rank 0's ends at 2 and has a row taken again."""
+    folder, heard = own(root, world.rank).parent, Heard()
+    rows = [json.dumps({"step": step, "loss": 0.5}) for step in range(1, 10)]
+    if world.keeps:
+        kept = rows if world.rank == 3 else rows[:3]
+        (folder / "metrics.jsonl").write_text("\n".join([*kept, ""]))
+    found = own_disks.Brought(8, 3, {0: 2})
+    with replaced(trainer_disks, "ROWS_BYTES", 3 * len(rows[0]) + len(rows[0]) // 2):
+        trainer_disks.bring_rows(folder, found, KEEPERS, world, heard)
+    if world.rank == 0:
+        have = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+        assert have == [1, 2, 7, 8]  # of the newest three that were sent one is of a later step
+        (line,) = [one["text"] for one in heard.named("notice")]
+        assert "so did 2 rows of metrics.jsonl" in line
+        assert "the rows of 4 more steps after step 2 are there alone" in line
+    else:
+        assert not heard.events
+    world.barrier()
+
+
+def check_what_a_remote_folder_has_comes_to_every_disk(world: World, root: Path) -> None:
+    remote = RemoteFolder(f"file://{root.parent}/remote")
+    if world.is_first:
+        remote.put(own(root, 0) / "step-6", "", 9)
+    world.barrier()
+    if world.keeps:
+        shutil.rmtree(own(root, world.rank) / "step-6")
+    world.barrier()
+    heard: list[str] = []
+    fetch_newest(own(root, world.rank), remote, "", world, heard.append)
+    assert ("step-6" in names(world, root)) == (world.rank < 2)
+    assert bring(world, root) == own_disks.Brought(6, 0, {2: 5, 3: 5})
 
 
 def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> None:
