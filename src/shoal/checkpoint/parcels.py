@@ -23,7 +23,7 @@ from shoal.base.phases import phase
 from shoal.checkpoint.collective_phase import exchange
 from shoal.checkpoint.tensorfile import write_all
 from shoal.fabric import World
-from shoal.fabric.pair_bytes import swap
+from shoal.fabric.far_links import swap
 
 PIECE_BYTES = 4 << 20
 ROUND_PIECES = 64

@@ -17,15 +17,22 @@ from shoal.fabric import World
 from shoal.trainer.recorder import Recorder
 
 
-def own(folder: Path, world: World) -> RunLease | None:
+def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
     """See who shares `folder`, and take it, unless `shoal train` has taken it already.
 
+    tell    one line for the user, where nodes do not
     Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
     a folder that ranks of one machine do not share.
     """
-    if os.environ.get("SHOAL_RUN_FOLDER"):
+    taken = bool(os.environ.get("SHOAL_RUN_FOLDER"))
+    if not taken:
+        check_shared(folder, world)
+    if world.keepers:
+        from shoal.trainer.own_disks import told
+
+        tell(told(folder, world))
+    if taken:
         return None
-    check_shared(folder, world)
     lease, refusal = None, ""
     if world.keeps:
         try:

@@ -1,6 +1,5 @@
-"""Writes what each step did: one JSON line in metrics.jsonl, by rank 0.
+"""Writes what each step did: one JSON line in metrics.jsonl, by rank 0 (`World.keeps`).
 
-Where nodes share no disk, the first rank that sees one writes there.
 Keys every line has: step loss grad_norm lr tokens step_s tokens_per_s mfu peak_memory_bytes
 comm_bytes comm_exposed_s data_wait_s; besides, bytes by kind of collective, the peak of every rank,
 the stream positions [from, to) that the step consumed, and whether it was skipped.
