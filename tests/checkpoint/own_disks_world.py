@@ -215,7 +215,7 @@ def check_bytes_that_come_otherwise_are_never_used(world: World, root: Path) -> 
         shutil.rmtree(own(root, 3) / "step-6")
     before = names(world, root)
 
-    def altered(among: World, out: Any, into: Any) -> None:
+    def altered(among: Any, out: Any, into: Any) -> None:
         swap(among, out, into)
         if into is not None:
             into[1][-1] ^= 4
@@ -291,7 +291,7 @@ def check_a_peer_that_sends_nothing_is_waited_for_no_longer_than_told(
     began_s = time.monotonic()
     if world.rank == 0:
         with pytest.raises(ClusterError, match="no bytes pass between it and rank 1 within 0.5 s"):
-            swap(other, None, (1, torch.empty(8, dtype=torch.uint8)), within_s=0.5)
+            swap(other.group, None, (1, torch.empty(8, dtype=torch.uint8)), within_s=0.5)
         assert time.monotonic() - began_s < 5
     world.barrier()
     other.group = None

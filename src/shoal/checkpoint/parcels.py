@@ -87,7 +87,7 @@ def carry(
                     end = min(first + ROUND_PIECES, most)
                     for number in range(first, end):
                         heard = receiver.room(into, number)
-                        swap(world, sender.piece(out, number), heard)
+                        swap(world.group, sender.piece(out, number), heard)
                         receiver.write(heard)
                         told.step(sum(_length(one, number) > 0 for one in wave))
                     exchange(world, partial(_well, sender, receiver, last=end == most))

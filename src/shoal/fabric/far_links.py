@@ -6,8 +6,7 @@ debugger, but not over a dead link, and not for a machine that is gone. So every
 leaves this machine is asked about when it is silent, and one that nobody answers on for LINK_S
 fails, in whatever call waits for it. A link that comes back sooner has lost nothing.
 
-What ranks on several machines tell each other is collective; a file of one's disk that another lacks
-is not: `swap`.
+What machines tell each other is collective; a file that one of them lacks is not: `swap`.
 
 Source   tcp(7): SO_KEEPALIVE, TCP_KEEPIDLE, TCP_USER_TIMEOUT (bytes that were sent and not taken)
 Limits   Linux; connections of gloo and of stores. NCCL has its own watchdog
@@ -21,16 +20,12 @@ import socket
 import stat
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
 from shoal.fabric.meeting_point import is_loopback
-
-if TYPE_CHECKING:
-    from shoal.fabric.world import World
 
 LINK_S = 30
 """How long a link may carry nothing."""
@@ -95,29 +90,30 @@ def _watch(link: socket.socket) -> bool:
 
 
 def swap(
-    world: World,
+    group: dist.ProcessGroup | None,
     out: tuple[int, torch.Tensor] | None,
     into: tuple[int, torch.Tensor] | None,
     within_s: float = PAIR_S,
 ) -> None:
-    """Send bytes to a rank and take bytes of a rank, both at once, so that rings do not wait in turn.
+    """Send bytes to a rank and take bytes of a rank, both at once: a ring does not wait in turn.
 
+    group       of all ranks, which carries what lies in host memory
     out, into   (rank, [bytes] uint8 in host memory); None: nothing that way
     Errors      ClusterError naming the rank that did not take, or send, within the time
     """
     works = []
     if out is not None:
         to, sent = out
-        works.append((to, dist.isend(sent, group=world.group, group_dst=to, tag=TAG)))
+        works.append((to, dist.isend(sent, group=group, group_dst=to, tag=TAG)))
     if into is not None:
         source, room = into
-        works.append((source, dist.irecv(room, group=world.group, group_src=source, tag=TAG)))
+        works.append((source, dist.irecv(room, group=group, group_src=source, tag=TAG)))
     for peer, work in works:
         try:
             if work is not None:
                 work.wait(timedelta(seconds=within_s))
         except RuntimeError as failure:
             raise ClusterError(
-                f"rank {world.rank}: no bytes pass between it and rank {peer} within "
+                f"rank {dist.get_rank(group)}: no bytes pass between it and rank {peer} within "
                 f"{within_s:g} s: {failure}"
             ) from failure
