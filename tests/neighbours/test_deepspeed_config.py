@@ -6,6 +6,7 @@ precision_config.py, zero/config.py) and from runs of it.
 
 import base64
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,8 @@ def test_batches(
         ({"train_batch_size": 0}, 2, "from 1 on"),
         ({"gradient_accumulation_steps": 3}, 2, "nearest: train_micro_batch_size_per_gpu = 1"),
         ({"train_batch_size": "auto"}, 2, "no number of samples"),
-        ({"train_batch_size": True}, 2, "a number from 1 on is wanted"),
-        ({"train_batch_size": 8.5}, 2, "a whole number is wanted"),
+        ({"train_batch_size": True}, 2, "a whole number from 1 on is wanted"),
+        ({"train_batch_size": 8.5}, 2, "a whole number from 1 on is wanted"),
     ],
 )
 def test_batches_that_do_not_multiply(config: dict[str, object], ranks: int, line: str) -> None:
@@ -94,13 +95,13 @@ def test_clipping_nobody_speaks_of() -> None:
     for era, clip in eras.items():
         found = read(plain, data_parallel=1, era=era)
         assert found.clip == clip
-        assert f"gradient_clipping = {clip}, DeepSpeed {era}'s default" in found.told
+        assert any(f"is not said: {clip}, the default of {era}" in line for line in found.told)
     line = refused(plain)
     assert "0.0 (none) before 0.19.3" in line
     assert "1.0 from it on" in line
     found = read(plain, data_parallel=1, unsaid_clip=1.0)
     assert found.clip == 1.0
-    assert any("1.0 taken" in line for line in found.told)
+    assert any("not said: 1.0 (" in line for line in found.told)
     assert read({**plain, "gradient_clipping": 0.3}, data_parallel=1, era="0.19").clip == 0.3
     assert "0.19.3" in refused(plain, era="0.19")
     assert "era new" in refused(plain, era="new")
@@ -119,3 +120,173 @@ def test_files_and_base64(tmp_path: Path) -> None:
     assert "train_batch_size: stands twice" in refused(file)
     file.write_text("[1]")
     assert "a table of keys is wanted" in refused(file)
+
+
+HJSON = """{
+  // of a tutorial
+  train_batch_size: 8,
+  gradient_clipping: 0.5,  # none is 0
+  fp16: {enabled: true,},
+}"""
+
+
+def test_comments_and_trailing_commas(tmp_path: Path) -> None:
+    pytest.importorskip("hjson", reason="pip install 'shoal[neighbours]'")
+    file = tmp_path / "ds_config.json"
+    file.write_text(HJSON)
+    found = read(file, data_parallel=1)
+    assert (found.batch, found.clip, found.compute) == (8, 0.5, "fp16")
+    file.write_text("{train_batch_size: 8, train_batch_size: 8}")
+    assert "stands twice" in refused(file)
+    file.write_text('{"train_batch_size": [')
+    assert "pip" not in refused(file)
+
+
+def test_hjson_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    file = tmp_path / "ds_config.json"
+    file.write_text(HJSON)
+    assert refused(file).endswith("(HJSON) need: pip install 'shoal[neighbours]'")
+    file.write_text('{"train_batch_size": 8, "gradient_clipping": 0.5}')
+    assert read(file, data_parallel=1).clip == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "gives"),
+    [
+        ("Adam", {}, ("AdamW", 0.0)),
+        ("adamw", {"adam_w_mode": False}, ("AdamW", 0.0)),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, ("Adam", 0.1)),
+        ("AdamW", {"torch_adam": True}, ("AdamW", None)),  # torch's own default, 0.01
+        ("ADAM", {"torch_adam": True, "adam_w_mode": False}, ("Adam", None)),
+        ("Lion", {"betas": [0.9, 0.99]}, ("Lion", 0.0)),
+        ("adagrad", {"lr": 0.1}, ("Adagrad", None)),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, ("SGD", None)),
+    ],
+)
+def test_optimizers(kind: str, params: dict[str, object], gives: tuple[str, object]) -> None:
+    found = read_one({"optimizer": {"type": kind, "params": params}})
+    assert (found.optimizer, found.optimizer_args.get("weight_decay")) == gives
+    said = any("unless adam_w_mode = false" in line for line in found.told)
+    assert said == (kind == "Adam" and "adam_w_mode" not in params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "line"),
+    [
+        ("sgd", {}, "nearest: SGD"),  # torch.optim.sgd is a module, which DeepSpeed would call
+        ("AdamV", {}, "nearest: Adam"),
+        (None, {}, "nearest: AdamW"),
+        ("Adam", {"max_grad_norm": 1.0}, "nearest: gradient_clipping"),
+        ("Adam", {"lr": "auto"}, "only the trainer that fills it in knows it"),
+        ("Adam", {"amsgrad": True}, "nearest: torch_adam = true"),
+        ("Adam", {"bias_correction": False}, "nearest: torch_adam = true"),
+        ("LBFGS", {}, "nearest: AdamW"),
+    ],
+)
+def test_optimizers_that_are_not_here(kind: object, params: dict[str, object], line: str) -> None:
+    assert line in refused({**BATCH, "optimizer": {"type": kind, "params": params}})
+
+
+def test_the_scripts_own_count() -> None:
+    blocks = {"optimizer": {"type": "OneBitAdam"}, "scheduler": {"type": "mine"}}
+    found = read_one(blocks, brought=("optimizer", "scheduler"))
+    assert (found.optimizer, found.scheduler) == ("", "")
+    assert "optimizer: the script's own counts, as in DeepSpeed" in found.told
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "offload"),
+    [
+        (True, 1, (False, False, "host")),
+        (False, 0, (False, False, "host")),
+        ({"stage": "2"}, 2, (False, False, "host")),
+        ({"stage": "auto"}, 0, (False, False, "host")),
+        ({"stage": 3, "cpu_offload": True}, 3, (True, False, "host")),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, 3, (False, True, "host")),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, 3, (False, True, "files")),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, 2, (False, False, "host")),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, 0, (False, False, "host")),
+        ({"stage": 1, "offload_optimizer": {"device": "auto"}}, 1, (False, False, "host")),
+    ],
+)
+def test_zero(zero: object, stage: int, offload: tuple[object, ...]) -> None:
+    found = read_one({"zero_optimization": zero})
+    gives = (found.offload_optimizer, found.offload_parameters, found.offload_to)
+    assert (found.stage, gives) == (stage, offload)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "nearest: 3"),
+        ({"zero_optimization": 2}, "a table of keys is wanted"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "gpu"}}}, "cpu, nvme"),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+            "is offload_optimizer's old name",
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 is enabled too"),
+        ({"fp16": {"enabled": True, "loss_scale": True}}, "a number from 0 on"),
+        ({"fp16": {"enabled": True, "loss_scale": "inf"}}, "a number from 0 on"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "above 0"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "from 1 on"),
+        ({"fp16": {"enabled": "yes"}}, "true or false is wanted"),
+        ({"communication_data_type": "fp16"}, "nearest: fp32"),
+        ({"gradient_clipping": -1}, "a number from 0 on"),
+        ({"gradient_accumulation_steps": None, "train_batch_size": None}, "no batch size"),
+    ],
+)
+def test_values_that_are_refused(config: dict[str, object], line: str) -> None:
+    assert line in refused({**BATCH, **config})
+
+
+def test_loss_scales() -> None:
+    """At stage 0 DeepSpeed's fp16 optimizer halves at once and goes on at the least scale."""
+    half = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50, "min_loss_scale": 2}
+    plain = read_one({"fp16": {**half, "hysteresis": 3}})
+    assert plain.loss_scale == LossScale(0.0, 256.0, 50, 1, False, 2.0, False)
+    assert any("at stage 0" in line for line in plain.told)
+    cut = {"stage": 1}
+    found = read_one({"fp16": {**half, "consecutive_hysteresis": True}, "zero_optimization": cut})
+    assert found.loss_scale == LossScale(0.0, 256.0, 50, 2, True, 2.0, True)
+    fixed = read_one({"fp16": {"enabled": True, "loss_scale": "128", "loss_scale_window": 0}})
+    assert fixed.loss_scale.fixed == 128.0
+    assert read_one({"bfloat16": {"enabled": "true"}}).compute == "bf16"
+
+
+def test_auto_is_resolved_once_and_said() -> None:
+    found = read(
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "train_batch_size": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 3e-5, "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 9},
+            },
+            "fp16": {"enabled": "auto"},
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+        },
+        data_parallel=4,
+    )
+    assert (found.batch, found.clip, found.compute) == (8, 1.0, "fp32")
+    assert found.optimizer_args["betas"] == (0.9, 0.999)
+    assert found.scheduler_args["warmup_max_lr"] is None  # the optimizer's own rate
+    line = next(line for line in found.told if line.startswith('"auto"'))
+    assert line.startswith('"auto" is what holds without the key: train_batch_size, ')
+    assert "zero_optimization.reduce_bucket_size" in line
+    assert 'gradient_clipping = "auto": 1.0, as Accelerate fills it in' in found.told
+
+
+def test_the_configuration_is_left_as_it_was() -> None:
+    config = {**BATCH, "bfloat16": {"enabled": "auto"}, "zero_optimization": True}
+    before = json.dumps(config)
+    read(config, data_parallel=1)
+    assert json.dumps(config) == before

@@ -10,20 +10,46 @@ or refused, key by key: `deepspeed_keys`.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, short
-from shoal.neighbours.deepspeed_keys import Judge, Verdict, keys, shown, version
+from shoal.base.errors import ConfigError, nearest, one_of, short
+from shoal.neighbours.deepspeed_keys import Verdict, Written, keys, version
+from shoal.neighbours.deepspeed_rates import SCHEDULES
 
-CLIPS_SINCE = (0, 19, 3)
+CLIPS_SINCE = "0.19.3"
 """First version in which `gradient_clipping`, where nobody says it, is 1.0; before, 0.0 (none)."""
+
+TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+         "SGD")  # fmt: skip
+"""Classes of torch.optim that DeepSpeed makes by their own names, and that need no closure."""
+
+TORCH_RATES = ("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
+               "ExponentialLR", "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR",
+               "StepLR")  # fmt: skip
+"""Classes of torch.optim.lr_scheduler that need no function."""
+
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("onebitadam", "zerooneadam", "onebitlamb"), "AdamW, with layout.compress=int8"
+    ),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "AdamW, or mup's own, made by the script"),
+    "lamb": "AdamW, or shoal.optim.lamb:LAMB, made by the script, which clamps no ratio",
+    "muon": "AdamW, or shoal.optim.muon:MuonWithAdamW, made by the script",
+    "lbfgs": "AdamW: LBFGS calls the model itself",
+    "sparseadam": "AdamW: gradients travel dense",
+}
+"""Optimizers that are refused, in lower case → the nearest."""
+
+CURVES_SINCE = (0, 19, 4)
+"""First version of today's curves. WarmupLR's peak was 0.001 before, where nobody said it."""
+
+FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
+"""Last words of keys whose "auto" only the trainer knows that fills it in."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +59,7 @@ class LossScale:
     fixed   a scale that stays; 0: it moves · initial  the first one · window  clean steps after
     which it doubles · least  below which it does not go
     hysteresis               overflows until it halves: 2 leaves the first one alone; stage 0 has 1
-    consecutive_hysteresis   refill that count at every clean step, not only where the scale doubles
+    consecutive_hysteresis   that count starts anew at every clean step, not only where it doubles
     stops                    an overflow at `least` ends the run (stages 1 to 3)
     """
 
@@ -54,10 +80,10 @@ class Settings:
     offload_to   host or files (nvme) · compute  fp32, bf16, fp16 · clip  0: none
     optimizer    a class of torch.optim, or Lion; "" none is configured, the script brings its own
     optimizer_args, scheduler_args   keyword arguments, of DeepSpeed's meaning and defaults
-    scheduler    one of `deepspeed_rates`, or a class of torch.optim.lr_scheduler; "" none
+    scheduler    of `deepspeed_rates.SCHEDULES`, or a class of torch.optim.lr_scheduler; "" none
     reduce       format in which gradients travel: fp32, bf16; "" as they are kept
     recompute    keys of activation_checkpointing that are on: for models that ask for them
-    verdicts     of every key that was written · told  lines for the user
+    verdicts     on every key that was written · told  lines for the user
     """
 
     batch: int
@@ -103,35 +129,34 @@ def read(
                   is not here, a value that DeepSpeed refuses, or batches that do not multiply
     """
     where = "ds_config" if isinstance(config, Mapping) else short(str(config))
-    reader = _Reader(_load(config, where), where, [])
+    reader = _Reader(_load(config, where), where, version(era))
     reader.resolve_auto()
-    verdicts = tuple(Judge(version(era), where, keys())(reader.config))
+    verdicts = [*reader.judge()]
+    parts = {
+        **reader.batches(data_parallel),
+        **reader.zero(),
+        "reduce": reader.reduce(),
+        "clip": reader.clip(era, unsaid_clip),
+        "drop_last": reader.value("dataloader_drop_last"),
+        "steps_per_print": reader.value("steps_per_print"),
+        "wall_clock_breakdown": reader.value("wall_clock_breakdown"),
+        "recompute": tuple(
+            name for name, on in reader.block("activation_checkpointing").items() if on
+        ),
+    }
+    parts |= reader.precision(parts["stage"])
+    for block, made in (("optimizer", reader.optimizer), ("scheduler", reader.scheduler)):
+        if reader.block(block) and block in brought:
+            reader.told.append(f"{block}: the script's own counts, as in DeepSpeed")
+        elif reader.block(block):
+            parts[block], parts[f"{block}_args"], more = made()
+            verdicts += more
     lines: dict[str, list[str]] = {}
     for one in verdicts:
         if one.fate == "told" and not isinstance(one.value, Mapping):
             lines.setdefault(one.words, []).append(one.path)
-    reader.told += [f"{', '.join(paths)}: {words}" for words, paths in lines.items()]
-    stage, offload = reader.zero()
-    compute, loss_scale = reader.precision(stage)
-    batch, micro_batch, accumulate = reader.batches(data_parallel)
-    optimizer, optimizer_args = reader.optimizer("optimizer" in brought)
-    scheduler, scheduler_args = reader.scheduler("scheduler" in brought)
-    clip = reader.clip(era, unsaid_clip)
-    whole = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro_batch}
-    for name, value in {**whole, "gradient_accumulation_steps": accumulate}.items():
-        if name not in reader.config:
-            reader.told.append(f"{name} = {value}, on {data_parallel} data-parallel ranks")
-    return Settings(
-        batch, micro_batch, accumulate, stage, **offload,
-        compute=compute, loss_scale=loss_scale, clip=clip,
-        optimizer=optimizer, optimizer_args=optimizer_args,
-        scheduler=scheduler, scheduler_args=scheduler_args,
-        reduce=reader.reduce(), recompute=reader.recompute(),
-        drop_last=reader.flag("", "dataloader_drop_last"),
-        steps_per_print=reader.whole("", "steps_per_print", 0),
-        wall_clock_breakdown=reader.flag("", "wall_clock_breakdown"),
-        verdicts=verdicts, told=tuple(reader.told),
-    )  # fmt: skip
+    told = [f"{', '.join(paths)}: {words}" for words, paths in lines.items()]
+    return Settings(**parts, verdicts=tuple(verdicts), told=(*reader.told, *told))
 
 
 def _load(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
@@ -140,7 +165,7 @@ def _load(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
     try:
         there = os.path.exists(config)
         text = Path(config).read_text() if there else base64.urlsafe_b64decode(str(config)).decode()
-    except (UnicodeDecodeError, binascii.Error, ValueError):
+    except ValueError:  # binascii's and Unicode's too
         raise ConfigError(f"{where}: no such file, nor base64 of a configuration") from None
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,14 +178,15 @@ def _load(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
     try:
         found = loads(text, object_pairs_hook=once)
     except ValueError as failure:
-        raise ConfigError(f"{where}: {failure}{said}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: a table of keys is wanted, got {shown(found)}")
-    return found
+        why = f"{failure}{said}" if there else "no such file, nor base64 of a configuration"
+        raise ConfigError(f"{where}: {why}") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where}: a table of keys is wanted, got {short(str(found))}")
+    return dict(found)
 
 
 def _parser() -> tuple[Callable[..., Any], str]:
-    """hjson's, where it is installed, as beside DeepSpeed itself; else JSON's."""
+    """hjson's, where it is installed, as it is beside DeepSpeed; else JSON's, and what it lacks."""
     try:
         import hjson
     except ModuleNotFoundError:
@@ -169,94 +195,21 @@ def _parser() -> tuple[Callable[..., Any], str]:
     return hjson.loads, ""
 
 
-FILLED_BY_TRAINERS = ("lr", "warmup_num_steps", "total_num_steps", "type")
-"""Last words of keys whose "auto" nobody knows but the trainer that fills it in."""
-
-FUSED = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-"""Defaults of DeepSpeed's own Adam; torch's AdamW decays by 0.01 where nobody says it."""
-
-TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam",
-         "RMSprop", "Rprop", "SGD")  # fmt: skip
-"""Classes of torch.optim that step on parts and need no closure."""
-
-ELSEWHERE = {
-    "lamb": 'AdamW, or "client" optimizer shoal.optim.lamb:LAMB, which clamps no ratio',
-    "muon": "AdamW, or optimizer.name=muon in a run.toml",
-    "muadam": "AdamW, with the script's own optimizer of mup",
-    "muadamw": "AdamW, with the script's own optimizer of mup",
-    "musgd": "SGD, with the script's own optimizer of mup",
-    "onebitadam": "AdamW, with layout.compress=int8",
-    "zerooneadam": "AdamW, with layout.compress=int8",
-    "onebitlamb": "AdamW, with layout.compress=int8",
-    "lbfgs": "AdamW: LBFGS calls the model itself",
-    "sparseadam": "AdamW: gradients travel dense",
-}
-"""Optimizers that are refused, in lower case → the nearest."""
-
-
 @dataclass
-class _Reader:
-    """A configuration's values by their paths, and the lines that reading them leaves."""
+class _Reader(Written):
+    """Reads the parts of `Settings`, and keeps lines for the user."""
 
-    config: dict[str, Any]
-    where: str
-    told: list[str]
-
-    def wrong(self, path: str, value: Any, why: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {path} = {shown(value)}: {why}")
-
-    def block(self, path: str) -> dict[str, Any]:
-        """A table by its path; {} where it is missing."""
-        found: Any = self.config
-        for name in path.split(".") if path else ():
-            found = found.get(name) or {}
-            if not isinstance(found, Mapping):
-                raise self.wrong(path, found, "a table is wanted, {…}")
-        return dict(found)
-
-    def number(self, block: str, name: str, default: float, least: float = 0.0) -> float:
-        """A finite number of at least `least`; texts of numbers count, true and false do not."""
-        value, path = self.block(block).get(name), f"{block}.{name}".lstrip(".")
-        if value is None:
-            return default
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number) or number < least:
-            raise self.wrong(
-                path, value, f"a number from {least:g} on is wanted; nearest: {default:g}"
-            )
-        return number
-
-    def whole(self, block: str, name: str, default: int, least: int = 0) -> int:
-        """As `number`, without a fraction."""
-        number = self.number(block, name, default, least)
-        if number != int(number):
-            raise self.wrong(f"{block}.{name}".lstrip("."), number, "a whole number is wanted")
-        return int(number)
-
-    def flag(self, block: str, name: str, default: bool = False) -> bool:
-        value = self.block(block).get(name, default)
-        words = {"true": True, "false": False, "none": default}
-        found = words.get(str(value).lower())
-        if found is None:
-            raise self.wrong(f"{block}.{name}".lstrip("."), value, "true or false is wanted")
-        return found
+    told: list[str] = field(default_factory=list)
 
     def resolve_auto(self) -> None:
-        """Bring old forms into today's, and take every "auto" for what stands without the key."""
-        config = self.config
-        if "bfloat16" in config:
-            if "bf16" in config:
-                raise self.wrong("bfloat16", "…", "is bf16's old name, and bf16 is there too")
-            config["bf16"] = config.pop("bfloat16")
-        if isinstance(config.get("zero_optimization"), bool):
-            stage = int(config["zero_optimization"])
-            config["zero_optimization"] = {"stage": stage}
-            self.told.append(f"zero_optimization = true or false: stage {stage}")
+        """Bring old forms into today's, and take every "auto" for what holds without the key."""
+        if "bfloat16" in self.config and "bf16" not in self.config:
+            self.config["bf16"] = self.config.pop("bfloat16")
+        if isinstance(stage := self.config.get("zero_optimization"), bool):
+            self.config["zero_optimization"] = {"stage": int(stage)}
+            self.told.append(f"zero_optimization = {str(stage).lower()}: stage {int(stage)}")
         auto: list[str] = []
-        self.config = self._without_auto(config, "", auto)
+        self.config = self._without_auto(self.config, "", auto)
         if "gradient_clipping" in auto:
             auto.remove("gradient_clipping")
             self.config["gradient_clipping"] = 1.0
@@ -264,208 +217,171 @@ class _Reader:
         if auto:
             self.told.append(f'"auto" is what holds without the key: {", ".join(auto)}')
 
-    def _without_auto(
-        self, block: Mapping[str, Any], inside: str, auto: list[str]
-    ) -> dict[str, Any]:
+    def _without_auto(self, block: Mapping[str, Any], at: str, auto: list[str]) -> dict[str, Any]:
         kept = {}
         for name, value in block.items():
             if isinstance(value, Mapping):
-                kept[name] = self._without_auto(value, f"{inside}{name}.", auto)
+                kept[name] = self._without_auto(value, f"{at}{name}.", auto)
             elif value != "auto":
                 kept[name] = value
-            elif inside.startswith(("optimizer.", "scheduler.")) and name in FILLED_BY_TRAINERS:
+            elif at.startswith(("optimizer.", "scheduler.")) and name in FILLED_IN:
                 why = "only the trainer that fills it in knows it; nearest: the value itself"
-                raise self.wrong(f"{inside}{name}", value, why)
+                raise self.wrong(f"{at}{name}", value, why)
             else:
-                auto.append(f"{inside}{name}")
+                auto.append(f"{at}{name}")
         return kept
 
-    def batches(self, ranks: int) -> tuple[int, int, int]:
+    def batches(self, ranks: int) -> dict[str, int]:
         """Solve DeepSpeed's batch equation: floor divisions, then equality."""
         names = (
             "train_batch_size",
             "train_micro_batch_size_per_gpu",
             "gradient_accumulation_steps",
         )
-        batch, micro, steps = (self.whole("", name, 0, 1) for name in names)
-        said = ", ".join(f"{name} = {self.config[name]}" for name in names if name in self.config)
-        if batch and not micro:
-            micro = batch // ranks // (steps or 1)
-            steps = steps or 1
-        elif batch:
+        batch, micro, steps = (self.value(name) for name in names)
+        said = ", ".join(f"{name} = {self.config[name]}" for name in names if self.config.get(name))
+        if not batch and not micro:
+            more = "says no number of samples; nearest: train_micro_batch_size_per_gpu = 1"
+            raise ConfigError(f"{self.where}: {said or 'no batch size'}: {more}")
+        if batch and micro:
             steps = steps or batch // micro // ranks
-        elif micro:
-            steps = steps or 1
-            batch = micro * steps * ranks
-        else:
-            raise ConfigError(
-                f"{self.where}: {said or 'no batch'}: says no number of samples; nearest: "
-                f"train_micro_batch_size_per_gpu = 1"
-            )
+        steps = steps if batch and micro else steps or 1
+        micro = micro or batch // ranks // steps
+        batch = batch or micro * steps * ranks
         if batch != micro * steps * ranks:
-            product = max(1, micro) * max(1, steps) * ranks
             raise ConfigError(
                 f"{self.where}: {said}: {batch} ≠ micro-batch {micro} × accumulation {steps} × "
-                f"{ranks} data-parallel ranks; nearest: train_batch_size = {product}"
+                f"{ranks} data-parallel ranks; nearest: train_batch_size = "
+                f"{max(1, micro) * max(1, steps) * ranks}"
             )
-        return batch, micro, steps
+        for name, value in zip(names, (batch, micro, steps), strict=True):
+            if not self.config.get(name):
+                self.told.append(f"{name} = {value}, on {ranks} data-parallel ranks")
+        return {"batch": batch, "micro_batch": micro, "accumulate": steps}
 
-    def zero(self) -> tuple[int, dict[str, Any]]:
+    def zero(self) -> dict[str, Any]:
         """Read ZeRO's stage, and what is offloaded whereto."""
-        zero = "zero_optimization"
-        stage = self.whole(zero, "stage", 0)
-        if stage > 3:
+        zero, devices = "zero_optimization", []
+        if (stage := self.value(f"{zero}.stage")) > 3:
             raise self.wrong(f"{zero}.stage", stage, "0, 1, 2 or 3 is wanted; nearest: 3")
-        devices = {}
-        for name, old in (
-            ("offload_optimizer", "cpu_offload"),
-            ("offload_param", "cpu_offload_param"),
-        ):
-            device = self.block(f"{zero}.{name}").get("device", "none")
-            if self.flag(zero, old):
-                if name in self.block(zero):
-                    raise self.wrong(
-                        f"{zero}.{old}", True, f"is {name}'s old name, which is there too"
-                    )
+        for new, old, least in (("offload_optimizer", "cpu_offload", 1),
+                                ("offload_param", "cpu_offload_param", 3)):  # fmt: skip
+            device = str(self.value(f"{zero}.{new}.device"))
+            if device not in (known := ("none", "cpu", "nvme")):
+                raise ConfigError(f"{self.where}: {one_of(f'{zero}.{new}.device', device, known)}")
+            if self.value(f"{zero}.{old}"):
+                if self.block(f"{zero}.{new}"):
+                    raise self.wrong(f"{zero}.{old}", True, f"is {new}'s old name; nearest: {new}")
                 device = "cpu"
-            if device not in ("none", "cpu", "nvme"):
-                close = nearest(str(device), ["none", "cpu", "nvme"]) or "cpu"
-                raise self.wrong(
-                    f"{zero}.{name}.device", device, f"none, cpu, nvme; nearest: {close}"
-                )
-            needed = 1 if name == "offload_optimizer" else 3
-            if device != "none" and stage < needed:
-                self.told.append(
-                    f"{zero}.{name}: means nothing below stage {needed}, as in DeepSpeed"
-                )
+            if device != "none" and stage < least:
+                self.told.append(f"{zero}.{new}: nothing below stage {least}, as in DeepSpeed")
                 device = "none"
-            devices[name] = device
-        optimizer, parameters = devices.values()
-        to = "files" if "nvme" in devices.values() else "host"
-        return stage, {"offload_optimizer": optimizer != "none",
-                       "offload_parameters": parameters != "none", "offload_to": to}  # fmt: skip
+            devices.append(device)
+        return {
+            "stage": stage,
+            "offload_optimizer": devices[0] != "none",
+            "offload_parameters": devices[1] != "none",
+            "offload_to": "files" if "nvme" in devices else "host",
+        }
 
-    def precision(self, stage: int) -> tuple[str, LossScale]:
+    def precision(self, stage: int) -> dict[str, Any]:
         """Read the format of matrix products, and fp16's loss scale."""
-        half, brain = self.flag("fp16", "enabled"), self.flag("bf16", "enabled")
+        half, brain = self.value("fp16.enabled"), self.value("bf16.enabled")
         if half and brain:
             raise self.wrong("fp16.enabled", True, "bf16 is enabled too; nearest: bf16 alone")
-        least = 1 if half else 0
-        scale = LossScale(
-            fixed=self.number("fp16", "loss_scale", 0.0),
-            initial=2.0 ** self.whole("fp16", "initial_scale_power", 16),
-            window=self.whole("fp16", "loss_scale_window", 1000, least),
-            hysteresis=self.whole("fp16", "hysteresis", 2, 1),
-            consecutive_hysteresis=self.flag("fp16", "consecutive_hysteresis"),
-            least=float(self.whole("fp16", "min_loss_scale", 1, least)),
-        )
+        fixed, power, window, hysteresis, least, consecutive = (
+            self.value(f"fp16.{name}")
+            for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+                         "min_loss_scale", "consecutive_hysteresis")
+        )  # fmt: skip
+        if half and not fixed and not (window and least):
+            raise self.wrong("fp16.loss_scale_window, min_loss_scale", [window, least], "above 0")
+        scale = LossScale(fixed, 2.0**power, window, hysteresis, consecutive, float(least))
         if half and not stage:
-            if scale.hysteresis != 1 and "hysteresis" in self.block("fp16"):
+            if self.block("fp16").get("hysteresis", 1) != 1:
                 self.told.append("fp16.hysteresis: at stage 0 DeepSpeed halves at every overflow")
             scale = replace(scale, hysteresis=1, consecutive_hysteresis=False, stops=False)
-        return "fp16" if half else "bf16" if brain else "fp32", scale
+        return {"compute": "fp16" if half else "bf16" if brain else "fp32", "loss_scale": scale}
 
     def clip(self, era: str, unsaid: float | None) -> float:
         """Read the largest gradient norm, or its default in that version."""
-        if self.config.get("gradient_clipping") is not None:
-            return self.number("", "gradient_clipping", 1.0)
-        since, found = ".".join(map(str, CLIPS_SINCE)), version(era)
-        if era and (not found or found == CLIPS_SINCE[: len(found)] != CLIPS_SINCE):
+        if (said := self.value("gradient_clipping")) is not None:
+            return float(said)
+        changed = version(CLIPS_SINCE)
+        if era and (not self.era or self.era == changed[: len(self.era)] != changed):
             raise ConfigError(
-                f"era {short(era)}: a version as 0.19.8 is wanted, for gradient_clipping's default "
-                f"changed in {since}; nearest: {since}"
+                f"era {short(era)}: a whole version is wanted, since gradient_clipping's default "
+                f"changed in {CLIPS_SINCE}; nearest: {CLIPS_SINCE}"
             )
-        if found:
-            clip = 1.0 if found >= CLIPS_SINCE else 0.0
-            self.told.append(f"gradient_clipping = {clip}, DeepSpeed {era}'s default")
-            return clip
-        if unsaid is None:
+        both = f"DeepSpeed takes 0.0 (none) before {CLIPS_SINCE}, and 1.0 from it on"
+        if not self.era and unsaid is None:
             raise ConfigError(
-                f"{self.where}: gradient_clipping is not said: DeepSpeed takes 0.0 (none) before "
-                f"{since}, and 1.0 from it on; nearest: the key in the file, or --era {since}"
+                f"{self.where}: gradient_clipping is not said: {both}; nearest: the key in the "
+                f"file, or --era {CLIPS_SINCE}"
             )
-        self.told.append(
-            f"gradient_clipping is not said: {unsaid} taken (DeepSpeed takes 0.0 before {since}, "
-            f"1.0 from it on)"
-        )
-        return unsaid
+        found = unsaid if unsaid is not None and not self.era else float(self.era >= changed)
+        by = f", the default of {era}" if self.era else ""
+        self.told.append(f"gradient_clipping is not said: {found}{by} ({both})")
+        return found
 
     def reduce(self) -> str:
         """Read the format in which gradients travel."""
-        value = self.config.get("communication_data_type")
-        found = "" if value is None else str(value).lower()
+        found = str(self.value("communication_data_type") or "").lower()
         if found not in ("", "fp32", "bf16"):
-            raise self.wrong("communication_data_type", value, "fp32 or bf16; nearest: fp32")
+            raise self.wrong("communication_data_type", found, "fp32 or bf16; nearest: fp32")
         return found
 
-    def recompute(self) -> tuple[str, ...]:
-        """Which keys of activation_checkpointing are on."""
-        return tuple(name for name, on in self.block("activation_checkpointing").items() if on)
+    def arguments(self, block: str, kind: str) -> tuple[dict[str, Any], list[Verdict]]:
+        """Read `params` of a class of DeepSpeed's own: what it takes, with its defaults."""
+        verdicts = [*self.judge(f"{block}.params", f"args.{kind}")]
+        rows = [one.rpartition(".")[2] for one in keys() if one.startswith(f"args.{kind}.")]
+        rows = [name for name in rows if keys()[f"args.{kind}.{name}"].fate == "honoured"]
+        found = {name: self.value(f"{block}.params.{name}", f"args.{kind}.{name}") for name in rows}
+        return found, verdicts
 
-    def optimizer(self, brought: bool) -> tuple[str, dict[str, Any]]:
+    def optimizer(self) -> tuple[str, dict[str, Any], list[Verdict]]:
         """Read the optimizer's class and arguments, as DeepSpeed would make it."""
-        block = self.block("optimizer")
-        if not block or brought:
-            if block:
-                self.told.append("optimizer: the script's own counts, as in DeepSpeed")
-            return "", {}
-        name, params = block.get("type"), self.block("optimizer.params")
+        name, params = self.block("optimizer").get("type"), self.block("optimizer.params")
+        kind, path = str(name).lower(), "optimizer.params.max_grad_norm"
         if "max_grad_norm" in params:
-            value = params["max_grad_norm"]
-            raise self.wrong("optimizer.params.max_grad_norm", value, "nearest: gradient_clipping")
-        args = {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()}
-        kind = str(name).lower()
-        if kind in ("adam", "adamw"):
-            return self._adam(kind, args)
-        if kind == "adagrad":
-            return "Adagrad", args
-        if kind == "lion":
-            return "Lion", {**{key: v for key, v in FUSED.items() if key != "eps"}, **args}
+            raise self.wrong(
+                path, params["max_grad_norm"], "is not here; nearest: gradient_clipping"
+            )
+        if kind in ("adam", "adamw") and params.get("torch_adam"):
+            mine = {key: v for key, v in params.items() if key not in ("torch_adam", "adam_w_mode")}
+            decays = kind == "adamw" or params.get("adam_w_mode", True)
+            return "AdamW" if decays else "Adam", mine, []  # torch's own arguments and defaults
+        if kind in ("adam", "adamw", "lion"):
+            args, verdicts = self.arguments("optimizer", "Lion" if kind == "lion" else "Adam")
+            args["betas"] = tuple(args["betas"])
+            args.pop("torch_adam", None)
+            decays = args.pop("adam_w_mode", True) or kind == "adamw"
+            if kind == "adam" and decays:
+                self.told.append('optimizer.type = "Adam": AdamW, unless adam_w_mode = false')
+            return "Lion" if kind == "lion" else "AdamW" if decays else "Adam", args, verdicts
         if kind in ELSEWHERE:
             raise self.wrong("optimizer.type", name, f"is not here; nearest: {ELSEWHERE[kind]}")
+        name = "Adagrad" if kind == "adagrad" else name
         if name not in TORCH:
-            close = nearest(str(name), TORCH) or next(
-                (x for x in TORCH if x.lower() == kind), "AdamW"
-            )
+            lower = {one.lower(): one for one in (*TORCH, "Adam", "AdamW", "Lion")}
+            close = lower[nearest(kind, lower) or "adamw"]
             raise self.wrong("optimizer.type", name, f"no such optimizer; nearest: {close}")
-        return name, args
+        return name, {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()}, []
 
-    def _adam(self, kind: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        decoupled = args.pop("adam_w_mode", True) or kind == "adamw"
-        name = "AdamW" if decoupled else "Adam"
-        if kind == "adam" and decoupled:
-            self.told.append('optimizer.type = "Adam": is AdamW, unless adam_w_mode = false')
-        states = args.pop("fp32_optimizer_states", True)
-        if args.pop("torch_adam", False):
-            decay = 0.01 if decoupled else 0.0
-            return name, {**FUSED, "weight_decay": decay, **args}
-        kept = {
-            "bias_correction": args.pop("bias_correction", True),
-            "fp32_optimizer_states": states,
-        }
-        kept["amsgrad"] = not args.pop("amsgrad", False)
-        args.pop("set_grad_none", None)
-        for key, as_here in kept.items():
-            if not as_here:
-                nearest_is = "torch_adam = true" if key == "amsgrad" else f"{key} = true"
-                raise self.wrong(
-                    f"optimizer.params.{key}", key == "amsgrad", f"nearest: {nearest_is}"
-                )
-        for key in args:
-            if key not in FUSED:
-                close = nearest(key, [*FUSED, "adam_w_mode", "torch_adam"])
-                hint = f"; nearest: {close}" if close else ""
-                raise self.wrong(f"optimizer.params.{key}", args[key], f"no argument of Adam{hint}")
-        return name, {**FUSED, **args}
-
-    def scheduler(self, brought: bool) -> tuple[str, dict[str, Any]]:
+    def scheduler(self) -> tuple[str, dict[str, Any], list[Verdict]]:
         """Read the scheduler's class and arguments."""
-        block = self.block("scheduler")
-        if not block or brought:
-            if block:
-                self.told.append("scheduler: the script's own counts, as in DeepSpeed")
-            return "", {}
-        name, params = block.get("type"), self.block("scheduler.params")
-        if not isinstance(name, str):
-            raise self.wrong("scheduler.type", name, "a name is wanted; nearest: WarmupLR")
-        return name, dict(params)
+        name = str(self.block("scheduler").get("type"))
+        if name in TORCH_RATES:
+            return name, self.block("scheduler.params"), []
+        if name not in SCHEDULES:
+            raise ConfigError(f"{self.where}: {one_of('scheduler.type', name, SCHEDULES)}")
+        args, verdicts = self.arguments("scheduler", name)
+        first = {key: v[0] if isinstance(v, list) and v else v for key, v in args.items()}
+        SCHEDULES[name](0.0, 0, first)  # refuses what it cannot take
+        if name == "WarmupLR" and args["warmup_max_lr"] is None and self.era < CURVES_SINCE:
+            args["warmup_max_lr"] = 0.001 if self.era else None
+            peak = "0.001" if self.era else "the optimizer's own rate; before 0.19.4 it was 0.001"
+            self.told.append(f"scheduler.params.warmup_max_lr is not said: {peak}")
+        elif name in ("OneCycle", "WarmupCosineLR") and () < self.era < CURVES_SINCE:
+            self.told.append(f"scheduler: {name} as from 0.19.4 on; its stairs or end were others")
+        return name, args, verdicts
