@@ -1,0 +1,55 @@
+"""A run whose loop is another library's: it calls the model and backward, and says when to update.
+
+Layouts that such a loop can carry hold the whole model in every forward pass: ddp, zero 1 to 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.trainer.free_passes import FreePasses
+from shoal.trainer.run import Run
+from shoal.trainer.step import StepResult
+
+
+class FreeLoop:
+    """The steps of a run, made pass by pass.
+
+    accumulate   backward passes of a step, if that is known · made  those of this step until now
+    last         what the last update did; None before the first
+    """
+
+    def __init__(self, run: Run, accumulate: int) -> None:
+        self.run, self.accumulate = run, accumulate
+        self.last: StepResult | None = None
+
+    @property
+    def made(self) -> int:
+        """Backward passes of the step under way."""
+        return self.run.free.count if self.run.free is not None else 0
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model; in training, as a pass of the step under way."""
+        return self._passes().forward(*inputs, **named)
+
+    def backward(self, loss: torch.Tensor, *, share: float, retain_graph: bool = False) -> None:
+        """Add the gradients of `share` of a loss of the micro-batch at hand."""
+        passes = self._passes()
+        last = passes.count == self.accumulate - 1
+        passes.backward(loss, share=share, last=last, retain_graph=retain_graph)
+
+    def update(self) -> StepResult:
+        """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""
+        self._passes()
+        self.last = self.run.update()
+        return self.last
+
+    def _passes(self) -> FreePasses:
+        run = self.run
+        if run.free is None:
+            with run.meeting.at("the first pass of a step"):
+                run.begin(None)
+                run.free = FreePasses(run.program, run.step_count, run.scale, run.flags)
+        return run.free
