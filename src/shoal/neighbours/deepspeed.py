@@ -48,10 +48,12 @@ class DeepSpeedEngine(metaclass=_Engines):
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
         """As `initialize`, with a line that says so."""
-        logging.getLogger("shoal").warning(
-            "DeepSpeedEngine(…) makes no four values to unpack; taken for deepspeed.initialize(…)"
+        made = initialize(*args, **named)
+        said = (
+            "DeepSpeedEngine(…) gives no four values to unpack; taken for deepspeed.initialize(…)"
         )
-        return initialize(*args, **named)
+        made[0].run.recorder.notice(said)
+        return made
 
 
 def init_distributed(dist_backend: str | None = None, *_args: Any, **_named: Any) -> None:
