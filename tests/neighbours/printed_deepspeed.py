@@ -1,6 +1,7 @@
 """The DeepSpeed script of the starting texts: between the marks as it is printed, lines added around it."""
 
-# ruff: noqa: E402
+# ruff: noqa: E402, F401, I001
+import shoal.neighbours.deepspeed
 
 import importlib.util
 import json

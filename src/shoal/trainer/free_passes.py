@@ -3,7 +3,7 @@
     run.begin(None)
     run.free = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
     loss = loss_of(passes.forward(inputs))                as often as the loop likes
-    passes.backward(loss, share=1 / 4, last=False)        after the last one gradients travel at once
+    passes.backward(loss, share=1 / 4, last=False)        the last one's gradients travel at once
     run.update()
 
 The gradient is the mean over data-parallel ranks of what each adds up, as with torch's DDP and its
