@@ -130,8 +130,8 @@ HJSON = """{
 }"""
 
 
+@pytest.mark.proof  # where the extra is installed
 def test_comments_and_trailing_commas(tmp_path: Path) -> None:
-    pytest.importorskip("hjson", reason="pip install 'shoal[neighbours]'")
     file = tmp_path / "ds_config.json"
     file.write_text(HJSON)
     found = read(file, data_parallel=1)

@@ -14,7 +14,12 @@ import pytest
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours.deepspeed_config import Settings, read
-from shoal.neighbours.deepspeed_keys import Key, keys, version
+from shoal.neighbours.written import Key, read_table, version
+
+
+def keys() -> dict[str, Key]:
+    return read_table("deepspeed_keys")
+
 
 PAGE = json.loads((Path(__file__).parent / "deepspeed_documented.json").read_text())
 BASE = {

@@ -4,22 +4,26 @@ It may be a dict, a file of HJSON, or url-safe base64. Numbers are DeepSpeed's o
 equation with its floor divisions (`train_batch_size` = micro-batch × accumulation × data-parallel
 size), "Adam" that is AdamW without decay, clipping at 1.0 from 0.19.3 on and none before, "auto"
 that is a default wherever DeepSpeed or its users' trainers have one. Whatever is not read is told
-or refused, key by key: `deepspeed_keys`.
+or refused, key by key: deepspeed_keys.txt.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest, one_of, short
-from shoal.neighbours.deepspeed_keys import Verdict, Written, keys, version
 from shoal.neighbours.deepspeed_rates import SCHEDULES
+from shoal.neighbours.written import (
+    Verdict,
+    Written,
+    load_written,
+    read_table,
+    told_lines,
+    version,
+)
 
 CLIPS_SINCE = "0.19.3"
 """First version in which `gradient_clipping`, where nobody says it, is 1.0; before, 0.0 (none)."""
@@ -129,7 +133,8 @@ def read(
                   is not here, a value that DeepSpeed refuses, or batches that do not multiply
     """
     where = "ds_config" if isinstance(config, Mapping) else short(str(config))
-    reader = _Reader(_load(config, where), where, version(era))
+    found, table = load_written(config, where), read_table("deepspeed_keys")
+    reader = _Reader(found, where, "DeepSpeed", version(era), table)
     reader.resolve_auto()
     verdicts = [*reader.judge()]
     parts = {
@@ -140,10 +145,9 @@ def read(
         "drop_last": reader.value("dataloader_drop_last"),
         "steps_per_print": reader.value("steps_per_print"),
         "wall_clock_breakdown": reader.value("wall_clock_breakdown"),
-        "recompute": tuple(
-            name for name, on in reader.block("activation_checkpointing").items() if on
-        ),
     }
+    asked = reader.block("activation_checkpointing").items()
+    parts["recompute"] = tuple(name for name, on in asked if on)
     parts |= reader.precision(parts["stage"])
     for block, made in (("optimizer", reader.optimizer), ("scheduler", reader.scheduler)):
         if reader.block(block) and block in brought:
@@ -151,48 +155,8 @@ def read(
         elif reader.block(block):
             parts[block], parts[f"{block}_args"], more = made()
             verdicts += more
-    lines: dict[str, list[str]] = {}
-    for one in verdicts:
-        if one.fate == "told" and not isinstance(one.value, Mapping):
-            lines.setdefault(one.words, []).append(one.path)
-    told = [f"{', '.join(paths)}: {words}" for words, paths in lines.items()]
-    return Settings(**parts, verdicts=tuple(verdicts), told=(*reader.told, *told))
-
-
-def _load(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return {**config}
-    try:
-        there = os.path.exists(config)
-        text = Path(config).read_text() if there else base64.urlsafe_b64decode(str(config)).decode()
-    except ValueError:  # binascii's and Unicode's too
-        raise ConfigError(f"{where}: no such file, nor base64 of a configuration") from None
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"{where}: {', '.join(twice)}: stands twice; nearest: leave one out")
-        return dict(pairs)
-
-    loads, said = _parser()
-    try:
-        found = loads(text, object_pairs_hook=once)
-    except ValueError as failure:
-        why = f"{failure}{said}" if there else "no such file, nor base64 of a configuration"
-        raise ConfigError(f"{where}: {why}") from None
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{where}: a table of keys is wanted, got {short(str(found))}")
-    return dict(found)
-
-
-def _parser() -> tuple[Callable[..., Any], str]:
-    """hjson's, where it is installed, as it is beside DeepSpeed; else JSON's, and what it lacks."""
-    try:
-        import hjson
-    except ModuleNotFoundError:
-        said = "; comments and trailing commas (HJSON) need: pip install 'shoal[neighbours]'"
-        return json.loads, said
-    return hjson.loads, ""
+    told = (*reader.told, *told_lines(verdicts))
+    return Settings(**parts, verdicts=tuple(verdicts), told=told)
 
 
 @dataclass
@@ -233,11 +197,8 @@ class _Reader(Written):
 
     def batches(self, ranks: int) -> dict[str, int]:
         """Solve DeepSpeed's batch equation: floor divisions, then equality."""
-        names = (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu",
+                 "gradient_accumulation_steps")  # fmt: skip
         batch, micro, steps = (self.value(name) for name in names)
         said = ", ".join(f"{name} = {self.config[name]}" for name in names if self.config.get(name))
         if not batch and not micro:
@@ -331,25 +292,16 @@ class _Reader(Written):
             raise self.wrong("communication_data_type", found, "fp32 or bf16; nearest: fp32")
         return found
 
-    def arguments(self, block: str, kind: str) -> tuple[dict[str, Any], list[Verdict]]:
-        """Read `params` of a class of DeepSpeed's own: what it takes, with its defaults."""
-        verdicts = [*self.judge(f"{block}.params", f"args.{kind}")]
-        rows = [one.rpartition(".")[2] for one in keys() if one.startswith(f"args.{kind}.")]
-        rows = [name for name in rows if keys()[f"args.{kind}.{name}"].fate == "honoured"]
-        found = {name: self.value(f"{block}.params.{name}", f"args.{kind}.{name}") for name in rows}
-        return found, verdicts
-
     def optimizer(self) -> tuple[str, dict[str, Any], list[Verdict]]:
         """Read the optimizer's class and arguments, as DeepSpeed would make it."""
         name, params = self.block("optimizer").get("type"), self.block("optimizer.params")
-        kind, path = str(name).lower(), "optimizer.params.max_grad_norm"
-        if "max_grad_norm" in params:
-            raise self.wrong(
-                path, params["max_grad_norm"], "is not here; nearest: gradient_clipping"
-            )
+        kind = str(name).lower()
+        if norm := params.get("max_grad_norm"):
+            raise self.wrong("optimizer.params.max_grad_norm", norm, "nearest: gradient_clipping")
         if kind in ("adam", "adamw") and params.get("torch_adam"):
-            mine = {key: v for key, v in params.items() if key not in ("torch_adam", "adam_w_mode")}
             decays = kind == "adamw" or params.get("adam_w_mode", True)
+            gone = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+            mine = {key: value for key, value in params.items() if key not in gone}
             return "AdamW" if decays else "Adam", mine, []  # torch's own arguments and defaults
         if kind in ("adam", "adamw", "lion"):
             args, verdicts = self.arguments("optimizer", "Lion" if kind == "lion" else "Adam")
