@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.neighbours import stand_in, without_cuda
+from shoal.neighbours import stand_in
+from shoal.neighbours import without_cuda as without_cuda
 from shoal.neighbours.deepspeed_engine import Engine, initialize, installed
 
 __version__ = installed() or "0.19.8"
@@ -186,4 +187,3 @@ stand_in.answer(
 )
 get_accelerator = _Accelerator
 log_dist = _log_dist
-without_cuda.install()

@@ -1,4 +1,6 @@
-"""Answers a script's `.cuda()`, `nccl` and `set_device` where there is no CUDA device: told once.
+"""Answers a script's `.cuda()`, `nccl` and `set_device` where no CUDA device is; told once.
+
+Importing it is enough, before the script's own lines:
 
 tensor.cuda(), module.cuda()            stay where they are
 torch.cuda.set_device(k)                nothing
@@ -69,3 +71,6 @@ def _tell() -> None:
     if not _told:
         _told.append(True)
         logging.getLogger("shoal").warning(TOLD)
+
+
+install()

@@ -1,4 +1,4 @@
-"""DeepSpeed's printed script, unchanged between lines before and after, on 1, 2 and 4 processes."""
+"""The printed scripts, unchanged between lines before and after, on 1, 2 and 4 processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-SCRIPT = Path(__file__).with_name("printed_deepspeed.py")
+HERE = Path(__file__).parent
 FP16 = ',\n    "fp16": {"enabled": True}'
 TOLERANCE = {"fp16": 2e-5, "fp32": 3e-8}
 """Of weights after ten updates at a rate of 1e-4: halves are rounded, and added up in other orders."""
@@ -49,7 +49,7 @@ def test_the_printed_script_equals_one_process(
     stage: int,
     size: int,
 ) -> None:
-    text = SCRIPT.read_text()
+    text = (HERE / "printed_deepspeed.py").read_text()
     if compute == "fp32":  # its own keys aside, to see the bits
         text = text.replace(FP16, "").replace('"stage": 2', f'"stage": {stage}')
     if not stage:
@@ -67,3 +67,37 @@ def test_the_printed_script_equals_one_process(
     said = [line for one in ended for line in one.stderr.splitlines()]
     assert sum("taken for deepspeed.initialize" in line for line in said) == 1, said
     assert any("gradient_clipping is not said: 1.0" in line for line in said), said
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_printed_ddp_script_runs_without_cuda(programs: Any, tmp_path: Path, size: int) -> None:
+    (tmp_path / "train.py").write_text((HERE / "printed_ddp.py").read_text())
+    ended = programs.world(size, "train.py", "found.json", cwd=tmp_path)
+    assert [one.returncode for one in ended] == [0] * size, ended[0].stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, wanted in in_one_process(size).items():
+        apart = float((torch.tensor(found[name]) - wanted).abs().max())
+        assert apart <= 1e-6, (name, apart)  # AdamW, eps 1e-8: rounding of sums over ranks
+    for one in ended:
+        assert one.stderr.count("no CUDA device is here") == 1, one.stderr
+    assert ended[0].stdout.count("Epoch 1, Loss") == 256 // 32 // size
+
+
+def in_one_process(size: int) -> dict[str, torch.Tensor]:
+    """What the DDP script learns on `size` ranks, as plain torch does on one."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(256, 8, generator=generator)
+    labels = torch.randint(0, 4, (256,), generator=generator)
+    first, last = nn.Linear(8, 16), nn.Linear(16, 4)
+    module = nn.ModuleDict({"first": first, "last": last})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    for epoch in range(2):
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(epoch))
+        for at in range(0, 256, 32 * size):
+            rows = order[at : at + 32 * size]
+            optimizer.zero_grad()
+            outputs = last(torch.relu(first(inputs[rows])))
+            nn.functional.cross_entropy(outputs, labels[rows]).backward()
+            optimizer.step()
+    return {name: value.detach() for name, value in module.state_dict().items()}
