@@ -255,6 +255,15 @@ def test_loss_scales() -> None:
     assert read_one({"bfloat16": {"enabled": "true"}}).compute == "bf16"
 
 
+def test_sums_over_micro_batches() -> None:
+    """DeepSpeed's default is the model's own format, in which many small terms are lost."""
+    brain = {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    said = "data_types.grad_accum_dtype is not said: DeepSpeed adds gradients up in bf16"
+    assert any(said in line for line in read_one(brain).told)
+    for quiet in ({"data_types": {"grad_accum_dtype": "fp32"}}, {"gradient_accumulation_steps": 1}):
+        assert not any("not said: DeepSpeed adds" in one for one in read_one(brain | quiet).told)
+
+
 def test_auto_is_resolved_once_and_said() -> None:
     found = read(
         {
