@@ -42,7 +42,8 @@ def stacks(main: int) -> dict[str, Any]:
 
     main    the thread that trains
     Gives   of it: `place`, the user's line; `collective`, in which it waits, and whether the user
-            called it (`by_user`); `compiling`. `stacks` is text, the training thread first
+            called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`.
+            `stacks` is text, the training thread first
     """
     frames = sys._current_frames()
     names = {one.ident: one.name for one in threading.enumerate()}
@@ -58,6 +59,7 @@ def stacks(main: int) -> dict[str, Any]:
         "place": place_in(frame),
         "collective": collective,
         "by_user": by_user,
+        "own": runs_own_code(frame),
         "compiling": _compiles(frame),
         "stacks": "\n".join(text),
     }
@@ -81,6 +83,13 @@ def collective_of(frame: FrameType | None) -> tuple[str, bool]:
         return "", False
     file = frame.f_code.co_filename if frame is not None else OWN_FOLDER
     return found or "a collective", "/torch/" not in file and not file.startswith(OWN_FOLDER)
+
+
+def runs_own_code(frame: FrameType | None) -> bool:
+    """Tell whether a thread's innermost frame, torch's aside, is Shoal's: no user's code runs."""
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(f"{OWN_FOLDER}/")
 
 
 def _talks(frame: FrameType) -> bool:

@@ -67,7 +67,7 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
             (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
             lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
             lease.acquire()
-            write_folder(prepared)
+            write_folder(prepared, attempt)
             (prepared.folder / JOB_FILE).write_text(job_of(os.environ))
             answer = {"folder": str(prepared.folder)}
         except ShoalError as failure:

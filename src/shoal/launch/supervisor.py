@@ -254,7 +254,8 @@ class _Supervisor:
         """Wait until all are done (None), one died, or a stop is asked for (None)."""
         while self.stop.first is None and not self.stopped_themselves():
             codes = self.look()
-            if (death := first_death(self.workers)) is not None:
+            left = self.watcher.left(self.workers)
+            if (death := first_death(self.workers, left)) is not None:
                 unlike = self.watcher.compare(self.workers, dead=True)
                 return death_by_hanging(self.workers[unlike.rank], unlike) if unlike else death
             if (hang := self.watcher.look(self.workers)) is not None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.base.events import Emit
+from shoal.base.lines import is_number, read_object
 from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import Told, Watched, can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
@@ -228,6 +229,17 @@ class Watch:
             self.slow.look(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
+
+    def left(self, workers: Sequence[Watchable]) -> dict[int, str]:
+        """Ranks that ended with status 0 and have not closed their page: where each of them was."""
+        found = {}
+        for worker in workers if self.pages else ():
+            if worker.code == 0 and (told := self.pages[worker.rank].read()).live:
+                steps = read_object(self.folder / "plan.json").get("steps")
+                of = f" of {steps}" if is_number(steps) else ""
+                at = f"after step {told.step}{of}" if told.step else "before its first step"
+                found[worker.rank] = f" {at}, in {told.doing}"
+        return found
 
     def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
         """Ranks whose collectives differ, if there are: what they sum is wrong.

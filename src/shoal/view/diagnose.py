@@ -26,6 +26,7 @@ from shoal.view.events import (
     died_text,
     event_text,
     leaps_out,
+    numbers_text,
     printable,
     signal_text,
     slow_text,
@@ -84,7 +85,7 @@ def diagnose(folder: Path) -> list[Finding]:
             seen = Finding(name, f"{name}: its line in events.jsonl is damaged", "", "")
         if seen is not None:
             found.append(seen)
-    found = _alike(found)
+    found = _alike(_once(found))
     if (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
     found += _advice(folder, run, {one.kind for one in found})
@@ -113,6 +114,12 @@ def _shown(lead: str, one: Finding) -> list[str]:
     if one.command:
         lines += [f"   next: {one.command}"]
     return [printable(line) for line in lines]
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """Leave out deaths by an error that says what a finding before it says."""
+    said = tuple(one.what for one in found if one.kind == "drift")
+    return [one for one in found if one.kind != "worker_died" or not one.what.endswith(said)]
 
 
 def _alike(found: Iterable[Finding]) -> list[Finding]:
@@ -166,7 +173,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"calls os\._exit",
-        "code of the user's, or a library's, ends that process; the others were not done",
+        "code of the user's, or a library's, ends that process; the run was not done",
         "tail -n 50 {log}",
     ),
     (
@@ -395,6 +402,23 @@ def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | No
     )
 
 
+def _island_lost(event: Record, after: list[Record], folder: Path) -> Finding:
+    """Its own folder says more, if it is on this machine."""
+    lost = event.get("islands") or []
+    own = [folder.parent / f"island-{island}" for island in lost]
+    there = [shlex.quote(str(path)) for path in own if path.exists()]
+    who = "island {} was" if len(lost) == 1 else "islands {} were"
+    return Finding(
+        "island_lost",
+        f"{who.format(numbers_text(lost))} lost in round {int(event.get('round') or 0) + 1}, after "
+        f"{seconds_text(event.get('after_s') or 0.0)} without a word",
+        "it ended, it hangs, or the link to it broke; what happened to it, it knows itself",
+        f"shoal diagnose {there[0]}" if there else f"tail -n 50 {shlex.quote(str(folder))}/logs/*",
+        step=event.get("step"),
+        over=_went_on(after),
+    )
+
+
 def _step_before(event: Record) -> int | None:
     step = event.get("step")
     return step if isinstance(step, int) else None
@@ -409,11 +433,15 @@ def _rank_of(event: Record) -> int | None:
 
 
 def _went_on(after: list[Record]) -> bool:
-    """Whether a later start of this session came to its steps."""
+    """Whether a later start of this session came to its steps.
+
+    An island's death is fatal to its own supervisor; the launcher of all starts a further attempt.
+    """
     for one in after:
-        if one.get("event") == "compute_started":
+        name = one.get("event")
+        if name == "compute_started":
             return True
-        if one.get("event") == "run_finished" or one.get("fatal"):
+        if name == "run_finished" or (name == "run_started" and not one.get("attempt")):
             return False
     return False
 
@@ -448,9 +476,7 @@ LOOKS: dict[str, Look] = {
     ),
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
     "notice": _noticed,
-    "island_lost": _said(
-        "island_lost", "it ended, or the link to it did", "tail -n 50 {run}/logs/*", over=False
-    ),
+    "island_lost": _island_lost,
     "island_refused": _said("island_refused", "its change is not like the others'"),
     "round_discarded": _said("round_discarded", "islands could not agree on a merge"),
 }
