@@ -149,10 +149,10 @@ def read(
     asked = reader.block("activation_checkpointing").items()
     parts["recompute"] = tuple(name for name, on in asked if on)
     parts |= reader.precision(parts["stage"])
-    if (compute := parts["compute"]) != "fp32" and parts["accumulate"] > 1:
-        if not reader.block("data_types").get("grad_accum_dtype"):
-            sums = f"DeepSpeed adds gradients up in {compute}, Shoal in fp32"
-            reader.told.append(f"data_types.grad_accum_dtype is not said: {sums}")
+    compute, sums = parts["compute"], reader.block("data_types").get("grad_accum_dtype")
+    if compute != "fp32" and parts["accumulate"] > 1 and not sums:
+        said = f"DeepSpeed adds gradients up in {compute}, Shoal in fp32"
+        reader.told.append(f"data_types.grad_accum_dtype is not said: {said}")
     for block, made in (("optimizer", reader.optimizer), ("scheduler", reader.scheduler)):
         if reader.block(block) and block in brought:
             reader.told.append(f"{block}: the script's own counts, as in DeepSpeed")
