@@ -60,8 +60,8 @@ FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
 class LossScale:
     """How fp16's loss scale starts and moves, as DeepSpeed's scalers move it.
 
-    fixed   a scale that stays; 0: it moves · initial  the first one · window  clean steps after
-    which it doubles · least  below which it does not go
+    fixed   a scale that stays; 0: it moves · initial  the first one
+    window  clean steps after which the next one doubles it · least  below which it does not go
     hysteresis               overflows until it halves: 2 leaves the first one alone; stage 0 has 1
     consecutive_hysteresis   that count starts anew at every clean step, not only where it doubles
     stops                    an overflow at `least` ends the run (stages 1 to 3)
@@ -74,6 +74,14 @@ class LossScale:
     consecutive_hysteresis: bool = False
     least: float = 1.0
     stops: bool = True
+
+    def doubles(self, clean: int) -> bool:
+        """Whether the last of so many clean steps, since the start or an overflow, doubles it.
+
+        >>> [clean for clean in range(1, 12) if LossScale(window=3).doubles(clean)]
+        [4, 7, 10]
+        """
+        return clean > 1 and (clean - 1) % self.window == 0
 
 
 @dataclass(frozen=True)
