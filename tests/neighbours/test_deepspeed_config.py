@@ -8,6 +8,7 @@ import base64
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,6 +254,43 @@ def test_loss_scales() -> None:
     fixed = read_one({"fp16": {"enabled": True, "loss_scale": "128", "loss_scale_window": 0}})
     assert fixed.loss_scale.fixed == 128.0
     assert read_one({"bfloat16": {"enabled": "true"}}).compute == "bf16"
+
+
+SCALES = json.loads((Path(__file__).parent / "deepspeed_scales.json").read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", SCALES)
+def test_loss_scales_mean_what_deepspeeds_scaler_does(run: dict[str, Any]) -> None:
+    """Followed by what `LossScale` says of its fields, every scale is that of DeepSpeed 0.19.8."""
+    names = ("initial", "window", "hysteresis", "consecutive_hysteresis", "least")
+    settings = LossScale(0.0, *(run[name] for name in names))
+    scale, left, clean, ends = settings.initial, settings.hysteresis, 0, None
+    scales = []
+    for place, overflows in enumerate(run["overflows"]):
+        clean = 0 if overflows else clean + 1
+        if overflows and left > 1:
+            left -= 1
+        elif overflows and scale == settings.least and settings.stops:
+            ends = place
+            break
+        elif overflows:
+            scale = max(scale / 2, settings.least)
+        elif settings.doubles(clean):
+            scale, left = scale * 2, settings.hysteresis
+        elif settings.consecutive_hysteresis:
+            left = settings.hysteresis
+        scales.append(scale)
+    assert (scales, ends) == (run["scales"], run["ends_at"])
+    assert len(set(scales)) > 3
+
+
+def test_sums_over_micro_batches() -> None:
+    """DeepSpeed's default is the model's own format, in which many small terms are lost."""
+    brain = {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    said = "data_types.grad_accum_dtype is not said: DeepSpeed adds gradients up in bf16"
+    assert any(said in line for line in read_one(brain).told)
+    for quiet in ({"data_types": {"grad_accum_dtype": "fp32"}}, {"gradient_accumulation_steps": 1}):
+        assert not any("not said: DeepSpeed adds" in one for one in read_one(brain | quiet).told)
 
 
 def test_auto_is_resolved_once_and_said() -> None:

@@ -264,3 +264,37 @@ def test_keys_that_nobody_knows(path: str, line: str) -> None:
         read_with(path, 7)
     assert line in str(failure.value)
     assert path in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "default", "asks"),
+    [
+        ("gradient_allreduce_op", "mean", "sum"),
+        ("managed_gradient_accumulation", True, False),
+        ("sequence_parallel_size", 1, 2),
+        ("data_types.grad_accum_dtype", "fp32", "bf16"),
+        ("fp16.fp16_master_weights_and_grads", False, True),
+        ("bf16.bf16_master_weights_and_grads", False, True),
+        ("bf16.bf16_optimizer_states", False, True),
+        ("zero_optimization.zero_hpz_partition_size", 1, 2),
+        ("zero_optimization.zero_quantized_weights", False, True),
+        ("zero_optimization.zero_quantized_gradients", False, True),
+        ("zero_optimization.zenflow", None, {"topk_ratio": 0.1}),
+        ("zero_optimization.offload_optimizer.ratio", 1.0, 0.5),
+        ("zero_optimization.offload_optimizer.super_offload", False, True),
+        ("zero_optimization.mics_shard_size", -1, 4),
+        ("checkpoint.use_node_local_storage", False, True),
+        ("sparse_gradients", False, True),
+        ("tensor_parallel", {"autotp_size": 1}, {"autotp_size": 4}),
+        ("compile", {"deepcompile": False}, {"deepcompile": True}),
+        ("torch_autocast", {"dtype": "bfloat16"}, {"enabled": True, "dtype": "bfloat16"}),
+        ("amp", {"enabled": False, "opt_level": "O1"}, {"enabled": True}),
+    ],
+)
+def test_defaults_of_deepspeed_are_harmless_and_no_other_value(
+    path: str, default: Any, asks: Any
+) -> None:
+    """By DeepSpeed's own defaults, not by the table's: what a table gets wrong is seen here."""
+    assert bare(read_with(path, default)) == bare(read(BASE, data_parallel=1))
+    with pytest.raises(ConfigError, match="is not here; nearest: "):
+        read_with(path, asks)

@@ -60,8 +60,8 @@ FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
 class LossScale:
     """How fp16's loss scale starts and moves, as DeepSpeed's scalers move it.
 
-    fixed   a scale that stays; 0: it moves · initial  the first one · window  clean steps after
-    which it doubles · least  below which it does not go
+    fixed   a scale that stays; 0: it moves · initial  the first one
+    window  clean steps after which the next one doubles it · least  below which it does not go
     hysteresis               overflows until it halves: 2 leaves the first one alone; stage 0 has 1
     consecutive_hysteresis   that count starts anew at every clean step, not only where it doubles
     stops                    an overflow at `least` ends the run (stages 1 to 3)
@@ -74,6 +74,14 @@ class LossScale:
     consecutive_hysteresis: bool = False
     least: float = 1.0
     stops: bool = True
+
+    def doubles(self, clean: int) -> bool:
+        """Whether the last of so many clean steps, since the start or an overflow, doubles it.
+
+        >>> [clean for clean in range(1, 12) if LossScale(window=3).doubles(clean)]
+        [4, 7, 10]
+        """
+        return clean > 1 and (clean - 1) % self.window == 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,10 @@ def read(
     asked = reader.block("activation_checkpointing").items()
     parts["recompute"] = tuple(name for name, on in asked if on)
     parts |= reader.precision(parts["stage"])
+    compute, sums = parts["compute"], reader.block("data_types").get("grad_accum_dtype")
+    if compute != "fp32" and parts["accumulate"] > 1 and not sums:
+        said = f"DeepSpeed adds gradients up in {compute}, Shoal in fp32"
+        reader.told.append(f"data_types.grad_accum_dtype is not said: {said}")
     for block, made in (("optimizer", reader.optimizer), ("scheduler", reader.scheduler)):
         if reader.block(block) and block in brought:
             reader.told.append(f"{block}: the script's own counts, as in DeepSpeed")
