@@ -139,7 +139,9 @@ def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
             "deepspeed.initialize: no optimizer: neither the call nor the configuration has one; "
             'nearest: "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
         )
-    made = getattr(torch.optim, settings.optimizer, None)
+    made: Any = getattr(torch.optim, settings.optimizer, None)
+    if settings.optimizer == "Lion":
+        from shoal.optim.lion import Lion as made
     if made is None:
         raise ConfigError(
             f"optimizer.type: {settings.optimizer} is not in torch.optim of {torch.__version__}; "
@@ -418,7 +420,7 @@ class Scale(loss_scale.LossScale):
         if self.settings.consecutive_hysteresis:
             self.left = self.settings.hysteresis
         self.clean += 1
-        if self.clean % self.settings.window == 0:
+        if self.settings.doubles(self.clean):
             self.left = self.settings.hysteresis
             self.value *= 2
 

@@ -17,11 +17,11 @@ from shoal.trainer.step import StepResult
 class FreeLoop:
     """The steps of a run, made pass by pass.
 
-    accumulate   backward passes of a step, if that is known · made  those of this step until now
+    accumulate   backward passes of a step, 0: not known ahead · made  those of this step until now
     last         what the last update did; None before the first
     """
 
-    def __init__(self, run: Run, accumulate: int) -> None:
+    def __init__(self, run: Run, accumulate: int = 0) -> None:
         self.run, self.accumulate = run, accumulate
         self.last: StepResult | None = None
 
@@ -39,6 +39,20 @@ class FreeLoop:
         passes = self._passes()
         last = passes.count == self.accumulate - 1
         passes.backward(loss, share=share, last=last, retain_graph=retain_graph)
+
+    def norm(self) -> float:
+        """Sum gradients over ranks; gives the norm of the mean gradient. Every rank calls it."""
+        tally = self._passes().finish()
+        return tally.norm / (tally.count * self.run.scale)
+
+    def clip(self, norm: float) -> None:
+        """Let updates clip the mean gradient from here on; 0: none."""
+        if self.run.plan.clip != norm:
+            self.run.program = self.run.program.but(clip=norm)
+
+    def drop(self) -> None:
+        """Forget the gradients of the step under way."""
+        self.run.free = None
 
     def update(self) -> StepResult:
         """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""

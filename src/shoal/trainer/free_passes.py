@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,6 +50,7 @@ class FreePasses:
         self._flags, self._scale = flags, scale
         _, self._sums = begin_passes(program, [], _nobody, step, 0, None, "single", scale)
         self._at: MicroBatch | None = None
+        self._sent, self._tally = False, cast("Tally | None", None)
         self._around = ExitStack()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -71,6 +72,12 @@ class FreePasses:
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             raise ConfigError(f"backward: a loss with a gradient is wanted, got {_told(loss)}")
+        if self._sent:
+            raise ConfigError(
+                "backward: gradients of this step are on their way already, by the pass before, "
+                "which was its last one; nearest: one backward pass of the sum of the losses"
+            )
+        self._sent = last
         reducer = reducer_of(self.program)
         reducer.arm(last)
         total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
@@ -83,7 +90,9 @@ class FreePasses:
         self._leave()
 
     def finish(self) -> Tally:
-        """Sum up over all ranks. Errors: ConfigError on all where some made fewer passes."""
+        """Sum up over all ranks, once. Errors: ConfigError on all where some made fewer passes."""
+        if self._tally is not None:
+            return self._tally
         self._leave()
         flags = self._flags()
         told = replace(flags, says=[*flags.says, float(self.count)])
@@ -95,7 +104,8 @@ class FreePasses:
                 f"step {self.step + 1}: rank {few} made {int(counts[few])} backward passes and "
                 f"rank {many} {int(counts[many])}; every rank makes as many as any other"
             )
-        return replace(tally, said=said, count=float(self.program.data.size))
+        self._tally = replace(tally, said=said, count=float(self.program.data.size))
+        return self._tally
 
     def _enter(self) -> MicroBatch:
         if self._at is None:
