@@ -7,7 +7,6 @@ ones do not suffice, schedules that step once per process. Source: accelerate 1.
 
 from __future__ import annotations
 
-import base64
 import functools
 import logging
 import os
@@ -26,7 +25,13 @@ from torch.utils.data import DataLoader
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.neighbours import stand_in, without_cuda  # noqa: F401  # its import is its effect
-from shoal.neighbours.accelerate_data import DealtLoader, gathered, skip_first_batches
+from shoal.neighbours.accelerate_data import (
+    DealtLoader,
+    gathered,
+    skip_first_batches,
+    tensor_of,
+    text_of,
+)
 from shoal.neighbours.free_loop import FreeLoop
 from shoal.trainer.parallelize import parallelize
 
@@ -376,12 +381,12 @@ class Accelerator:
     def save_state(self, output_dir: Any = None, **_named: Any) -> str:
         """Write models, optimizers, schedules and generators; every rank must call it."""
         folder = Path(output_dir or self.project_dir or "checkpoint")
-        draws = base64.b64encode(bytes(torch.get_rng_state().tolist())).decode()
+        draws = text_of(torch.get_rng_state())
         extra = {
             "schedulers": [one.scheduler.state_dict() for one in self.schedulers],
             "custom": [one.state_dict() for one in self.custom],
             "step": self.step,
-            "epochs": [one.iteration for one in self.loaders],
+            "loaders": [one.state() for one in self.loaders],
             "draws": self.world.gather_json(draws),
         }
         for place, loop in enumerate(self._loops()):
@@ -389,7 +394,7 @@ class Accelerator:
         return str(folder)
 
     def load_state(self, input_dir: Any = None, **_named: Any) -> None:
-        """Go on from what `save_state` wrote."""
+        """Go on from what `save_state` wrote: also in a loader's order, which Accelerate loses."""
         folder = Path(input_dir or self.project_dir or "checkpoint")
         for place, loop in enumerate(self._loops()):
             if not loop.run.restore(folder / f"model_{place}"):
@@ -400,11 +405,10 @@ class Accelerator:
         for one, state in zip(self.custom, told["custom"], strict=True):
             one.load_state_dict(state)
         self.step = told["step"]
-        for loader, epochs in zip(self.loaders, told["epochs"], strict=True):
-            loader.iteration = epochs
+        for loader, state in zip(self.loaders, told["loaders"], strict=True):
+            loader.go_on(state)
         if len(told["draws"]) == self.num_processes:
-            raw = base64.b64decode(told["draws"][self.process_index])
-            torch.set_rng_state(torch.tensor(list(raw), dtype=torch.uint8))
+            torch.set_rng_state(tensor_of(told["draws"][self.process_index]))
 
     def _loops(self) -> list[FreeLoop]:
         return [one.loop for one in self.models if one.loop is not None]

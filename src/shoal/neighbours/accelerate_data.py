@@ -7,6 +7,7 @@ epoch's beginning come again (even batches); gathered for metrics, these are dro
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -152,6 +153,17 @@ class DealtLoader:
         """Number the epoch that comes."""
         self.iteration = epoch
 
+    def state(self) -> dict[str, Any]:
+        """Where its order goes on, as plain values."""
+        drawn = self.synchronised
+        return {"epoch": self.iteration, "draws": text_of(drawn.get_state()) if drawn else ""}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.iteration = state["epoch"]
+        if self.synchronised is not None and state["draws"]:
+            self.synchronised.set_state(tensor_of(state["draws"]))
+
     def __iter__(self) -> Iterator[Any]:
         if self.synchronised is not None:
             state = self.synchronised.get_state()
@@ -184,6 +196,16 @@ def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader
     made.__dict__ |= loader.__dict__
     made.skipped = num_batches
     return made
+
+
+def text_of(state: torch.Tensor) -> str:
+    """A generator's state as text."""
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def tensor_of(text: str) -> torch.Tensor:
+    """The state that a text stands for."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
