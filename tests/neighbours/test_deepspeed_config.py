@@ -14,6 +14,7 @@ import pytest
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours.deepspeed_config import LossScale, Settings, read
+from shoal.neighbours.deepspeed_engine import Scale
 
 BATCH = {"train_batch_size": 8, "gradient_clipping": 1.0}
 PRINTED = {
@@ -260,26 +261,17 @@ SCALES = json.loads((Path(__file__).parent / "deepspeed_scales.json").read_text(
 
 
 @pytest.mark.parametrize("run", SCALES)
-def test_loss_scales_mean_what_deepspeeds_scaler_does(run: dict[str, Any]) -> None:
-    """Followed by what `LossScale` says of its fields, every scale is that of DeepSpeed 0.19.8."""
+def test_loss_scales_move_as_deepspeeds_scaler_does(run: dict[str, Any]) -> None:
+    """Update by update, every scale is that of DeepSpeed 0.19.8."""
     names = ("initial", "window", "hysteresis", "consecutive_hysteresis", "least")
-    settings = LossScale(0.0, *(run[name] for name in names))
-    scale, left, clean, ends = settings.initial, settings.hysteresis, 0, None
-    scales = []
+    scale, scales, ends = Scale(LossScale(0.0, *(run[name] for name in names))), [], None
     for place, overflows in enumerate(run["overflows"]):
-        clean = 0 if overflows else clean + 1
-        if overflows and left > 1:
-            left -= 1
-        elif overflows and scale == settings.least and settings.stops:
+        try:
+            scale.lower() if overflows else scale.held()
+        except ConfigError:
             ends = place
             break
-        elif overflows:
-            scale = max(scale / 2, settings.least)
-        elif settings.doubles(clean):
-            scale, left = scale * 2, settings.hysteresis
-        elif settings.consecutive_hysteresis:
-            left = settings.hysteresis
-        scales.append(scale)
+        scales.append(scale.value)
     assert (scales, ends) == (run["scales"], run["ends_at"])
     assert len(set(scales)) > 3
 

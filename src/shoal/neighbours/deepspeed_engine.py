@@ -392,37 +392,40 @@ class Scale(loss_scale.LossScale):
         self.value = settings.fixed or settings.initial
 
     def lowered(self, done: Updated, tally: Tally) -> bool:
-        """After each update: move the scale; gives whether a step was lost to it.
-
-        Errors   ConfigError where it overflows at its least, as DeepSpeed ends there
-        """
+        """Move the scale after an update; gives whether that was lost to it. Errors: `lower`."""
         if not done.skipped:
             self.held()
             return False
         if tally.loss_broken or self.fixed:
             return False
+        self.lower()
+        return True
+
+    def lower(self) -> None:
+        """After an overflow: halve it, or let it pass where some may.
+
+        Errors   ConfigError where it overflows at its least, as DeepSpeed ends there
+        """
         self.clean = 0
         if self.left > 1:
             self.left -= 1
-            return True
-        if self.value <= self.settings.least and self.settings.stops:
+        elif self.value <= self.settings.least and self.settings.stops:
             raise ConfigError(
                 f"fp16: gradients overflow at the least loss scale, {self.value:g}; nearest: "
                 f'"bf16": {{"enabled": true}}, or a smaller optimizer.lr'
             )
-        self.value = max(self.value / 2, self.settings.least)
-        return True
+        else:
+            self.value = max(self.value / 2, self.settings.least)
 
     def held(self) -> None:
         """After a step without overflow."""
+        self.clean += 1
         if self.fixed:
             return
-        if self.settings.consecutive_hysteresis:
-            self.left = self.settings.hysteresis
-        self.clean += 1
         if self.settings.doubles(self.clean):
+            self.value, self.left = self.value * 2, self.settings.hysteresis
+        elif self.settings.consecutive_hysteresis:
             self.left = self.settings.hysteresis
-            self.value *= 2
 
     def state(self) -> dict[str, float]:
         """For the checkpoint's record."""
