@@ -17,7 +17,7 @@ from shoal.base.events import EVENTS, EventLog
 from shoal.base.lines import Record
 from shoal.checkpoint.lease import OWNER_FILE, Owner
 from shoal.cli.main import app
-from shoal.view.diagnose import LOOKS, Finding, diagnose, text_of
+from shoal.view.diagnose import ALLOCATOR, LOOKS, Finding, diagnose, text_of
 
 GOES_ON = [("restarting", {"attempt": 1, "of": 3, "saved": 8}), ("compute_started", {})]
 DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
@@ -55,6 +55,38 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "rank 1 (pid 4711): killed by SIGKILL",
         "a SIGKILL leaves no words",
         "dmesg -T | grep -i -e oom",
+    ),
+    "memory in pieces": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "how": "exit code 2",
+                    "traceback": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has … "
+                    "30.00 MiB is reserved by PyTorch but unallocated.",
+                },
+            )
+        ],
+        "rank 1 (pid 4711): exit code 2: CUDA out of memory",
+        "more was free than it asked for",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True shoal train --resume RUN",
+    ),
+    "memory of a device": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "how": "exit code 2",
+                    "traceback": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has … "
+                    "30.00 MiB is reserved by PyTorch but unallocated.",
+                },
+            )
+        ],
+        "rank 1 (pid 4711): exit code 2: CUDA out of memory",
+        "memory: it asked for more than there is",
+        "shoal plan RUN/run.toml --explain",
     ),
     "memory": (
         [
@@ -241,6 +273,14 @@ def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
     (tmp_path / OWNER_FILE).unlink()
     (advice,) = diagnose(tmp_path)
     assert advice.command == "a larger batch, or another layout, for shoal.parallelize"
+
+
+def test_the_allocators_setting_has_one_name() -> None:
+    from shoal.machine.device_pool import SETTING, is_set
+
+    assert SETTING == ALLOCATOR
+    assert is_set({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
+    assert not is_set({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
 
 
 def test_nothing_wrong(tmp_path: Path) -> None:

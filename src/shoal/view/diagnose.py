@@ -142,6 +142,29 @@ def _alike(found: Iterable[Finding]) -> list[Finding]:
 # ---- what the run said
 
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""As machine/device_pool.py names it, which loads torch."""
+ASKED = re.compile(
+    r"out of memory\. Tried to allocate ([\d.]+) (\w+)\b.*?"
+    r"([\d.]+) (\w+) is reserved by PyTorch but unallocated"
+)
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _in_slivers(words: str) -> bool:
+    """Whether an allocator that refused held more unused than it was asked for, by its own words.
+
+    >>> tail = "2.50 GiB is reserved by PyTorch but unallocated"
+    >>> [_in_slivers(f"out of memory. Tried to allocate {n} GiB. {tail}") for n in (2.0, 3.0)]
+    [True, False]
+    """
+    found = ASKED.search(words)
+    if found is None:
+        return False
+    asked, free = (float(found[n]) * UNITS.get(found[n + 1], 0) for n in (1, 3))
+    return 0 < asked <= free
+
+
 Look = Callable[[Record, list[Record], Path], Finding | None]
 """(an event, those after it, the run folder) → what it means; None: nothing is wrong."""
 
@@ -196,6 +219,13 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
 """(what a death's words say, the cause, the next command), first match wins."""
 
 
+SLIVERS = (
+    "",
+    "memory in pieces: more was free than it asked for, and no piece was large enough",
+    ALLOCATOR + " shoal train --resume {run}",
+)
+
+
 def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
     if event.get("how") == WATCHED:
         return None  # the hang, or the collectives that differ, before it say why
@@ -212,7 +242,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         "all": shlex.quote(str(folder.parent)),
     }
     why, command = "", "tail -n 50 {log}"
-    for pattern, cause, next_command in CAUSES:
+    for pattern, cause, next_command in (SLIVERS,) if _in_slivers(words) else CAUSES:
         if re.search(pattern, words, re.IGNORECASE):
             why, command = cause, next_command
             break
@@ -390,14 +420,17 @@ def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
 def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
     """A device whose allocator's free memory lay apart when the run ended."""
     told, _, pieces = str(event.get("allocator") or "").partition("; ")
-    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
-    if setting is None:
+    if "in pieces" not in pieces:
         return None
+    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
+    why = "tensors that stay lie between those that are given back: what is free fits no large one"
+    if setting is None:
+        why += "; expandable_segments is set, and joins no holes between them: make them at once"
     return Finding(
         "fragmentation",
         f"the device's memory is in pieces: {told}; {pieces.partition(':')[0]}",
-        "tensors that stay lie between those that are given back: what is free fits no large one",
-        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}",
+        why,
+        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}" if setting else "",
         advice=True,
     )
 
