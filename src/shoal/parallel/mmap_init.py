@@ -52,18 +52,16 @@ LEAST_BYTES = 2**20
 
 
 class Opened(dict[str, int]):
-    """Descriptors of files by the names that they have, or had."""
+    """Descriptors of files by the names that they have, or had; bytes of those on no disk."""
 
     in_memory_bytes = 0
-    """Of those that lie on no disk."""
 
 
 @contextmanager
 def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
     """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
 
-    opened   gets a descriptor of every file by the name that it had; to be closed by the caller.
-             Such files go soon: they lie on no disk while twice as much stays free
+    opened   gets a descriptor of every file by the name that it had; to be closed by the caller
     Errors   ConfigError when the folder of temporary files is full
     Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
 

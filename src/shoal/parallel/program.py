@@ -140,8 +140,7 @@ class Program:
     mirrored      `data` and the ranks of a pipeline's second copy that hold the same; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
-    keyed         context manager that keys the generators to a micro-batch, by (step, number)
-    around        others around its forward and backward pass
+    keyed         keys the generators to a micro-batch, by (step, number) · around  its other rules
     travel        tells what tp and pp make travel, where that is stated
     autocast      around the forward pass only
     moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks

@@ -17,10 +17,9 @@ A builder that asks a tensor for its value, keeps a tensor that is no parameter 
 weak references to parameters, or talks to other ranks cannot be run so: every rank then runs it for
 itself, and a line says why.
 
-Protocol  the files have no names, and lie on no disk where twice as much memory stays free beside
-          them, else where TMPDIR says. They are opened by the descriptors of the process
-          that made them, /proc/PID/fd/N, so a killed start leaves nothing behind. It closes them
-          when all ranks of the machine have mapped them
+Protocol  the files have no names, and lie on no disk where twice as much memory stays free, else
+          where TMPDIR says. They are opened by the descriptors of the process that made them,
+          /proc/PID/fd/N: a killed start leaves nothing. It closes them when all have mapped them
 Bits      a plain build's: the builder draws from the same generator in the same order, once
 Limits    Linux; ranks of one machine that do not see each other's processes build for themselves
 """

@@ -65,9 +65,8 @@ class MicroBatch:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Generators and buffers are keyed to this micro-batch inside."""
-        keyed = self.program.keyed
         with ExitStack() as around:
-            for enter in (*((keyed,) if keyed else ()), *self.program.around):
+            for enter in (*filter(None, [self.program.keyed]), *self.program.around):
                 around.enter_context(enter(self.step, self.index))
             yield
 

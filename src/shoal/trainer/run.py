@@ -86,8 +86,7 @@ class Run:
         given: Collection[str] = (),
     ) -> None:
         self.program, self.recorder = program, recorder
-        self.optimizer = optimizer
-        self.loss = loss
+        self.optimizer, self.loss = optimizer, loss
         self.step_count = self.first_key = 0
         plan = program.plan
         self.feed = Feed(plan, program.data, plan.seed, recorder.notice, recorder.here)
