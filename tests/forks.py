@@ -93,8 +93,12 @@ class Forks:
         cwd: Path = HERE,
         timeout: float = 400.0,
         environ: Mapping[str, str] | None = None,
+        nodes: Sequence[Path] = (),
     ) -> list[subprocess.CompletedProcess[str]]:
-        """The same as `size` ranks, told of each other as torchrun tells them, with its store."""
+        """The same as `size` ranks, told of each other as torchrun tells them, with its store.
+
+        nodes   a folder per rank in which it starts, each rank being a node's only one
+        """
         from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -104,11 +108,13 @@ class Forks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size))
-        ranks = [
-            self.start(words, {**(environ or {}), **meets, **sizes, **own}, cwd) for own in places
-        ]
+        ranks = []
+        for rank in range(size):
+            local, mates = ("0", "1") if nodes else (str(rank), str(size))
+            place = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+            place |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": mates}
+            folder = nodes[rank] if nodes else cwd
+            ranks.append(self.start(words, {**meets, **(environ or {}), **place}, folder))
         try:
             told = [rank.communicate(timeout) for rank in ranks]
         finally:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,16 +262,19 @@ def _alone() -> World:
     return alone()
 
 
-def _rank_main(rank: int, store: PrivateStore, folder: Path) -> None:
+def _rank_main(
+    rank: int, store: PrivateStore, folder: Path, checks: Mapping[str, Any], machines: Sequence[int]
+) -> None:
+    local = [other for other, machine in enumerate(machines) if machine == machines[rank]]
     environ = {
         "SHOAL_STORE": store.path,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(SIZE),
-        "LOCAL_WORLD_SIZE": str(SIZE),
+        "LOCAL_RANK": str(local.index(rank)),
+        "WORLD_SIZE": str(len(machines)),
+        "LOCAL_WORLD_SIZE": str(len(local)),
     }
     world = start_world(environ)
-    for name, check in list(globals().items()):
+    for name, check in list(checks.items()):
         if name.startswith("check_"):
             trouble = None
             try:
@@ -286,15 +289,19 @@ def _rank_main(rank: int, store: PrivateStore, folder: Path) -> None:
     world.close()
 
 
-def main() -> None:
-    """Fork the ranks, so that torch is imported once; wait for them."""
+def main(checks: Mapping[str, Any], machines: Sequence[int]) -> None:
+    """Fork the ranks, so that torch is imported once; wait for them.
+
+    checks     functions by their names, of which those called check_… are
+    machines   of each rank the one on which it believes to be
+    """
     torch.set_num_threads(1)
     store = PrivateStore()
     children = []
-    for rank in range(SIZE):
+    for rank in range(len(machines)):
         child = os.fork()
         if child == 0:
-            _rank_main(rank, store, Path(sys.argv[1]))
+            _rank_main(rank, store, Path(sys.argv[1]), checks, machines)
             sys.stdout.flush()
             os._exit(0)
         children.append(child)
@@ -302,4 +309,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals(), [0] * SIZE)

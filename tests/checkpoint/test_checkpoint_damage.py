@@ -21,7 +21,7 @@ from shoal.base.errors import CheckpointError
 from shoal.base.shards import Box
 from shoal.checkpoint import read, storedfile
 from shoal.checkpoint.boxes import text
-from shoal.checkpoint.faults import Damaged
+from shoal.checkpoint.faults import Damaged, WantedDamaged
 from shoal.checkpoint.listing import read_manifest, verify
 from shoal.checkpoint.manifest import StoredFile, encode
 
@@ -293,7 +293,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(broken: Path) -> None:
 def test_the_only_one_that_may_be_read_is_damaged(broken: Path) -> None:
     """Islands go on from a round that all hold, so no older one is taken in silence."""
     said = r"up.weight .* hash .*; nearest: move checkpoints/step-5 away, and go on from"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(WantedDamaged, match=said):
         read.open_newest(broken, wanted_all, alone(), Heard(), 5)
 
 

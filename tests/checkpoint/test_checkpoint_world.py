@@ -1,4 +1,4 @@
-"""Four gloo processes, started once: dealt writing, resharding, and shared failures."""
+"""Four gloo processes, started once each: on one disk, and on three that they do not share."""
 
 from __future__ import annotations
 
@@ -10,22 +10,35 @@ import pytest
 
 from forks import Forks
 
-SCRIPT = Path(__file__).with_name("checkpoint_world.py")
-CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)
+SCRIPTS = ("checkpoint_world.py", "own_disks_world.py")
+CHECKS = [
+    (script, check)
+    for script in SCRIPTS
+    for check in re.findall(
+        r"^def (check_\w+)", Path(__file__).with_name(script).read_text(), re.MULTILINE
+    )
+]
 
 
 @pytest.fixture(scope="module")
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory, programs: Forks
-) -> dict[str, dict[str, str]]:
-    """check → {rank: traceback}."""
-    done = programs.run(str(SCRIPT), str(tmp_path_factory.mktemp("world")), timeout=120)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, done.stderr
-    return {line["check"]: line["failures"] for line in lines}
+) -> dict[tuple[str, str], dict[str, str]]:
+    """(script, check) → {rank: traceback}."""
+    found = {}
+    for script in SCRIPTS:
+        path, folder = Path(__file__).with_name(script), tmp_path_factory.mktemp("world")
+        done = programs.run(str(path), str(folder), timeout=120)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert done.returncode == 0, done.stderr
+        found |= {(script, line["check"]): line["failures"] for line in lines}
+    return found
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_four_ranks(outcomes: dict[str, dict[str, str]], check: str) -> None:
-    assert check in outcomes, "the world ended before this check"
-    assert not outcomes[check], "\n".join(f"rank {r}: {t}" for r, t in outcomes[check].items())
+@pytest.mark.parametrize(("script", "check"), CHECKS)
+def test_four_ranks(
+    outcomes: dict[tuple[str, str], dict[str, str]], script: str, check: str
+) -> None:
+    assert (script, check) in outcomes, "the world ended before this check"
+    found = outcomes[script, check]
+    assert not found, "\n".join(f"rank {r}: {t}" for r, t in found.items())

@@ -220,8 +220,12 @@ def test_distance_of_weights() -> None:
 
 
 TOY = """
-import os, pathlib, signal, torch
+import json, os, pathlib, signal, torch
 from torch import nn
+
+def began():
+    lines = pathlib.Path("compare/custom-toy-1/rows.jsonl").read_text().splitlines()
+    return json.loads(lines[-1]).get("began")
 
 class Toy(nn.Module):
     def __init__(self):
@@ -232,6 +236,10 @@ class Toy(nn.Module):
         if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1" and not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1" and began() == 5:
+            self.passes = getattr(self, "passes", 0) + 1
+            if self.passes == 6:
+                os.kill(os.getpid(), signal.SIGSTOP)
         return self.net(x)
 
 def build():
@@ -250,11 +258,11 @@ def data():
 
 
 def test_a_real_comparison(tmp_path: Path, programs: Forks) -> None:
-    """Rows on 1 and 2 processes; rank 1 is killed in the first row of two, the others go on."""
+    """Rows on 1 and 2 processes; rank 1 is killed in the first row of two, and hangs in the last."""
     (tmp_path / "toy.py").write_text(TOY)
     arguments = [
         "model.build=toy:build", "data.source=toy:data", "train.batch=8", "--json",
-        "--layouts", "zero1,parameter-server,ddp,fsdp", "--processes", "1,2", "--steps", "3",
+        "--layouts", "zero1,parameter-server,ddp,fsdp,zero2", "--processes", "1,2", "--steps", "3",
     ]  # fmt: skip
     done = programs.run("-m", "shoal", "compare", *arguments, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -265,7 +273,13 @@ def test_a_real_comparison(tmp_path: Path, programs: Forks) -> None:
     assert record["machine"]["torch"] == torch.__version__
     assert record["unit"] == "samples"
     rows = {row["layout"]: row for row in record["rows"]}
-    assert list(rows) == ["single", "zero1", "parameter-server", "ddp", "fsdp"]
+    assert list(rows) == ["single", "zero1", "parameter-server", "ddp", "fsdp", "zero2"]
+    hung = rows["zero2"]["reason"]
+    assert hung.startswith("rank 1 hung in steps "), hung
+    assert hung.endswith(": its process is stopped (SIGSTOP)")
+    assert "rank 1 on " in done.stderr, "told with its stacks"
+    (stacks,) = (folder / "logs").glob("hang-*.txt")
+    assert str(stacks.relative_to(tmp_path)) in done.stderr
     assert "killed by SIGKILL" in rows["zero1"]["reason"]
     assert rows["parameter-server"]["reason"] == "not built in this version"
     assert rows["parameter-server"]["per_s"] is rows["zero1"]["speedup"] is None

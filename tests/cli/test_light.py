@@ -29,6 +29,7 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
         ["--help"],
         ["train", "--help"],
         ["checkpoint", "--help"],
+        ["config", "import", "x.json", "--era", "0.19.8"],
         ["doctor", "--help"],
         ["--version"],
         ["train", "x.y=1"],

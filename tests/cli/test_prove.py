@@ -90,6 +90,40 @@ def test_equal_is_exit_0_and_leaves_nothing(tmp_path: Path, prove: Prove) -> Non
     assert not (tmp_path / "runs").exists()
 
 
+HANGS = """
+import os, signal
+import user
+
+class Net(user.Net):
+    def forward(self, x):
+        if os.environ["RANK"] == "1" and x.device.type != "meta":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(x)
+"""
+SOONER = (
+    "import sys; from shoal.cli import main, prove; prove.FIRST_S = 8.0; "
+    "sys.argv = ['shoal', 'prove', *sys.argv[1:]]; sys.exit(main.main())"
+)
+
+
+def test_a_rank_that_hangs_is_named_with_its_stacks(tmp_path: Path, programs: Forks) -> None:
+    """The one that waits for it would be blamed after 600 s."""
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ("-c", SOONER, *BASE, "model.build=hangs:Net", "--quick")
+    done = programs.run(*words, cwd=tmp_path, timeout=90)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    told = [line for line in lines if line.startswith("shoal: no rank goes on for ")]
+    assert told
+    assert "rank 1 on " in told[-1]
+    assert told[-1].endswith("its process is stopped (SIGSTOP)") or "SIGSTOP); the last" in told[-1]
+    assert any(line.startswith("rank 0 (pid ") for line in lines), "where the others are"
+    assert "thread MainThread:" in done.stderr
+    assert any(line.startswith("shoal: rank 1 (pid ") for line in lines)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_model_that_leans_on_its_rank_is_exit_3(tmp_path: Path, prove: Prove) -> None:
     code, out, err = prove("model.build=user:leaning", "--json", "--quick")
     assert code == 3, out + err

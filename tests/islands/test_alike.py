@@ -11,6 +11,7 @@ import pytest
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.islands import IslandsPolicy
+from shoal.checkpoint.faults import WantedDamaged
 from shoal.checkpoint.listing import find
 from shoal.checkpoint.manifest import FILE_NAME
 from shoal.cli.islands import _set_aside, _share_out
@@ -25,6 +26,7 @@ from shoal.trainer.island_join import (
     agree,
     check_donors,
     join,
+    restored,
     rounds_held,
 )
 
@@ -102,6 +104,46 @@ def test_a_manifest_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
     assert rounds_held(tmp_path, 50, emit) == {}
     assert heard == [("checkpoint_damaged", f"checkpoints/step-50/{FILE_NAME}")]
+
+
+@pytest.mark.parametrize("others_hold_it_whole", [True, False])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_round_that_is_damaged_is_put_aside_and_an_earlier_one_is_agreed_on(
+    tmp_path: Path, others_hold_it_whole: bool, rounds: int
+) -> None:
+    """Of an island that holds no other, somebody must decide that it begins anew."""
+    for step in (50, 100)[2 - rounds :]:
+        checkpoint(tmp_path, step)
+    here: dict[str, Any] = {"1": ("a", 50), "2": ("b", 100)}
+    if rounds == 1:
+        del here["1"]
+    told: list[str] = []
+
+    def restore(step: int) -> None:
+        if step == 100:
+            raise WantedDamaged("step-100 is damaged")
+
+    def gather(message: bytes, deadline_s: float) -> list[bytes]:
+        return [message, json.dumps(others_hold_it_whole).encode()]
+
+    recorder = SimpleNamespace(folder=tmp_path, notice=told.append)
+    run: Any = SimpleNamespace(
+        restore=restore, recorder=recorder, world=SimpleNamespace(is_first=True)
+    )
+    plane: Any = SimpleNamespace(gather=gather)
+    if rounds == 1:
+        with pytest.raises(WantedDamaged):
+            restored(run, plane, here, 2)
+        assert steps(tmp_path) == [100]
+        return
+    assert not restored(run, plane, here, 2)
+    assert list(here) == ["1"]
+    assert steps(tmp_path) == [50]
+    assert told == [
+        "round 2 is damaged here, so all islands go on from an earlier one; kept as "
+        "step-100.damaged"
+    ]
+    assert restored(run, plane, here, 1) == others_hold_it_whole
 
 
 def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ sys.exit(run_worker(main))
     outcome = run(body, restarts=0, processes=3)
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
     assert "rank 1 (pid" in outcome.message
-    assert "it left before the run was over" in outcome.message
+    assert "left with status 0, before the run's end" in outcome.message
 
 
 def test_a_worker_that_reports_an_error_but_hangs_does_not_hang_the_run(run: Run) -> None:

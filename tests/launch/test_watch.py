@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from shoal.base.phases import DATA, NOWHERE, PASSES, Phase
-from shoal.base.stacks import collective_of, stacks
+from shoal.base.phases import DATA, NOWHERE, PASSES, SUM, Phase
+from shoal.base.stacks import collective_of, runs_own_code, stacks
 from shoal.base.watch_page import PAGE_VARIABLE, Page, Told, Watched
 from shoal.launch import Outcome, supervise, watch
 from shoal.launch.hung import Seen, find_culprit
@@ -62,6 +62,7 @@ for step in range(1, 31):
     page.stepped(step)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": %d}\\n' % step)
+page.leave()
 """
 
 
@@ -102,6 +103,21 @@ def in_first(act: str, rank: int = 1) -> str:
 
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 KEEP_LOCK = "ctypes.PyDLL(None).sleep(60)"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_rank_that_leaves_with_status_0_has_not_come_to_its_end(run: Run, processes: int) -> None:
+    """One process has no peer who could miss it; of two the other one waits, and is not blamed."""
+    (run.folder / "plan.json").write_text('{"steps": 30}')
+    outcome = run(in_first("os._exit(0)", processes - 1), processes=processes)
+    assert outcome == Outcome("finished", 0, 2, "")
+    (died,) = run.named("worker_died")
+    line = (
+        "left with status 0 after step 19 of 30, in forward and backward, before the run's end: "
+        "something in it calls os._exit(0)"
+    )
+    assert (died["rank"], died["how"], died["traceback"]) == (processes - 1, "exit code 0", line)
+    assert run.named("hang") == []
 
 
 @pytest.mark.parametrize(
@@ -242,9 +258,13 @@ def test_where_all_wait_the_one_in_another_collective_is_at_fault() -> None:
     found = find_culprit(ranks)
     assert found is not None
     assert found.of.rank == 0
-    found = find_culprit([seen(0, begun=8, waits=True), seen(1, begun=7, waits=True)])
+    behind = seen(1, begun=7, waits=True)
+    found = find_culprit([seen(0, begun=8, waits=True, last="all_gather"), behind])
     assert found is not None
     assert (found.of.rank, found.certain) == (1, True)
+    found = find_culprit([seen(0, begun=8, waits=True), behind])
+    assert found is not None
+    assert found.together, "two that are in the same one would go on: what was sent is lost"
     found = find_culprit([seen(rank, waits=True, changed_s=rank) for rank in range(3)])
     assert found is not None
     assert (found.of.rank, found.certain, found.together) == (2, False, True)
@@ -397,18 +417,24 @@ def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
     one.close()
 
 
-def test_a_host_that_waits_for_its_device_in_the_sum_is_not_blamed() -> None:
-    """Collectives are enqueued at once there: in none, it waits where it reads the sum."""
-    summing = Told(True, 9, 1.0, 36, 3, 40, 38, "all_reduce", 8, False, "")
+@pytest.mark.parametrize("part", [PASSES, SUM])
+def test_a_host_that_waits_for_its_device_is_not_blamed(part: int) -> None:
+    """Collectives are enqueued at once there: in none, it waits where Shoal reads a number."""
+    reads = Told(True, 9, 1.0, 36, part, 40, 40, "all_reduce", 8, False, "")
     own = {"collective": "barrier", "by_user": True, "place": "m.py:3"}
-    ranks = [Seen(rank, 1, summing, {"place": "x.py:1"}, {}) for rank in range(2)]
-    ranks.append(Seen(2, 1, replace(summing, part=2), own, {}))
-    found = find_culprit(ranks)
+    ranks = [Seen(rank, 1, reads, {"place": "x.py:1", "own": True}, {}) for rank in range(2)]
+    found = find_culprit([*ranks, Seen(2, 1, replace(reads, part=PASSES), own, {})])
     assert found is not None
     assert (found.of.rank, found.certain) == (2, True)
-    together = find_culprit(ranks[:2])
+    together = find_culprit(ranks)
     assert together is not None
     assert together.together
+    loops = Seen(2, 1, replace(reads, part=PASSES), {"place": "m.py:3", "own": False}, {})
+    loads = Seen(2, 1, replace(reads, part=DATA), {"place": "x.py:1", "own": True}, {})
+    for busy in (loops, loads):
+        found = find_culprit([*ranks, busy])
+        assert found is not None
+        assert found.of.rank == 2
 
 
 def test_kinds_have_names_of_their_own() -> None:
@@ -429,6 +455,12 @@ def test_a_stack_says_which_collective_it_is_and_who_called() -> None:
     caller = frame_of(str(Path(ours).parents[1] / "trainer" / "step.py"))
     frame = frame_of("/x/torch/distributed/c10d.py", "all_reduce", frame_of(ours, "add", caller))
     assert collective_of(frame) == ("add", False)
+    reads = frame_of("/x/torch/_tensor.py", "tolist", caller)
+    assert [runs_own_code(one) for one in (reads, caller, frame_of("/me.py", "f", caller))] == [
+        True,
+        True,
+        False,
+    ]
     assert json.dumps(told)
 
 

@@ -5,8 +5,9 @@
 Kinds × first, middle and last rank × layouts (`worlds/faulty.py` does them), each in a run of its
 own on this machine. A trial counts as well when the run ended as that kind must, `shoal diagnose`
 names rank and cause from the folder alone and blames no other island, every step was taken with the
-samples and the losses of the same layout's unbroken run (islands, whose merges depend on who comes
-when: but for those), and no process is left. `saved`: from which step on each restart took them
+samples and the losses of the same layout's unbroken run, and no process is left. Islands do equally
+many steps each here: shared out by how fast each of them was, the samples would be another run's.
+Where their rounds are discarded, since a disk refused one, the same rounds are done again. `saved`: from which step on each restart took them
 again. A layout's unbroken run is a trial too: nothing may be wrong with it. It can be stopped and
 started again (`kept_trials.py`).
 """
@@ -42,7 +43,13 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], list[str]]] = {
     "pp": ((0, 1, 2), ["launch.processes=3", "layout.pp=3"]),
     "islands": (
         (0, 1, 2),
-        ["islands.method=diloco", "islands.count=3", "islands.period=6", "launch.processes=1"],
+        [
+            "islands.method=diloco",
+            "islands.count=3",
+            "islands.period=6",
+            "islands.pace=equal",
+            "launch.processes=1",
+        ],
     ),
     "ddp": ((0, 1, 2), ["layout.strategy=ddp", *THREE]),
     "fsdp": ((0, 1, 2), ["layout.strategy=fsdp", *THREE]),
@@ -54,7 +61,7 @@ KINDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # the finding's kind, its cause, place ("passes": forward where that is the model's own), layouts
     "killed": ("worker_died", KILLED, "passes", ()),
     "raises": ("worker_died", "an exception that nobody caught", "forward", WHOLE),
-    "leaves": ("worker_died", "the others were not done", "data", ()),
+    "leaves": ("worker_died", "the run was not done", "data", ()),
     "stopped": ("hang", "its process is stopped (SIGSTOP)", "passes", ()),
     "lock": ("hang", "Python does not answer: a call into C keeps its lock", "passes", ()),
     "loop": ("hang", "it is in no collective (hanging.py:", "data", ()),
@@ -152,8 +159,7 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
     out |= {"seconds": round(time.monotonic() - began_s, 1), "saved": [e["saved"] for e in died]}
     if not kind:
         unbroken[layout] = rows
-    blamed = [one for one in elsewhere if "no cause of its own" not in one.why]
-    blamed = [one for one in blamed if one.kind != "island_lost"]
+    blamed = [one for one in elsewhere if not follows(trial, one)]
     wrong = verdict(trial, code, found, left) or (blamed and f"blamed: {blamed[0].what}") or ""
     wrong = wrong or unlike(trial, rows, unbroken.get(layout))
     return {**out, "wrong": wrong} | ({"output": output[-600:]} if wrong else {})
@@ -185,6 +191,19 @@ def ends(trial: dict[str, Any]) -> bool:
     return kind in FATAL and (kind != "raises" or trial["place"] == "data")
 
 
+def follows(trial: dict[str, Any], one: Any) -> bool:
+    """Whether what is told in another island's folder blames nobody, or the one at fault.
+
+    It lost one (the one at fault, or one that had lost that before), says that the disk of that one
+    kept a round from counting, or met the same samples, which all islands are dealt in turn.
+    """
+    if trial["kind"] in ONCE:
+        return bool(one.kind == KINDS[trial["kind"]][0]) and "15" in one.what
+    if one.kind == "round_discarded":
+        return f"island {trial['rank']}" in one.what
+    return one.kind == "island_lost" or "no cause of its own" in one.why
+
+
 def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int]) -> str:
     """What is wrong with how it ended and what was found; "" for nothing."""
     kind, fatal = trial["kind"], ends(trial)
@@ -198,6 +217,8 @@ def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int])
         why = UNREADABLE
     if not wanted:
         return "" if not found else f"found {found[0].what}"
+    if trial["layout"] == "islands" and kind == "fsync":  # what came of it is told too
+        found = [one for one in found if not follows(trial, one)]
     if {one.kind for one in found} != {wanted}:
         return f"found {[one.what for one in found]}, not {wanted}"
     first = found[0]
@@ -205,6 +226,7 @@ def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int])
         return f"another cause: {first.why}"
     rank = 0 if trial["layout"] == "islands" else trial["rank"]
     nameless = kind in (*ONCE, "cut", "damaged")
+    nameless |= trial["layout"] == "islands" and kind == "loader"  # the one rank of its island
     if first.rank != rank and not nameless:
         return f"another rank: {first.rank}"
     if kind == "damaged" and f"rank-{rank}.safetensors" not in first.what:
@@ -223,7 +245,7 @@ def unlike(trial: dict[str, Any], rows: dict[str, Any], unbroken: dict[str, Any]
         return ""
     if unbroken is None:
         return "no unbroken run of this layout"
-    if trial["layout"] == "islands":
+    if trial["layout"] == "islands" and kind == "fsync":
         return ""
     for name, wanted in unbroken.items():
         mine = rows[name]

@@ -99,6 +99,8 @@ def scrambled(data: bytes, draw: random.Random) -> bytes:
         return bytes(raw[:at] + raw[at // 2 :])
     for _ in range(draw.choice((1, 3, 30))):
         raw[draw.randrange(len(raw))] = draw.randrange(256)
+    if raw == data:  # what was drawn stood there
+        raw[at] ^= 1
     return bytes(raw)
 
 

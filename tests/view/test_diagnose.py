@@ -17,7 +17,7 @@ from shoal.base.events import EVENTS, EventLog
 from shoal.base.lines import Record
 from shoal.checkpoint.lease import OWNER_FILE, Owner
 from shoal.cli.main import app
-from shoal.view.diagnose import LOOKS, Finding, diagnose, text_of
+from shoal.view.diagnose import ALLOCATOR, LOOKS, Finding, diagnose, text_of
 
 GOES_ON = [("restarting", {"attempt": 1, "of": 3, "saved": 8}), ("compute_started", {})]
 DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
@@ -26,7 +26,7 @@ DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
 def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **row: Any) -> Path:
     """A run folder with these events, and so many alike steps."""
     log = EventLog(folder / "events.jsonl", rank=None)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").touch()
     log.emit("run_started", processes=2)
     for event, fields in events:
@@ -55,6 +55,38 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "rank 1 (pid 4711): killed by SIGKILL",
         "a SIGKILL leaves no words",
         "dmesg -T | grep -i -e oom",
+    ),
+    "memory in pieces": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "how": "exit code 2",
+                    "traceback": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has … "
+                    "30.00 MiB is reserved by PyTorch but unallocated.",
+                },
+            )
+        ],
+        "rank 1 (pid 4711): exit code 2: CUDA out of memory",
+        "more was free than it asked for",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True shoal train --resume RUN",
+    ),
+    "memory of a device": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "how": "exit code 2",
+                    "traceback": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has … "
+                    "30.00 MiB is reserved by PyTorch but unallocated.",
+                },
+            )
+        ],
+        "rank 1 (pid 4711): exit code 2: CUDA out of memory",
+        "memory: it asked for more than there is",
+        "shoal plan RUN/run.toml --explain",
     ),
     "memory": (
         [
@@ -106,7 +138,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
             )
         ],
         "rank 1 (pid 4711): exit code 0",
-        "the others were not done",
+        "the run was not done",
         "tail -n 50 RUN/logs/rank-1.log",
     ),
     "an exception": (
@@ -175,7 +207,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
     ),
     "an island that is gone": (
         [("island_lost", {"islands": [2], "after_s": 3.0, "round": 4})],
-        "island_lost",
+        "island 2 was lost in round 5, after 3.0 s without a word",
         "the link",
         "tail -n 50 RUN/logs/*",
     ),
@@ -204,6 +236,22 @@ def test_what_went_on_by_itself_says_so_and_deaths_alike_are_told_once(tmp_path:
     assert "the run went on by itself" in text_of(tmp_path, found)
 
 
+def test_islands_that_were_started_again_went_on_and_a_person_who_resumes_is_not_the_run(
+    tmp_path: Path,
+) -> None:
+    """An island's supervisor restarts nothing: each death is fatal there, the launcher goes on."""
+    hang = ("hang", {"rank": 0, "host": "a", "pid": 9, "phase": "step 9", "why": "stopped"})
+    died = ("worker_died", {**DIED, "how": "ended by the watch", "traceback": "", "fatal": True})
+    lost = ("island_lost", {"islands": [0], "after_s": 0.2, "round": 1})
+    for attempt, over in ((1, True), (0, False)):
+        again = [("run_started", {"attempt": attempt}), ("compute_started", {})]
+        hung = diagnose(run_of(tmp_path / f"a{attempt}" / "island-0", hang, died, *again))
+        assert [(one.kind, one.over) for one in hung] == [("hang", over)]
+        other = diagnose(run_of(tmp_path / f"a{attempt}" / "island-1", lost, *again))
+        assert [(one.kind, one.over) for one in other] == [("island_lost", over)]
+        assert other[0].command == f"shoal diagnose {tmp_path / f'a{attempt}' / 'island-0'}"
+
+
 def test_a_hang_is_one_finding_also_where_it_ends_the_run(tmp_path: Path) -> None:
     hang = {"rank": 1, "host": "a", "pid": 9, "phase": "step 9", "why": "stopped", "waited_s": 6.0}
     died = {**DIED, "how": "ended by the watch", "traceback": "hung in step 9", "fatal": True}
@@ -225,6 +273,14 @@ def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
     (tmp_path / OWNER_FILE).unlink()
     (advice,) = diagnose(tmp_path)
     assert advice.command == "a larger batch, or another layout, for shoal.parallelize"
+
+
+def test_the_allocators_setting_has_one_name() -> None:
+    from shoal.machine.device_pool import SETTING, is_set
+
+    assert SETTING == ALLOCATOR
+    assert is_set({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
+    assert not is_set({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
 
 
 def test_nothing_wrong(tmp_path: Path) -> None:

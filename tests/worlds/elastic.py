@@ -29,11 +29,18 @@ STORE = (
 
 
 class Nodes:
-    """A rendezvous, and agents that come and go; `close` leaves nothing."""
+    """A rendezvous, and agents that come and go; `close` leaves nothing.
 
-    def __init__(self, folder: Path, command: list[str], **environment: str) -> None:
+    own   a folder of which each node sees one of its own, `disk(node)`; None: all share all
+    """
+
+    def __init__(
+        self, folder: Path, command: list[str], own: Path | None = None, **environment: str
+    ) -> None:
         self.net = Net(3)
-        self.folder, self.command = folder, command
+        self.folder, self.command, self.own = folder, command, own
+        if own is not None:
+            own.mkdir()
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.hosts = folder / "hosts"
         names = [f"{address} node{number}" for number, address in enumerate(self.net.addresses)]
@@ -72,6 +79,12 @@ class Nodes:
         """What an agent and its workers printed, from its first start on."""
         return (self.folder / f"node{node}.log").read_text()
 
+    def disk(self, node: int) -> Path:
+        """What a node sees as `own`."""
+        path = self.folder / f"disk{node}"
+        path.mkdir(exist_ok=True)
+        return path
+
     def close(self) -> None:
         """End everything."""
         for node, agent in self.agents.items():
@@ -89,6 +102,8 @@ class Nodes:
 
     def _start(self, node: int, *words: str) -> subprocess.Popen[bytes]:
         names = {self.hosts: "/etc/hosts", self.folder / "no-server": "/etc/resolv.conf"}
+        if self.own is not None:
+            names[self.disk(node)] = str(self.own)
         mounts = " && ".join(f"mount --bind {own} {path}" for own, path in names.items())
         with (self.folder / f"node{node}.log").open("ab") as log:
             return subprocess.Popen(

@@ -15,11 +15,18 @@ from types import FrameType
 from typing import Any
 
 from shoal.base.frames import OWN_FOLDER, place_in
-from shoal.base.watch_page import Page
+from shoal.base.watch_page import Page, tell_page
 
 LOOK_S = 0.2
 NAME = "shoal-stacks"
 _WRAPPERS = ("wrapper", "__call__", "inner")
+
+
+def be_watched() -> None:
+    """Say in the page that the launcher made for this process, if it did, what it is doing."""
+    if page := Page.open():
+        tell_page(page)
+        answer_for_stacks(page)
 
 
 def answer_for_stacks(page: Page) -> None:
@@ -42,7 +49,8 @@ def stacks(main: int) -> dict[str, Any]:
 
     main    the thread that trains
     Gives   of it: `place`, the user's line; `collective`, in which it waits, and whether the user
-            called it (`by_user`); `compiling`. `stacks` is text, the training thread first
+            called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`.
+            `stacks` is text, the training thread first
     """
     frames = sys._current_frames()
     names = {one.ident: one.name for one in threading.enumerate()}
@@ -58,6 +66,7 @@ def stacks(main: int) -> dict[str, Any]:
         "place": place_in(frame),
         "collective": collective,
         "by_user": by_user,
+        "own": runs_own_code(frame),
         "compiling": _compiles(frame),
         "stacks": "\n".join(text),
     }
@@ -81,6 +90,13 @@ def collective_of(frame: FrameType | None) -> tuple[str, bool]:
         return "", False
     file = frame.f_code.co_filename if frame is not None else OWN_FOLDER
     return found or "a collective", "/torch/" not in file and not file.startswith(OWN_FOLDER)
+
+
+def runs_own_code(frame: FrameType | None) -> bool:
+    """Tell whether a thread's innermost frame, torch's aside, is Shoal's: no user's code runs."""
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(f"{OWN_FOLDER}/")
 
 
 def _talks(frame: FrameType) -> bool:

@@ -223,6 +223,12 @@ class Told:
     waits: bool
     phases: str
 
+    @property
+    def doing(self) -> str:
+        """What it is in, in words, apart from the step."""
+        part = PARTS[self.part] if 0 <= self.part < len(PARTS) else ""
+        return self.phases or part or "the start"
+
 
 class Watched:
     """The reading end: one rank's page, made here; `path` is what its process is told.

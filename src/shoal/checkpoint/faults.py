@@ -42,6 +42,10 @@ class Damaged(CheckpointError):
         return {"file": self.file, "tensor": self.tensor, "reason": self.reason}
 
 
+class WantedDamaged(CheckpointError):
+    """The checkpoint of the step that was asked for, and of no other, is damaged."""
+
+
 class RankFailed(CheckpointError):
     """One rank could not do its part; raised with the same text on every rank."""
 

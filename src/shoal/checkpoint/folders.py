@@ -3,9 +3,11 @@
     step-N.tmp-<id>          being written, or being deleted; removed when found by the next save
     step-N                   complete: it got this name by one rename, after every file was durable
     step-N.damaged[-k]       was called step-N and did not verify; kept for a person to look at
+    step-N.other[-k]         of a future that other nodes did not go on from (`own_disks`)
 
 Renames are atomic, and durable once the parent folder is fsynced (POSIX; the Linux file systems
-ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these. No torch here.
+ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these, or who keeps a disk
+(`own_disks`). No torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pathlib import Path
 
 from shoal.base.errors import CheckpointError
 from shoal.base.units import bytes_text
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.listing import find, read_manifest
+from shoal.checkpoint.manifest import FILE_NAME, Manifest, encode
+from shoal.checkpoint.tensorfile import write_all
 
 IN_USE: set[Path] = set()
 """Checkpoints that this process copies elsewhere: they stay until that is done, and go after the
@@ -49,12 +53,45 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def quarantine(folder: Path) -> Path:
-    """Rename a damaged checkpoint out of the way, to the first free `.damaged[-k]` name."""
-    target, count = folder.with_name(f"{folder.name}.damaged"), 1
+def begin(final: Path, needed_bytes: int) -> Path:
+    """Make the temporary folder for `final`, if the disk has room for so much.
+
+    Errors: OSError; CheckpointError when space lacks.
+    """
+    root = final.parent
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root)
+    check_space(root, needed_bytes)
+    folder = temporary(final)
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, final: Path, manifest: Manifest) -> int:
+    """Give the written folder its manifest and its name; gives its bytes.
+
+    Errors: OSError; Damaged when the manifest reads back otherwise than it was written.
+    """
+    data = encode(manifest)
+    descriptor = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    fsync_folder(folder)
+    read_manifest(folder)  # raises unless the disk gives back what was written
+    os.rename(folder, final)
+    fsync_folder(final.parent)
+    return manifest.size_bytes
+
+
+def quarantine(folder: Path, word: str = "damaged") -> Path:
+    """Rename a checkpoint out of the way, to the first free `.damaged[-k]` name."""
+    target, count = folder.with_name(f"{folder.name}.{word}"), 1
     while os.path.lexists(target):
         count += 1
-        target = folder.with_name(f"{folder.name}.damaged-{count}")
+        target = folder.with_name(f"{folder.name}.{word}-{count}")
     os.rename(folder, target)
     fsync_folder(folder.parent)
     return target

@@ -18,7 +18,11 @@ from shoal.base.shards import DTYPES, Box, Shard
 from shoal.checkpoint import boxes
 from shoal.checkpoint.assign_slices import Offer, deal
 from shoal.checkpoint.collective_phase import exchange
+from shoal.checkpoint.manifest import plain
 from shoal.fabric import World
+
+SLICE_BYTES = 600
+"""Room for one slice in header and manifest, generous: the space check errs early, not late."""
 
 Key = tuple[str, Box]
 """What names a block: its tensor and its slice."""
@@ -93,6 +97,10 @@ class Agreement:
     aliases: dict[str, str]
     offers: dict[Key, Offer]
     tied: dict[str, str]
+
+    def disk_bytes(self, record: dict[str, Any]) -> int:
+        """Room that all of it needs, manifest included. Errors: CheckpointError, as of `plain`."""
+        return self.total_bytes + len(str(plain(record))) + SLICE_BYTES * (self.slices + 1)
 
 
 @dataclass(frozen=True)

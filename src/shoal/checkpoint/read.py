@@ -27,7 +27,7 @@ from shoal.base.phases import phase
 from shoal.base.shards import Shard
 from shoal.checkpoint import boxes, folders, shared_read
 from shoal.checkpoint.collective_phase import exchange, first_only
-from shoal.checkpoint.faults import Damaged, RankFailed, shown
+from shoal.checkpoint.faults import Damaged, RankFailed, WantedDamaged, shown
 from shoal.checkpoint.listing import Found, find, read_manifest, step_folder, verify
 from shoal.checkpoint.manifest import Manifest, StoredSlice, StoredTensor
 from shoal.checkpoint.pieces import seen
@@ -103,10 +103,11 @@ def open_newest(
     reported as `checkpoint_damaged` by rank 0, left as it is, and the next older one is tried.
 
     Errors: CheckpointError on all ranks when every candidate is damaged (starting over must be
-    somebody's decision), when ranks read different manifests, when one is of another Shoal's
-    format version, or when the wanted shards are not those of the checkpoint (another model: an
-    older file would not help). A ShoalError that `wanted_from` raises comes through on its rank;
-    on the others, and for any other exception, it is a CheckpointError that names the rank.
+    somebody's decision; WantedDamaged for that of step `only`), when ranks read different
+    manifests, when one is of another Shoal's format version, or when the wanted shards are not
+    those of the checkpoint (another model: an older file would not help). A ShoalError that
+    `wanted_from` raises comes through on its rank; on the others, and for any other exception, it
+    is a CheckpointError that names the rank.
     """
     try:
         return _open_newest(root, wanted_from, world, emit, only)
@@ -147,7 +148,7 @@ def _open_newest(
         if world.is_first:
             emit("checkpoint_damaged", rank=rank, folder=str(path), **fields)
     if problems and only is not None:
-        raise CheckpointError(
+        raise WantedDamaged(
             f"{problems[0]}; nearest: move {shown(step_folder(root, only))} away, and go on from "
             f"the checkpoint before it"
         )

@@ -29,16 +29,12 @@ from shoal.checkpoint import folders
 from shoal.checkpoint.collective_phase import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
 from shoal.checkpoint.listing import file_problems, read_manifest, slices_by_file, step_folder
-from shoal.checkpoint.manifest import FILE_NAME, Manifest, encode, plain
-from shoal.checkpoint.pieces import Agreement, Collected, Piece, collect
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.pieces import Collected, Piece, collect
 from shoal.checkpoint.shardfile import join, write
-from shoal.checkpoint.tensorfile import write_all
 from shoal.fabric import World
 
 __all__ = ["Piece", "Saved", "Target", "save", "save_collected"]
-
-MANIFEST_SLICE_BYTES = 600
-"""Room for one slice in header and manifest, generous: the space check errs early, not late."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +117,13 @@ def save_collected(
     """
     began_s = time.perf_counter()
     root, step, final = target.root, target.step, target.final
+    if world.keepers:
+        from shoal.checkpoint.own_disks import keepers_of, save_on_each
+
+        if keepers := keepers_of(root, world):
+            told = (final, step, target.record, target.keep)
+            size_bytes, existed = save_on_each(*told, keepers, collecting, world, emit)
+            return Saved(final, step, size_bytes, time.perf_counter() - began_s, existed)
     temporary: Path | None = None
     try:
         collected = collecting()
@@ -128,11 +131,14 @@ def save_collected(
         if existing is not None:
             return Saved(final, step, existing.size_bytes, time.perf_counter() - began_s, True)
         agreed = collected.agreement
-        name = first_only(world, lambda: prepare(final, agreed, target.record).name)
+        name = first_only(
+            world, lambda: folders.begin(final, agreed.disk_bytes(target.record)).name
+        )
         folder = temporary = root / name
         parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
         size_bytes = first_only(
-            world, lambda: commit(folder, final, join(step, parts, agreed.aliases, target.record))
+            world,
+            lambda: folders.commit(folder, final, join(step, parts, agreed.aliases, target.record)),
         )
     except RankFailed as failure:
         if world.is_first:
@@ -148,40 +154,6 @@ def save_collected(
         emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
         _retire(root, step, target.keep, emit)
     return Saved(final, step, size_bytes, save_s)
-
-
-def prepare(final: Path, agreed: Agreement, record: dict[str, Any]) -> Path:
-    """Make the temporary folder for `final`, if the disk has room. Rank 0 alone calls it.
-
-    Errors: OSError; CheckpointError when space lacks, or the record is not JSON.
-    """
-    root = final.parent
-    root.mkdir(parents=True, exist_ok=True)
-    folders.remove_leftovers(root)
-    listed_bytes = len(str(plain(record))) + MANIFEST_SLICE_BYTES * (agreed.slices + 1)
-    folders.check_space(root, agreed.total_bytes + listed_bytes)
-    folder = folders.temporary(final)
-    folder.mkdir()
-    return folder
-
-
-def commit(folder: Path, final: Path, manifest: Manifest) -> int:
-    """Give the written folder its manifest and its name; gives its bytes. Rank 0 alone calls it.
-
-    Errors: OSError; Damaged when the manifest reads back otherwise than it was written.
-    """
-    data = encode(manifest)
-    descriptor = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    folders.fsync_folder(folder)
-    read_manifest(folder)  # raises unless the disk gives back what was written
-    os.rename(folder, final)
-    folders.fsync_folder(final.parent)
-    return manifest.size_bytes
 
 
 def _existing(final: Path, world: World, emit: Emit) -> Manifest | None:

@@ -24,8 +24,13 @@ from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded
 from shoal.config.save import to_toml
 from shoal.launch import supervise
+from shoal.view.diagnose import WATCHED
+from shoal.view.events import event_text
 from shoal.view.waiting import Waiting
 
+FIRST_S, PATIENCE_S = 300.0, 180.0
+"""How long all may be silent before a step's time is known, and a busy rank after it was told: less
+together than a collective may take, after which those that wait are blamed."""
 LOOK_S = 0.3
 """How long is looked for other work on this machine."""
 
@@ -110,6 +115,8 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
             on_tick=waiting.tick,
             environ=_environment(comparison),
             imports=imports_of(comparison.loaded.config.model.name),
+            first_s=FIRST_S,
+            patience_s=PATIENCE_S,
         )  # fmt: skip
     finally:
         waiting.finish()
@@ -146,6 +153,9 @@ def _listening(log: EventLog, deaths: list[dict[str, Any]]) -> Callable[..., Non
         if event == "worker_died":
             deaths.append(fields)
         log.emit(event, **fields)
+        if event == "hang":
+            sys.stderr.write(f"shoal: {event_text({'event': event, **fields})}\n")
+            sys.stderr.flush()
 
     return emit
 
@@ -155,6 +165,8 @@ def _last_words(deaths: list[dict[str, Any]]) -> str:
     if not deaths:
         return ""
     words = str(deaths[-1]["traceback"] or "").strip().splitlines()
+    if deaths[-1]["how"] == WATCHED:
+        return f"rank {deaths[-1]['rank']} {words[-1].strip()}"
     memory = " (often the kernel, out of memory)" if "SIGKILL" in deaths[-1]["how"] else ""
     return words[-1].strip() if words else f"{deaths[-1]['how']}{memory}"
 

@@ -16,13 +16,15 @@ from pathlib import Path
 from shoal.base.events import append_line
 from shoal.base.facts import usable_cores
 from shoal.base.files import cache_folder
-from shoal.base.phases import phase, tell_folder
+from shoal.base.phases import NOWHERE, part, phase, tell_folder
+from shoal.base.stacks import be_watched
 from shoal.launch import end_with
 
 
 def main() -> int:
     """Measure the rows named on the command line."""
     folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
+    be_watched()
     if os.environ.get("RANK", "0") == "0":
         tell_folder(folder)
     with phase("import"):
@@ -55,6 +57,7 @@ def main() -> int:
     tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
     for number in numbers:
         tell(began=number)
+        part(NOWHERE)  # the steps of the row before are over, and building may take long
         layout, steps = request["rows"][number]["run"], request["steps"]
         compared = request["compared_steps"]
         # dp's threads are the parts of one process: it gets the cores that as many processes have.

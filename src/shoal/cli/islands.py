@@ -2,7 +2,7 @@
 
     runs/NAME/run.toml             what was asked for
     runs/NAME/island-K/            an ordinary run folder: metrics, events, logs, checkpoints
-    python -m shoal.cli.islands FOLDER    supervises the workers of one island
+    python -m shoal.cli.islands FOLDER ATTEMPT    supervises the workers of one island
 
 Islands on several machines are started one by one, with islands.at and islands.index; what runs
 then is the same but for the address. The members of a run are fixed, so when an island is lost the
@@ -93,7 +93,8 @@ def launch_all(
         for attempt in range(restarts + 1):
             _share_out(folder, count)  # also where one died before it had written its first
             _write_folders(loaded, plan, folder)
-            islands = [_Island(island_folder(folder, index), guardian) for index in range(count)]
+            folders = [island_folder(folder, index) for index in range(count)]
+            islands = [_Island(one, guardian, attempt) for one in folders]
             codes = _run_once(islands, environ, view, stop)
             lost = [island for island, code in enumerate(codes) if code not in STOPPED]
             if not lost or stop.first is not None or attempt == restarts:
@@ -192,10 +193,10 @@ def _run_once(
 
 
 class _Island:
-    """The supervisor of one island, in a process of its own."""
+    """The supervisor of one island, in a process of its own; attempt: restarts of all before."""
 
-    def __init__(self, folder: Path, guardian: Guardian) -> None:
-        self.folder, self.guardian = folder, guardian
+    def __init__(self, folder: Path, guardian: Guardian, attempt: int = 0) -> None:
+        self.folder, self.guardian, self.attempt = folder, guardian, attempt
         self.log_path = folder / "logs" / "supervisor.log"
         self.log_start, self._asked = 0, False
 
@@ -207,8 +208,9 @@ class _Island:
         try:
             with self.log_path.open("ab") as log:
                 self.log_start = log.tell()
+                words = [str(self.folder), str(self.attempt)]
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "shoal.cli.islands", str(self.folder)],
+                    [sys.executable, "-m", "shoal.cli.islands", *words],
                     env={"OMP_NUM_THREADS": threads, **environ},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -297,11 +299,11 @@ def check_resumable(folder: Path) -> None:
 
 def main() -> int:
     """Supervise the workers of the island whose folder the command line names."""
-    folder = Path(sys.argv[1])
+    folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
     try:
         config = load(folder / "run.toml").config
         with RunLease(folder, config.run.name):
-            outcome = _supervise(folder, config)
+            outcome = _supervise(folder, config, attempt)
     except ShoalError as failure:
         sys.stderr.write(f"{REFUSED}{failure}\n")
         return failure.exit_code
@@ -310,11 +312,11 @@ def main() -> int:
     return UNSAVED_CODE if outcome.status == "unsaved" else outcome.exit_code
 
 
-def _supervise(folder: Path, config: Config) -> Outcome:
+def _supervise(folder: Path, config: Config, attempt: int) -> Outcome:
     processes = config.launch.processes
     events = EventLog(folder / "events.jsonl", None)
     resumed = bool(find(folder / "checkpoints"))
-    events.emit("run_started", processes=processes, resumed=resumed)
+    events.emit("run_started", processes=processes, resumed=resumed, attempt=attempt)
     return supervise(
         [sys.executable, "-m", "shoal.cli.worker", str(folder)],
         processes=processes,

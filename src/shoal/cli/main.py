@@ -12,6 +12,7 @@ from shoal.base.systems import untried
 from shoal.cli import (
     checkpoint,
     compare,
+    config_import,
     diagnose,
     doctor,
     find,
@@ -59,7 +60,12 @@ app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
-GROUPS = {"checkpoint": checkpoint.app, "find": find.app, "launch": launch.app}
+GROUPS = {
+    "checkpoint": checkpoint.app,
+    "config": config_import.app,
+    "find": find.app,
+    "launch": launch.app,
+}
 """Words that another word must follow."""
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)

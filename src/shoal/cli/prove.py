@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ BY_BLOCKS = typer.Option(
     False, "--by-blocks", help="One block of each kind and the ends, as for what memory lacks room."
 )
 
+FIRST_S, PATIENCE_S = 300.0, 180.0
+"""How long all may be silent before a step's time is known, and a busy rank after it was told: less
+together than a collective may take, after which those that wait are blamed."""
 EXIT_CODES = {"equal": 0, "not proven": 1, "different": 3}
 
 
@@ -100,7 +103,9 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
             processes=config.launch.processes,
             folder=folder,
             restarts=0,
-            emit=events.emit,
+            emit=_telling(events.emit),
+            first_s=FIRST_S,
+            patience_s=PATIENCE_S,
             on_tick=lambda: waiting.show(read_doing(folder)),
             environ=environ,
             imports=imports_of(config.model.name, prepared.plan.layout),
@@ -114,6 +119,21 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
         if report["verdict"] != "not proven" and report["layout"] != asked:
             raise BugError(f"prove: {report['layout']} was proven where {asked} was asked for")
         return report
+
+
+def _telling(emit: Callable[..., None]) -> Callable[..., None]:
+    """As `emit`; a hang is told on standard error, with the stacks: the folder will be gone."""
+    from shoal.view.events import event_text
+
+    def tell(event: str, **fields: Any) -> None:
+        emit(event, **fields)
+        if event == "hang":
+            path = fields.pop("stacks", "")
+            stacks = Path(path).read_text() if path else ""
+            sys.stderr.write(f"shoal: {event_text({'event': event, **fields})}\n{stacks}")
+            sys.stderr.flush()
+
+    return tell
 
 
 @contextlib.contextmanager

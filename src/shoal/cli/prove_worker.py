@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.base.phases import phase, tell_folder
+from shoal.base.stacks import be_watched
 from shoal.launch import end_with
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Prove the run that the folder's run.toml describes."""
     folder = Path(sys.argv[1])
+    be_watched()
     if os.environ.get("RANK", "0") == "0":
         tell_folder(folder)
     with phase("import"):

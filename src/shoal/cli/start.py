@@ -337,8 +337,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
     return ending.status(outcome)
 
 
-def write_folder(prepared: Prepared) -> EventLog:
-    """run.toml as it was resolved, and the first event."""
+def write_folder(prepared: Prepared, attempt: int = 0) -> EventLog:
+    """run.toml as it was resolved, and the first event; attempt: restarts before this one."""
     folder = prepared.folder
     told = mend_folder(folder) if prepared.resumed else []
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
@@ -352,6 +352,7 @@ def write_folder(prepared: Prepared) -> EventLog:
         processes=config.launch.processes,
         layout=prepared.plan.layout.text(),
         resumed=prepared.resumed,
+        attempt=attempt,
     )
     for notice in [*told, *prepared.loaded.notices]:
         events.emit("notice", text=notice)

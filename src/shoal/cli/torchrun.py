@@ -5,7 +5,8 @@ request, writes the run folder and tells the others where it is, or why not, so 
 exit alike. Rank 0 draws. A restarted job finds its folder by its name, `run.name` or the launcher's
 own for the job, and goes on from its newest checkpoint, or starts anew where there is none yet.
 With `torchrun --nnodes=1:2` that is so when a node leaves or comes, too: all workers start
-again, and agents count only what failed, each for itself.
+again, and agents count only what failed, each for itself. Where nodes share no disk rank 0 is
+brought the newest run first (`trainer/each_node.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import UNSAVED_CODE, CheckpointError, ConfigError, PlanError, ShoalError
 from shoal.base.events import EventLog
 from shoal.base.phases import tell_folder
 
+if TYPE_CHECKING:
+    from shoal.checkpoint.lease import RunLease
+
 JOB_FILE = "logs/job"
 """In a run folder: the launcher's name of the job that last wrote there."""
+FILES = ("run.toml", "plan.json", JOB_FILE)
+"""Of a run folder, what a start needs."""
 
 
 def launched() -> bool:
@@ -45,9 +51,7 @@ def run(
 
 
 def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -> int:
-    from shoal.checkpoint.lease import RunLease
     from shoal.cli.ending import UNSAVED_STATUS, Ending
-    from shoal.cli.start import prepare, write_folder
     from shoal.fabric import start_world
     from shoal.launch import Outcome
     from shoal.proof.quick import prove_run
@@ -57,30 +61,25 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
     world = start_world()
     attempt = world.all_reduce_max(attempt_of(os.environ))
     force = force or attempt > 0
+    if world.local_size < world.size:  # on several machines
+        from shoal.trainer.each_node import meet
+
+        meet(arguments, resume, job_of(os.environ), FILES, world)
     answer: dict[str, Any] = {}
     lease = None
     if world.is_first:
-        try:
-            again = continued(arguments, resume, os.environ, attempt)
-            prepared = prepare(*again, world.size, force=force, trust=trust)
-            os.environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not force else ""
-            (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
-            lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
-            lease.acquire()
-            write_folder(prepared)
-            (prepared.folder / JOB_FILE).write_text(job_of(os.environ))
-            answer = {"folder": str(prepared.folder)}
-        except ShoalError as failure:
-            answer = {"error": str(failure), "kind": type(failure).__name__}
-        except OSError as failure:
-            answer = {"error": f"{failure.filename}: {failure.strerror}", "kind": "ConfigError"}
+        answer, lease = _settle(arguments, resume, attempt, world.size, force=force, trust=trust)
     answer = world.broadcast_json(answer)
     if "error" in answer:
         if not world.is_first:
             return 2  # rank 0 says why
         kinds = {"PlanError": PlanError, "CheckpointError": CheckpointError}
         raise kinds.get(answer["kind"], ConfigError)(answer["error"])
-    folder = Path(answer["folder"])
+    folder = Path(answer.pop("folder"))
+    if world.keepers:
+        from shoal.trainer.each_node import share
+
+        lease = share(folder, answer, FILES, world) or lease
     os.environ["SHOAL_RUN_FOLDER"] = str(folder)
     log = EventLog(folder / "events.jsonl", world.rank)
     log.emit("worker_started", pid=os.getpid(), attempt=attempt)
@@ -104,6 +103,38 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
             sys.stderr.write(f"shoal: {ending.trouble(outcome)}\n")
         sys.stdout.write(f"{summary(folder)}\n{ending.next(outcome)}\n")
     return code
+
+
+def _settle(
+    arguments: list[str],
+    resume: Path | None,
+    attempt: int,
+    size: int,
+    *,
+    force: bool,
+    trust: bool,
+) -> tuple[dict[str, Any], RunLease | None]:
+    """What rank 0 tells the others, the run folder or an error, and its hold on the folder."""
+    from shoal.checkpoint.lease import RunLease
+    from shoal.cli.start import prepare, write_folder
+
+    try:
+        again = continued(arguments, resume, os.environ, attempt)
+        prepared = prepare(*again, size, force=force, trust=trust)
+        os.environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not force else ""
+        (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
+        lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
+        lease.acquire()
+        write_folder(prepared, attempt)
+        (prepared.folder / JOB_FILE).write_text(job_of(os.environ))
+    except ShoalError as failure:
+        return {"error": str(failure), "kind": type(failure).__name__}, None
+    except OSError as failure:
+        text = f"{failure.filename}: {failure.strerror}"
+        return {"error": text, "kind": "ConfigError"}, None
+    started = {"processes": size, "layout": prepared.plan.layout.text()}
+    started |= {"resumed": prepared.resumed, "attempt": attempt}
+    return {"folder": str(prepared.folder), **started}, lease
 
 
 def attempt_of(environ: Mapping[str, str]) -> int:

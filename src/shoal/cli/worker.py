@@ -12,8 +12,7 @@ from pathlib import Path
 
 from shoal.base.layout import Layout
 from shoal.base.phases import phase, tell_folder
-from shoal.base.stacks import answer_for_stacks
-from shoal.base.watch_page import Page, tell_page
+from shoal.base.stacks import be_watched
 from shoal.launch import end_with
 from shoal.parallel import modules_of
 from shoal.planner.huggingface import is_foreign
@@ -37,9 +36,7 @@ def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
 def main() -> int:
     """Train the run folder named on the command line."""
     folder = Path(sys.argv[1])
-    if page := Page.open():
-        tell_page(page)
-        answer_for_stacks(page)
+    be_watched()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a request to stop, as SIGTERM is; no crash
     if os.environ.get("RANK", "0") == "0":

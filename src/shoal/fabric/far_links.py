@@ -6,6 +6,8 @@ debugger, but not over a dead link, and not for a machine that is gone. So every
 leaves this machine is asked about when it is silent, and one that nobody answers on for LINK_S
 fails, in whatever call waits for it. A link that comes back sooner has lost nothing.
 
+What machines tell each other is collective; a file that one of them lacks is not: `swap`.
+
 Source   tcp(7): SO_KEEPALIVE, TCP_KEEPIDLE, TCP_USER_TIMEOUT (bytes that were sent and not taken)
 Limits   Linux; connections of gloo and of stores. NCCL has its own watchdog
 """
@@ -17,13 +19,21 @@ import re
 import socket
 import stat
 import sys
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError
 from shoal.fabric.meeting_point import is_loopback
 
 LINK_S = 30
 """How long a link may carry nothing."""
 ASK_S = 5
 """How long a connection is silent before it is asked about, and between two questions."""
+PAIR_S = 120.0
+"""How long a piece of a file is waited for: its sender, or its receiver, may wait for a disk."""
+TAG = 7402
 DEAD = re.compile(r"\[([^\]]+)\]:\d+: (?:Connection timed out|No route to host)")
 """What gloo says where the kernel gave a connection up."""
 
@@ -77,3 +87,33 @@ def _watch(link: socket.socket) -> bool:
     except OSError:  # it listens, or has ended
         return False
     return True
+
+
+def swap(
+    group: dist.ProcessGroup | None,
+    out: tuple[int, torch.Tensor] | None,
+    into: tuple[int, torch.Tensor] | None,
+    within_s: float = PAIR_S,
+) -> None:
+    """Send bytes to a rank and take bytes of a rank, both at once: a ring does not wait in turn.
+
+    group       of all ranks, which carries what lies in host memory
+    out, into   (rank, [bytes] uint8 in host memory); None: nothing that way
+    Errors      ClusterError naming the rank that did not take, or send, within the time
+    """
+    works = []
+    if out is not None:
+        to, sent = out
+        works.append((to, dist.isend(sent, group=group, group_dst=to, tag=TAG)))
+    if into is not None:
+        source, room = into
+        works.append((source, dist.irecv(room, group=group, group_src=source, tag=TAG)))
+    for peer, work in works:
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=within_s))
+        except RuntimeError as failure:
+            raise ClusterError(
+                f"rank {dist.get_rank(group)}: no bytes pass between it and rank {peer} within "
+                f"{within_s:g} s: {failure}"
+            ) from failure

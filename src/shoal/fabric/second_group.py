@@ -41,7 +41,7 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
         world.rank, world.size, world.local_rank, world.local_size, f"{world.started_by}, twin"
     )
     found = World(place, torch.device("cpu"), group)
-    found.backend, found.key = "gloo", world.key
+    found.backend, found.key, found.keepers = "gloo", world.key, world.keepers
     found.traffic = Traffic(watched=False)  # the page is the training thread's
     return found
 

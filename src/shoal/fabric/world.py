@@ -73,6 +73,7 @@ class World:
     parts, meshes       made of it so far (see `axes`)
     traffic             what it sent and how long it waited
     key                 by which members of its groups prove themselves (messages.py)
+    keepers             by rank, the first that sees the same disk; () where all see one
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class World:
         self.owns_group = owns_group
         self.store = store
         self.traffic = Traffic()
-        self.key = b""
+        self.key, self.keepers = b"", tuple[int, ...]()
         self._turns = itertools.count()
         self.backend: str | None = None
         self.ranks = tuple(range(place.size))
@@ -108,6 +109,11 @@ class World:
     def is_first(self) -> bool:
         """Rank 0: the one that speaks for all."""
         return self.rank == 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it writes for all who see the same disk as this rank: rank 0, where all do."""
+        return self.rank == (self.keepers[self.rank] if self.keepers else 0)
 
     def all_reduce(self, tensor: torch.Tensor, *, wait: bool = True) -> dist.Work | None:
         """All-reduce a tensor, in place: the sum over ranks; `wait=False` gives pending work."""

@@ -13,9 +13,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError, TrainingError
 from shoal.launch.hung import Hang
@@ -41,6 +42,7 @@ MAY_PASS = (
     "temporarily unavailable",
 )
 """In the text of an exception that another start may not meet: devices, links and memory."""
+NOBODY: Mapping[int, str] = MappingProxyType({})
 LOG_TAIL_LINES = 25
 EXIT_PATIENCE_S = 0.5
 STOPPED_CODE = 143
@@ -152,28 +154,37 @@ def death_by_hanging(worker: Worker, hang: Hang) -> Death:
     )  # fmt: skip
 
 
-def first_death(workers: Sequence[Worker]) -> Death | None:
+def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> Death | None:
     """The failure that the others followed from; None while there is none, or it is too early.
+
+    left   ranks that ended with status 0 and never said that they were done, and where they were
 
     A worker that reported an error counts even if it hangs on its way out. While the only failures
     are those of ranks that lost a peer, the peer's own death is awaited for half a second; then one
     that ended well is it, if there is.
     """
     found = [death for worker in workers if (death := _death_of(worker)) is not None]
-    if not found:
+    best = min(found, key=lambda death: (death.lost_peer, death.seen_s), default=None)
+    gone = [worker for worker in workers if worker.rank in left]
+    if gone and (best is None or best.lost_peer):
+        first = min(gone, key=lambda worker: worker.ended_s)
+        return _death_by_leaving(first, left[first.rank])
+    if best is None:
         return None
-    best = min(found, key=lambda death: (death.lost_peer, death.seen_s))
     others_run = any(worker.code is None for worker in workers)
     if best.lost_peer and others_run and time.time() - best.seen_s < EXIT_PATIENCE_S:
         return None
-    left = [worker for worker in workers if worker.code == 0]
-    return _left(min(left, key=lambda worker: worker.ended_s)) if best.lost_peer and left else best
+    ended = [worker for worker in workers if worker.code == 0]
+    if best.lost_peer and ended:
+        return _death_by_leaving(min(ended, key=lambda worker: worker.ended_s), "")
+    return best
 
 
-def _left(worker: Worker) -> Death:
-    """Of a rank that ended as if all were done, while the others lost it."""
-    line = "it left before the run was over, without a word: something in it calls os._exit(0)"
+def _death_by_leaving(worker: Worker, where: str) -> Death:
+    """Of a rank that ended as if all were done; it is written down like any other."""
+    line = f"left with status 0{where}, before the run's end: something in it calls os._exit(0)"
     log, seen_s = worker.log_path, worker.ended_s
+    write_report(worker.error_path, Report("Left", line, "", 1, seen_s, lost_peer=False))
     return Death(worker.rank, worker.pid, 0, line, line, log, False, seen_s)
 
 

@@ -20,7 +20,7 @@ from shoal.base.watch_page import PARTS, Told
 
 STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as the kernel calls them."""
-SUM = "sum over ranks"
+PASSES = tuple(map(PARTS.index, ("forward and backward", "sum over ranks", "backward")))
 ONE_TO_ONE = ("send", "receive")
 """Messages, of which ranks of a pipeline have unlike numbers."""
 
@@ -46,11 +46,14 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks; on a device its host waits for that, in the sum."""
-        told = self.told
-        if PARTS[told.part : told.part + 1] == (SUM,) and told.begun > told.ended:
-            return True
-        return told.waits or bool(self.answer and self.answer.get("collective"))
+        """Whether it waits for other ranks.
+
+        Where a device makes the collectives, its host enqueues them and waits where it first reads
+        a number: in Shoal's code between the data and the update, which by itself takes no time.
+        """
+        told, answer = self.told, self.answer or {}
+        reads = told.part in PASSES and bool(answer.get("own"))
+        return told.waits or reads or bool(answer.get("collective"))
 
     @property
     def collective(self) -> str:
@@ -188,7 +191,8 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
     alike = not any(one.told.last in ONE_TO_ONE for one in seen)
     behind = min(seen, key=lambda one: one.told.begun)
     ahead = max(seen, key=lambda one: one.told.begun)
-    if alike and behind.told.begun < ahead.told.begun:
+    unlike = behind.collective != ahead.collective  # in the same one they would go on
+    if alike and unlike and behind.told.begun < ahead.told.begun:
         why = (
             f"it is in collective {behind.told.begun}, {behind.collective}, rank {ahead.rank} in "
             f"{ahead.told.begun}, {ahead.collective}"

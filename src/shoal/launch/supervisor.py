@@ -44,7 +44,7 @@ from shoal.launch.processes import (
     worker_environment,
 )
 from shoal.launch.stopping import ASKED, StopSignals
-from shoal.launch.watch import Watch
+from shoal.launch.watch import OTHER_FIRST_S, Watch
 
 LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1
@@ -113,6 +113,7 @@ def supervise(
     environ: Mapping[str, str] | None = None,
     imports: Sequence[str] = (),
     patience_s: float = 60.0,
+    first_s: float = OTHER_FIRST_S,
     grace_s: float = 0.0,
     steps_to_save: int = 2,
 ) -> Outcome:
@@ -128,6 +129,7 @@ def supervise(
               for every restart, by a process that then forks the workers (fork_server.py)
     patience_s  how long a rank that the others wait for, and that may only be slow, is waited for
               after it was told (`watch.py`); then it counts as dead
+    first_s   how long all may be silent in what the watch has not learnt yet
     grace_s   how long workers may take to save after a stop was asked for; 0: learnt, a minute,
               `steps_to_save` of the longest recent steps and three of the longest recent saves
 
@@ -141,7 +143,7 @@ def supervise(
         run = _Supervisor(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
-        run.watcher = Watch(folder, emit, patience_s, run.progress.times_s)
+        run.watcher = Watch(folder, emit, patience_s, run.progress.times_s, first_s=first_s)
         try:
             return run.run(shared, Grace(folder, grace_s, steps_to_save))
         finally:
@@ -254,7 +256,8 @@ class _Supervisor:
         """Wait until all are done (None), one died, or a stop is asked for (None)."""
         while self.stop.first is None and not self.stopped_themselves():
             codes = self.look()
-            if (death := first_death(self.workers)) is not None:
+            left = self.watcher.left(self.workers)
+            if (death := first_death(self.workers, left)) is not None:
                 unlike = self.watcher.compare(self.workers, dead=True)
                 return death_by_hanging(self.workers[unlike.rank], unlike) if unlike else death
             if (hang := self.watcher.look(self.workers)) is not None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.base.events import Emit
+from shoal.base.lines import is_number, read_object
 from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import Told, Watched, can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
@@ -63,6 +64,7 @@ MORE_S = {
 
 _BY_PHASE = {
     "compile, first step": FIRST,
+    "steps": STEP,  # of a row of shoal compare
     "merge with the other islands": MERGE,
     "meet the other islands": MERGE,
 }
@@ -104,9 +106,11 @@ class Learnt:
     """The deadlines of one run, by kind; they outlive a restart.
 
     `heard` learns; `deadline_s` and `patience_s` say what was learnt.
+    first_s   the deadline of what was not learnt yet, where FIRST_S does not say more
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = OTHER_FIRST_S) -> None:
+        self.first_s = first_s
         self.steps_s: deque[float] = deque(maxlen=100)
         self.longest_s: dict[str, float] = {}
         self.came_back_s: dict[str, float] = {}
@@ -128,7 +132,7 @@ class Learnt:
         """How long all ranks may be silent while one that is not waiting is in `kind`."""
         usual_s = self.usual_s
         if usual_s is None or not self.knows(kind):
-            return FIRST_S.get(kind, OTHER_FIRST_S)
+            return FIRST_S.get(kind, self.first_s)
         longest_s = 0.0 if kind == STEP else TIMES * self.longest_s[kind]
         return max(usual_s, longest_s, self.came_back_s.get(kind, 0.0))
 
@@ -167,6 +171,7 @@ class Watch:
     times_s    gives what the run's own record tells of its steps: short ones pass between two looks
     twice      who is at fault is said of ranks that stood at the same lines when they were asked
                before: those of a user's own loop may be in collectives that no page tells of
+    first_s    the deadline of what was not learnt yet (`Learnt`)
     """
 
     def __init__(
@@ -177,10 +182,11 @@ class Watch:
         times_s: Callable[[], Sequence[float]] = tuple,
         *,
         twice: bool = False,
+        first_s: float = OTHER_FIRST_S,
     ) -> None:
         self.folder, self.emit, self.least_s, self.times_s = folder, emit, patience_s, times_s
         self.twice = twice
-        self.learnt = Learnt()
+        self.learnt = Learnt(first_s)
         self.slow = SlowRanks(emit)
         self.pages: list[Watched] = []
         self.clock_s = 0.0
@@ -228,6 +234,17 @@ class Watch:
             self.slow.look(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
+
+    def left(self, workers: Sequence[Watchable]) -> dict[int, str]:
+        """Ranks that ended with status 0 and have not closed their page: where each of them was."""
+        found = {}
+        for worker in workers if self.pages else ():
+            if worker.code == 0 and (told := self.pages[worker.rank].read()).live:
+                steps = read_object(self.folder / "plan.json").get("steps")
+                of = f" of {steps}" if is_number(steps) else ""
+                at = f"after step {told.step}{of}" if told.step else "before its first step"
+                found[worker.rank] = f" {at}, in {told.doing}"
+        return found
 
     def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
         """Ranks whose collectives differ, if there are: what they sum is wrong.
@@ -284,8 +301,9 @@ class Watch:
     def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
         """No rank did anything since the last look."""
         silence_s = self.clock_s - self._since_s
-        if self.learnt.usual_s is None and len(times_s := self.times_s()) >= STEPS:
-            self.learnt.steps_s.extend(times_s)
+        if self.learnt.usual_s is None:
+            times_s = max(self.times_s(), self._paged_s(), key=len)
+            self.learnt.steps_s.extend(times_s if len(times_s) >= STEPS else ())
         if self._late is not None:
             return self._late if silence_s >= self._ended_s else None
         if self._asked_s:
@@ -299,6 +317,11 @@ class Watch:
         if self._found is not None and silence_s >= self._found.deadline_s:
             return self._tell(self._found, silence_s)
         return None
+
+    def _paged_s(self) -> list[float]:
+        """Seconds of the last steps by a page: many may pass between two looks."""
+        rows = self.pages[0].steps().values()
+        return [time_s for row in rows if math.isfinite(time_s := sum(map(abs, row[1:])))]
 
     def _take_answers(self, workers: Sequence[Watchable], silence_s: float) -> None:
         """Who is at fault, once all have answered, or had time to."""

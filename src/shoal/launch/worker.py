@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from shoal.base import phases
 from shoal.base.errors import ShoalError
 from shoal.base.frames import user_place
 from shoal.launch.failures import Report, write_report
@@ -31,6 +32,8 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     interpreter's own teardown may then abort in gloo's threads and hide the status.
     """
     code = run_worker(main)
+    if phases.page is not None:
+        phases.page.leave()  # who ends without that was not done
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -5,6 +5,7 @@ Source: torch.cuda.memory_snapshot: segments, each a row of blocks that are acti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,14 @@ FRAGMENTED = 0.1
 """Share of the reserved memory that lies free between tensors, from which a setting is named."""
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-"""Lets the allocator join free pieces (torch: CUDACachingAllocator, ExpandableSegment)."""
+"""One segment that grows in the place of many that are each as large as one tensor was: no rests at
+their ends. Holes between tensors that stay it does not join (torch: ExpandableSegment)."""
+
+
+def is_set(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether SETTING is in effect already, by either of the names that torch reads."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:True" in environ.get(name, "") for name in names)
 
 
 def device_pool(device: torch.device) -> Pool | None:
@@ -69,7 +77,7 @@ def pool_text(pool: Pool) -> str:
     >>> pool_text(Pool(9 * gib, 10 * gib, gib, gib))
     '10.0 GiB reserved, 9.0 GiB allocated, largest hole 1.0 GiB'
     >>> pool_text(Pool(6 * gib, 10 * gib, 4 * gib, gib)).partition("; ")[2]
-    '4.0 GiB free in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them'
+    '4.0 GiB free in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes fewer'
     """
     told = (
         f"{bytes_text(pool.reserved_bytes)} reserved, {bytes_text(pool.allocated_bytes)} "
@@ -78,4 +86,5 @@ def pool_text(pool: Pool) -> str:
     scattered = pool.free_bytes - pool.hole_bytes
     if scattered < FRAGMENTED * pool.reserved_bytes:
         return told
-    return f"{told}; {bytes_text(pool.free_bytes)} free in pieces: {SETTING} joins them"
+    mend = "" if is_set() else f": {SETTING} makes fewer"
+    return f"{told}; {bytes_text(pool.free_bytes)} free in pieces{mend}"

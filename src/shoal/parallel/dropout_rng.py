@@ -60,7 +60,7 @@ def apply(program: Program, seed: int) -> Program:
     return replace(
         program,
         on_begin=(*program.on_begin, keyed.begin),
-        around=(*program.around, keyed.micro_batch),
+        keyed=keyed.micro_batch,
         on_close=(*program.on_close, remove),
     )
 

@@ -140,8 +140,8 @@ class Program:
     mirrored      `data` and the ranks of a pipeline's second copy that hold the same; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
-    around        context managers around a micro-batch's forward and backward pass, by
-                  (step, micro-batch number)
+    keyed         context manager that keys the generators to a micro-batch, by (step, number)
+    around        others around its forward and backward pass
     travel        tells what tp and pp make travel, where that is stated
     autocast      around the forward pass only
     moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
@@ -175,6 +175,7 @@ class Program:
     passes: Mapping[str, int] = field(default_factory=dict)
     travel: Callable[[], Travel] | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
+    keyed: Callable[[int, int], AbstractContextManager[None]] | None = None
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     moved: Callable[[], bool] = lambda: False

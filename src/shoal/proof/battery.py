@@ -29,7 +29,7 @@ import torch
 
 from shoal.base import errors
 from shoal.base.errors import ConfigError, ShoalError
-from shoal.base.phases import phase
+from shoal.base.phases import NOWHERE, part, phase
 from shoal.fabric import World
 from shoal.fabric.process_info import Place
 from shoal.parallel.rewritten import RewrittenError
@@ -255,6 +255,7 @@ class Battery:
         return got, text[0], side.said
 
     def _side(self, ask: _Ask) -> Side:
+        part(NOWHERE)  # the steps before are over, and to build the next model may take longer
         return Side(
             ask.world,
             ask.layout,

@@ -36,9 +36,9 @@ def finish(
     how      it ended; after a ";" what went wrong
     """
     # Where parameters are gathered, a forward pass is everybody's.
-    text = sample(run, source) if run.world.is_first or run.program.together else None
+    text = sample(run, source) if run.world.keeps or run.program.together else None
     fullest = _fullest_pool(run)
-    if not run.world.is_first:
+    if not run.world.keeps:
         return
     emit = run.recorder.events.emit
     if text is not None:

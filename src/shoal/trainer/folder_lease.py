@@ -1,4 +1,4 @@
-"""A run folder belongs to one run at a time, and all its ranks see the same one.
+"""A run folder belongs to one run at a time; all ranks see the same one, or each node its own.
 
 What is written into it beside steps, traces of some and copies of checkpoints, begins here too.
 """
@@ -17,17 +17,24 @@ from shoal.fabric import World
 from shoal.trainer.recorder import Recorder
 
 
-def own(folder: Path, world: World) -> RunLease | None:
-    """Check that all ranks share `folder`, and take it, unless `shoal train` has taken it already.
+def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
+    """See who shares `folder`, and take it, unless `shoal train` has taken it already.
 
+    tell    one line for the user, where nodes do not
     Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
-    a folder that some rank does not see.
+    a folder that ranks of one machine do not share.
     """
-    check_shared(folder, world)
-    if os.environ.get("SHOAL_RUN_FOLDER"):
+    taken = bool(os.environ.get("SHOAL_RUN_FOLDER"))
+    if not taken:
+        check_shared(folder, world)
+    if world.keepers:
+        from shoal.trainer.own_disks import told
+
+        tell(told(folder, world))
+    if taken:
         return None
     lease, refusal = None, ""
-    if world.is_first:
+    if world.keeps:
         try:
             lease = RunLease(folder, folder.name)
             lease.acquire()
@@ -36,30 +43,29 @@ def own(folder: Path, world: World) -> RunLease | None:
             lease = None
             if owner is None or owner.pid != os.getpid():  # several runs of one process may share
                 refusal = str(failure)
-    refusal = world.broadcast_json(refusal)
+    refusal = next(filter(None, world.gather_json(refusal)), "")
     if refusal:
         raise CheckpointError(refusal)
     return lease
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """Every rank must see the run folder that rank 0 sees: checkpoints have one file per rank.
+    """Look whether every rank sees the run folder that rank 0 sees; else each node has its own.
 
-    Errors: ConfigError, the same on all ranks, naming those that do not.
+    Errors: ConfigError, the same on all ranks, where ranks of one machine do not share it.
     """
     probe = folder / f".probe-{os.getpid()}"
     name = world.broadcast_json(probe.name if world.is_first else None)
     if world.is_first:
         probe.touch()
     world.barrier()
-    blind = [r for r, seen in enumerate(world.gather_json((folder / name).exists())) if not seen]
+    shared = world.all_true((folder / name).exists())
     if world.is_first:
         probe.unlink()
-    if blind:
-        raise ConfigError(
-            f"run.folder = {folder}: rank {', '.join(map(str, blind))} of {world.size} does not "
-            f"see what rank 0 writes there; the run folder must be on a file system that all share"
-        )
+    if not shared:
+        from shoal.checkpoint.own_disks import find_keepers
+
+        world.keepers = find_keepers(folder, world)
 
 
 def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:
@@ -69,8 +75,9 @@ def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None
     Errors   ConfigError, the same on all ranks, when the folder, or the remote one, holds
              checkpoints nobody restored
     """
-    found = find(folder / "checkpoints") if world.is_first else []
-    newest = world.broadcast_json(found[0].step if found else None)
+    found = find(folder / "checkpoints") if world.keeps else []
+    told = world.gather_json(found[0].step if found else None)
+    newest = max((step for step in told if step is not None), default=None)
     where = f"folder = {folder}"
     if newest is None and remote:
         from shoal.checkpoint.collective_phase import first_only

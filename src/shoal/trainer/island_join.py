@@ -27,9 +27,9 @@ from shoal.base.events import Emit
 from shoal.base.islands import IslandsPolicy, check_keep
 from shoal.base.phases import phase
 from shoal.base.token import find_token
-from shoal.checkpoint.faults import Damaged
-from shoal.checkpoint.folders import temporary
-from shoal.checkpoint.listing import find, read_manifest
+from shoal.checkpoint.faults import Damaged, WantedDamaged
+from shoal.checkpoint.folders import quarantine, temporary
+from shoal.checkpoint.listing import find, read_manifest, step_folder
 from shoal.fabric import World
 from shoal.fabric.codecs import Feedback, find_codec
 from shoal.fabric.island_group import Plane, open_plane
@@ -259,22 +259,25 @@ def agree(plane: Plane, own: Mapping[str, Any]) -> None:
 
 
 def _go_on(run: Run, joined: Joined) -> None:
-    """Restore the newest round that all islands hold; else check that all begin alike."""
+    """Restore the newest round that all islands hold whole; else check that all begin alike."""
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
     here: dict[str, Any] = {}
     if folder is not None and run.world.is_first:
         here = rounds_held(folder, policy.period, run.recorder.events.emit)
     here = joined.inner.broadcast_json(here)
-    message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
-    told = plane.gather(message, deadline_s=MEET_S)
-    point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
+    while True:
+        message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
+        told = plane.gather(message, deadline_s=MEET_S)
+        point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
+        if point is not None:
+            check_donors(point)
+        if point is None or restored(run, plane, here, point.round):
+            break
     if point is None:
         run.recorder.cut(0)
     else:
-        check_donors(point)
         digest, step = here[str(point.round)]
-        run.restore(step=step)
         if digest == _alone(step):
             _take_over(run, joined, point.round)
         elif not common.own:
@@ -292,6 +295,30 @@ def _go_on(run: Run, joined: Joined) -> None:
             )
     if point is not None and folder and run.world.is_first:
         _forget(folder, run.step_count)
+
+
+def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) -> bool:
+    """Restore a round that all islands hold; False on all where what one of them holds is damaged.
+
+    here     what this island holds, by round (`rounds_held`): the damaged one is put aside and goes
+             out of it, so that all can agree on an earlier one
+    Errors   WantedDamaged where it holds no other: that it begins anew must be somebody's decision
+    """
+    _, step = here[str(round_number)]
+    try:
+        run.restore(step=step)
+        whole = True
+    except WantedDamaged:
+        if len(here) == 1:
+            raise
+        del here[str(round_number)]
+        whole = False
+        if run.recorder.folder is not None and run.world.is_first:
+            kept = quarantine(step_folder(run.recorder.folder / "checkpoints", step))
+            text = f"round {round_number} is damaged here, so all islands go on from an earlier one"
+            run.recorder.notice(f"{text}; kept as {kept.name}")
+    heard = plane.gather(json.dumps(whole).encode(), deadline_s=MEET_S)
+    return all(json.loads(one) for one in heard)
 
 
 def take_merged(run: Run, joined: Joined, round_number: int) -> None:

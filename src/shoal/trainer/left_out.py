@@ -33,7 +33,7 @@ def lose(skips: Counts, step: int, count: int, batch: object, world: World, emit
     told = world.gather_json([[one.sample, one.epoch, one.position, one.error] for one in mine])
     skips.lost += count
     losses = [(rank, *one) for rank, own in enumerate(told) for one in own]
-    if world.is_first:
+    if world.keeps:
         for rank, sample, epoch, position, error in losses:
             found = {"sample": sample, "epoch": epoch, "position": position, "error": error}
             emit("sample_left_out", step=step, rank=rank, **found)
@@ -65,7 +65,7 @@ def skip(
     """
     skips.in_a_row, skips.last_reason = skips.in_a_row + 1, reason
     culprits = [m for m in world.gather_json(_share(batch, world)) if m["rank"] in broken]
-    if world.is_first:
+    if world.keeps:
         emit(
             "step_skipped",
             step=step,
@@ -88,7 +88,7 @@ def skip(
 def tell_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:
     """A step leapt out, and its update was made; every rank calls it."""
     told = world.gather_json(_share(batch, world))
-    if world.is_first:
+    if world.keeps:
         emit("spike", step=step, reason=spike, culprits=told)
 
 

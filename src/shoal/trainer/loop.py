@@ -124,14 +124,14 @@ def _prepare(
     held_bytes = held_now_bytes()
     with phase("set up"):
         run = open_run(config, source, world, plan, said, folder=folder)
-    if proven and world.is_first:
+    if proven and world.keeps:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.extra_record["configuration"] = (folder / "run.toml").read_text()
     run.extra_record.pop("settings", None)  # which are all in there
-    if source.tokenizer is not None and world.is_first:
+    if source.tokenizer is not None and world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
     if config.islands.on:
@@ -144,9 +144,7 @@ def _prepare(
     total_steps = steps_of(config, source, run.plan.batch)
     run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, world.device, held_bytes)
-    foreseen = (
-        foresee(config, facts, run.plan, cluster, run.program.travel) if world.is_first else {}
-    )
+    foreseen = foresee(config, facts, run.plan, cluster, run.program.travel) if world.keeps else {}
     if joined is not None and foreseen.get("step_s"):
         sequence = config.data.sequence if source.kind == "tokens" else 1
         foreseen["islands"] = foresee_rounds(run, joined, foreseen["step_s"], sequence)
@@ -172,7 +170,7 @@ def _describe(
     rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
     run.recorder.machine_flops_per_s = rate
     run.recorder.passed = partial(distrust, run.world, run.plan.compute, cache_folder())
-    if not run.world.is_first:
+    if not run.world.keeps:
         return
     known = _known_flops(folder)
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
@@ -230,9 +228,9 @@ def _known_flops(folder: Path) -> float | None:
 
 
 def _count_flops(run: Run, batch: StepBatch) -> None:
-    """FLOP per sample, once per run: rank 0 counts on two samples and remembers in plan.json."""
+    """FLOP per sample, once per run: who keeps a disk counts on two samples, for plan.json."""
     folder = run.recorder.folder
-    if not run.world.is_first or run.recorder.flops_per_sample or not len(batch) or not folder:
+    if not run.world.keeps or run.recorder.flops_per_sample or not len(batch) or not folder:
         return
     program = run.program
     few = next(cut_batch(batch.micro_batches[0].value, 2))
@@ -304,7 +302,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 def _stop(run: Run, saved: Path | None = None) -> int:
     """Save, unless this step was saved already, and leave; gives the exit code."""
     saved = saved or run.save()
-    if run.world.is_first:
+    if run.world.keeps:
         run.recorder.events.emit(
             "run_finished",
             step=run.step_count,

@@ -65,8 +65,9 @@ class MicroBatch:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Generators and buffers are keyed to this micro-batch inside."""
+        keyed = self.program.keyed
         with ExitStack() as around:
-            for enter in self.program.around:
+            for enter in (*((keyed,) if keyed else ()), *self.program.around):
                 around.enter_context(enter(self.step, self.index))
             yield
 

@@ -271,7 +271,7 @@ def _keep_in(folder: Path, run: Run) -> None:
     from shoal.trainer.folder_lease import own
     from shoal.trainer.run_state import model_parts
 
-    run.lease = own(folder, run.world)
+    run.lease = own(folder, run.world, run.recorder.notice)
     run.saving.prepare()
     model_parts(run)  # refuses now what the first save could not write
     if run.world.is_first:

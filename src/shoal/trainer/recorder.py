@@ -1,4 +1,4 @@
-"""Writes what each step did: one JSON line in metrics.jsonl, by rank 0.
+"""Writes what each step did: one JSON line in metrics.jsonl, by rank 0 (`World.keeps`).
 
 Keys every line has: step loss grad_norm lr tokens step_s tokens_per_s mfu peak_memory_bytes
 comm_bytes comm_exposed_s data_wait_s; besides, bytes by kind of collective, the peak of every rank,
@@ -81,14 +81,14 @@ class Recorder:
 
     def validated(self, step: int, values: Mapping[str, float]) -> None:
         """Tell what an evaluation in a loop of the user's own found, by rank 0."""
-        if self.world.is_first:
+        if self.world.keeps:
             numbers = {"loss": values["loss"], "targets": values["targets"]}
             named = {name: value for name, value in values.items() if name not in numbers}
             self.events.emit("validated", step=step, **numbers, metrics=named)
 
     def notice(self, text: str) -> None:
         """One line for the user, by rank 0: an event, and through `logging`, for scripts."""
-        if self.world.is_first:
+        if self.world.keeps:
             self.events.emit("notice", text=text)
         self.warn(text)
 
@@ -138,7 +138,7 @@ class Recorder:
             "comm_exposed_s": exposed_s,
             "gpu_utilisation": utilisation(self.world.device),
         }
-        if self.folder is not None and self.world.is_first:
+        if self.folder is not None and self.world.keeps:
             try:
                 append_line(self.folder / "metrics.jsonl", _finite(row))
             except OSError:
@@ -174,7 +174,7 @@ class Recorder:
     def cut(self, step: int) -> None:
         """Drop the lines of steps that will be run again, and a half-written last line."""
         self._went_back_to = None
-        if self.folder is None or not self.world.is_first:
+        if self.folder is None or not self.world.keeps:
             return
         from shoal.base.cut_back import cut_lines  # only a resume reads what was written
 

@@ -59,7 +59,7 @@ def go_back(run: Rewound, spike: str, batch: Any) -> bool:
         return False
     first, epoch = run.feed.leave_out(batch)
     told = {"to": run.step_count, "left_out": [first, batch.next_position], "reason": spike}
-    if run.world.is_first:
+    if run.world.keeps:
         run.recorder.events.emit("rewound", step=step, **told)
     if batch.next_position - first > epoch:
         raise TrainingError(

@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.data.loader import Loader
     from shoal.optim.average import WeightAverage
     from shoal.trainer.contract import Metric
+    from shoal.trainer.free_passes import FreePasses
     from shoal.trainer.loss_scale import LossScale
     from shoal.trainer.measured import Measured
     from shoal.trainer.own_passes import OwnMicroBatch, OwnPasses
@@ -69,7 +70,7 @@ class Run:
     beside      further tensors that checkpoints keep · adjust  changes the final mean gradient
     lr_step     the step whose learning rate counts, where that is not `step_count`
     extra       what the last `save` kept as such, or the checkpoint that the run went on from
-    first_key   added to micro-batches' numbers, which randomness is keyed by
+    first_key   added to micro-batches' numbers, keys of randomness · free  a loop's own passes
 
     Made by `shoal.parallelize`; `given`: portions of the batch that the user fixed, `batch` and
     `micro_batch`, to which batches of one's own are held.
@@ -84,10 +85,9 @@ class Run:
         length: Length,
         given: Collection[str] = (),
     ) -> None:
-        self.program = program
+        self.program, self.recorder = program, recorder
         self.optimizer = optimizer
         self.loss = loss
-        self.recorder = recorder
         self.step_count = self.first_key = 0
         plan = program.plan
         self.feed = Feed(plan, program.data, plan.seed, recorder.notice, recorder.here)
@@ -98,6 +98,7 @@ class Run:
         self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self._tally: Tally | None = None
         self._own: OwnPasses | None = None
+        self.free: FreePasses | None = None
         self.metrics: Mapping[str, Metric] = {}
         self.tokenizer: Any = None
         self._measured: Measured | None = None
@@ -105,8 +106,8 @@ class Run:
         self._batch: Any = None
         self._spare: Any = None
         self._data_wait_s = 0.0
-        self.stopping = self._stop_wanted = self._closed = self._weights_seen = False
-        self.tells_validation = True
+        self.stopping = self._stop_wanted = self._closed = False
+        self._weights_seen, self._evaluation_told, self.tells_validation = False, False, True
         self.extra: dict[str, Any] = {}
         self._restored: set[Path] = set()
         self._hooked = hooked(program.parameters)  # of those it was told
@@ -128,7 +129,6 @@ class Run:
         self.epochs_done = Epochs(self.feed)
         self._brought = Brought(program, plan.batch if "batch" in given else 0, recorder.notice)
         self._carried = Carried(program, recorder.notice)
-        self._evaluation_told = False
         self.meeting = meeting_of(program.world)
         self.meeting.join(program.world)
         drift = Drift(program, optimizer, self.average, recorder)
@@ -235,9 +235,9 @@ class Run:
                 step=self.step_count,
                 rounds=rounds,
                 spare=spare,
-                scale=self._scale,
+                scale=self.scale,
                 call=self.plan.call,
-                flags=self._flags,
+                flags=self.flags,
                 note=self._note,
             )
         self._ran(tally, spare)
@@ -259,17 +259,16 @@ class Run:
 
         with self.meeting.at("run.micro_batches"):
             micro_batches, rounds, spare = self._begin(batch)
-            own = OwnPasses(
+            self._own = own = OwnPasses(
                 self.program,
                 micro_batches,
                 spare,
                 step=self.step_count,
                 rounds=rounds,
-                scale=self._scale,
-                flags=self._flags,
+                scale=self.scale,
+                flags=self.flags,
                 is_first=not self.guard.state_checked,
             )
-            self._own = own
         # Where every pass gathers parameters all ranks make the same calls.
         with self.meeting.passes(alike=self.program.together), self._looking(len(micro_batches)):
             yield from own.run()
@@ -317,27 +316,13 @@ class Run:
         return self._measured
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
+        """What a loss is multiplied by before backward."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
     def _begin(self, batch: Any) -> tuple[list[tuple[int, Any]], int, Any]:
         """Look at what was brought; (own micro-batches, those of the busiest rank, a spare one)."""
-        if self._closed:
-            raise ConfigError("run.step was called after run.close; close a run last")
-        if self._tally is not None:
-            raise ConfigError(
-                "run.forward_backward was called twice without run.update between; give all "
-                "micro-batches of one optimizer step in one batch"
-            )
-        folder = self.recorder.folder
-        if folder is not None and folder not in self._restored:
-            from shoal.trainer.folder_lease import refuse_old_checkpoints
-
-            refuse_old_checkpoints(folder, self.world, self.plan.remote)
-            self._restored.add(folder)
-        self._data_wait_s = self.recorder.begin(self.step_count + 1)
-        self._batch, self._own = batch, None
-        self.touched.before(self.step_count + 1)
+        self.begin(batch)
         self._brought.look(self.step_count + 1, batch)
         micro_batches = own_micro_batches(batch, self._cut, self.program.data)
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
@@ -352,6 +337,24 @@ class Run:
             self.recorder.notice(line)
         return micro_batches, rounds, spare
 
+    def begin(self, batch: Any) -> None:
+        """Begin a step, which has nothing of one before, in a folder of this run."""
+        if self._closed:
+            raise ConfigError("run.step was called after run.close; close a run last")
+        if self._tally is not None:
+            raise ConfigError(
+                "run.forward_backward was called twice without run.update between; give all "
+                "micro-batches of one optimizer step in one batch"
+            )
+        if (folder := self.recorder.folder) is not None and folder not in self._restored:
+            from shoal.trainer.folder_lease import refuse_old_checkpoints
+
+            refuse_old_checkpoints(folder, self.world, self.plan.remote)
+            self._restored.add(folder)
+        self._data_wait_s = self.recorder.begin(self.step_count + 1)
+        self._batch, self._own, self.free = batch, None, None
+        self.touched.before(self.step_count + 1)
+
     @contextmanager
     def _looking(self, micro_batches: int) -> Iterator[None]:
         """Around the passes of a step: what is looked at in a run's first ones."""
@@ -359,7 +362,8 @@ class Run:
         with rewritten, self._carried.looking(self.step_count + 1, micro_batches):
             yield
 
-    def _flags(self) -> Flags:
+    def flags(self) -> Flags:
+        """What this rank has to say to the others after its passes."""
         return Flags(
             stop=self._stop_wanted or "stop" in self.recorder.wanted,
             save="save" in self.recorder.wanted,
@@ -386,8 +390,8 @@ class Run:
     @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
-        if self._own is not None:
-            own, self._own = self._own, None
+        if (own := self._own or self.free) is not None:
+            self._own = self.free = None
             self._ran(own.finish(), own.spare)
         if self._tally is None:
             raise ConfigError("run.update was called before run.forward_backward")
@@ -400,7 +404,7 @@ class Run:
                 self.optimizer,
                 tally,
                 clip=self.plan.clip,
-                scale=self._scale,
+                scale=self.scale,
                 watch=self.guard.watch,
                 adjust=self.adjust,
                 spikes=self.spikes,
@@ -521,7 +525,7 @@ class Run:
         """
         from shoal.trainer.run_state import restore_run, tagged
 
-        self._tally = self._own = None
+        self._tally = self._own = self.free = None
         self.skips.in_a_row = 0
         chosen = self._folder(folder)
         if self._saving is not None:

@@ -104,7 +104,7 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     tag      names a folder inside, where its last checkpoint is kept, of whatever step
     Errors   ClusterError, on all ranks, where bits of what it would hold changed in memory
     """
-    if run.tokenizer is not None and run.program.world.is_first:
+    if run.tokenizer is not None and run.program.world.keeps:
         from shoal.trainer.hub_files import keep_given
 
         keep_given(run.tokenizer, folder)
@@ -124,7 +124,7 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
     saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
-    if saved and tag and run.program.world.is_first:
+    if saved and tag and run.program.world.keeps:
         with suppress(OSError):  # what stays is found again by the next save of the tag
             retire_later(root, run.step_count)
     return saved.path if saved else None  # the run is worth more than this save
@@ -137,7 +137,7 @@ def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
     from shoal.trainer.hub_files import keep_config
 
     program = run.program
-    chief = folder if program.world.is_first else None
+    chief = folder if program.world.keeps else None
     if "peft" in sys.modules:
         from shoal.trainer.adapters import is_adapted, keep_adapter
 
@@ -245,7 +245,12 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
             shards += _averages(manifest, local)
         return shards + (run.beside.wanted(manifest) if run.beside is not None else [])
 
-    _bring_remote(run, folder, step)
+    if run.program.world.keepers:
+        from shoal.trainer.own_disks import bring
+
+        step = bring(run, folder, step, lambda: _bring_remote(run, folder, step))
+    else:
+        _bring_remote(run, folder, step)
     emit = run.recorder.events.emit
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
         loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)

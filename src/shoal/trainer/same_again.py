@@ -106,7 +106,7 @@ def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, 
     found, changes   as `compare` gives them
     here   the run's folder goes on; False: a tag may be only looked at
     """
-    if run.program.world.is_first:
+    if run.program.world.keeps:
         told = {"differs": found, "changes_result": changes}
         run.recorder.events.emit("resumed", step=run.step_count, folder=str(path), **told)
     if found and here:

@@ -69,7 +69,7 @@ class Skips:
 
             lose(self, step, count, batch, world, emit)
         if scale is not None and scale.lowered(done, tally):
-            if world.is_first:
+            if world.keeps:
                 emit("loss_scale_lowered", step=step, ranks=tally.broken, scale=scale.value)
         elif done.skipped:
             ranks = list(range(world.size)) if done.spike else tally.broken

@@ -65,7 +65,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
     baseline = "unigram entropy" if source.kind == "tokens" else "class entropy"
     foreseen = run.world.broadcast_json(_foreseen(run) if run.world.is_first else None)
     reading = _reading(run, source, config, int(foreseen.get("validation_micro_batch") or 0))
-    if run.world.is_first and run.step_count == 0:
+    if run.world.keeps and run.step_count == 0:
         run.recorder.events.emit("notice", text=_told(run, reading, config, foreseen.get("step_s")))
     unsure = reading.micro_batch > run.plan.micro_batch and not _is_ours(config)
 
@@ -83,7 +83,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
         )
         if not values:
             return None
-        if run.world.is_first:
+        if run.world.keeps:
             run.recorder.events.emit(
                 "validated",
                 step=run.step_count,

@@ -26,6 +26,7 @@ from shoal.view.events import (
     died_text,
     event_text,
     leaps_out,
+    numbers_text,
     printable,
     signal_text,
     slow_text,
@@ -84,7 +85,7 @@ def diagnose(folder: Path) -> list[Finding]:
             seen = Finding(name, f"{name}: its line in events.jsonl is damaged", "", "")
         if seen is not None:
             found.append(seen)
-    found = _alike(found)
+    found = _alike(_once(found))
     if (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
     found += _advice(folder, run, {one.kind for one in found})
@@ -115,6 +116,12 @@ def _shown(lead: str, one: Finding) -> list[str]:
     return [printable(line) for line in lines]
 
 
+def _once(found: list[Finding]) -> list[Finding]:
+    """Leave out deaths by an error that says what a finding before it says."""
+    said = tuple(one.what for one in found if one.kind == "drift")
+    return [one for one in found if one.kind != "worker_died" or not one.what.endswith(said)]
+
+
 def _alike(found: Iterable[Finding]) -> list[Finding]:
     """Of deaths that are told again and again alike, the last one, and how often."""
     kept: dict[tuple[Any, ...], tuple[Finding, int]] = {}
@@ -133,6 +140,29 @@ def _alike(found: Iterable[Finding]) -> list[Finding]:
 
 
 # ---- what the run said
+
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""As machine/device_pool.py names it, which loads torch."""
+ASKED = re.compile(
+    r"out of memory\. Tried to allocate ([\d.]+) (\w+)\b.*?"
+    r"([\d.]+) (\w+) is reserved by PyTorch but unallocated"
+)
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _in_slivers(words: str) -> bool:
+    """Whether an allocator that refused held more unused than it was asked for, by its own words.
+
+    >>> tail = "2.50 GiB is reserved by PyTorch but unallocated"
+    >>> [_in_slivers(f"out of memory. Tried to allocate {n} GiB. {tail}") for n in (2.0, 3.0)]
+    [True, False]
+    """
+    found = ASKED.search(words)
+    if found is None:
+        return False
+    asked, free = (float(found[n]) * UNITS.get(found[n + 1], 0) for n in (1, 3))
+    return 0 < asked <= free
 
 
 Look = Callable[[Record, list[Record], Path], Finding | None]
@@ -166,7 +196,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"calls os\._exit",
-        "code of the user's, or a library's, ends that process; the others were not done",
+        "code of the user's, or a library's, ends that process; the run was not done",
         "tail -n 50 {log}",
     ),
     (
@@ -189,6 +219,13 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
 """(what a death's words say, the cause, the next command), first match wins."""
 
 
+SLIVERS = (
+    "",
+    "memory in pieces: more was free than it asked for, and no piece was large enough",
+    ALLOCATOR + " shoal train --resume {run}",
+)
+
+
 def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
     if event.get("how") == WATCHED:
         return None  # the hang, or the collectives that differ, before it say why
@@ -205,7 +242,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         "all": shlex.quote(str(folder.parent)),
     }
     why, command = "", "tail -n 50 {log}"
-    for pattern, cause, next_command in CAUSES:
+    for pattern, cause, next_command in (SLIVERS,) if _in_slivers(words) else CAUSES:
         if re.search(pattern, words, re.IGNORECASE):
             why, command = cause, next_command
             break
@@ -383,15 +420,35 @@ def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
 def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
     """A device whose allocator's free memory lay apart when the run ended."""
     told, _, pieces = str(event.get("allocator") or "").partition("; ")
-    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
-    if setting is None:
+    if "in pieces" not in pieces:
         return None
+    setting = re.search(r"[A-Z_]{8,}=\S+", pieces)
+    why = "tensors that stay lie between those that are given back: what is free fits no large one"
+    if setting is None:
+        why += "; expandable_segments is set, and joins no holes between them: make them at once"
     return Finding(
         "fragmentation",
         f"the device's memory is in pieces: {told}; {pieces.partition(':')[0]}",
-        "tensors that stay lie between those that are given back: what is free fits no large one",
-        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}",
+        why,
+        f"{setting[0]} shoal train --resume {shlex.quote(str(folder))}" if setting else "",
         advice=True,
+    )
+
+
+def _island_lost(event: Record, after: list[Record], folder: Path) -> Finding:
+    """Its own folder says more, if it is on this machine."""
+    lost = event.get("islands") or []
+    own = [folder.parent / f"island-{island}" for island in lost]
+    there = [shlex.quote(str(path)) for path in own if path.exists()]
+    who = "island {} was" if len(lost) == 1 else "islands {} were"
+    return Finding(
+        "island_lost",
+        f"{who.format(numbers_text(lost))} lost in round {int(event.get('round') or 0) + 1}, after "
+        f"{seconds_text(event.get('after_s') or 0.0)} without a word",
+        "it ended, it hangs, or the link to it broke; what happened to it, it knows itself",
+        f"shoal diagnose {there[0]}" if there else f"tail -n 50 {shlex.quote(str(folder))}/logs/*",
+        step=event.get("step"),
+        over=_went_on(after),
     )
 
 
@@ -409,11 +466,15 @@ def _rank_of(event: Record) -> int | None:
 
 
 def _went_on(after: list[Record]) -> bool:
-    """Whether a later start of this session came to its steps."""
+    """Whether a later start of this session came to its steps.
+
+    An island's death is fatal to its own supervisor; the launcher of all starts a further attempt.
+    """
     for one in after:
-        if one.get("event") == "compute_started":
+        name = one.get("event")
+        if name == "compute_started":
             return True
-        if one.get("event") == "run_finished" or one.get("fatal"):
+        if name == "run_finished" or (name == "run_started" and not one.get("attempt")):
             return False
     return False
 
@@ -448,9 +509,7 @@ LOOKS: dict[str, Look] = {
     ),
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
     "notice": _noticed,
-    "island_lost": _said(
-        "island_lost", "it ended, or the link to it did", "tail -n 50 {run}/logs/*", over=False
-    ),
+    "island_lost": _island_lost,
     "island_refused": _said("island_refused", "its change is not like the others'"),
     "round_discarded": _said("round_discarded", "islands could not agree on a merge"),
 }

@@ -55,8 +55,8 @@ class Replicas:
         self.pool = ThreadPoolExecutor(
             len(self.others) + 1, initializer=torch.set_num_threads, initargs=(share,)
         )
-        # One rule keys the generators; another one means buffers that belong to no thread.
-        self.in_turn = len(program.around) > 1 or any(True for _ in program.module.buffers())
+        # A rule around micro-batches, keys aside, means buffers that belong to no thread.
+        self.in_turn = bool(program.around) or any(True for _ in program.module.buffers())
         self.looked = False
         self.generators = generators(program.world.device)
 

@@ -3,6 +3,8 @@
 // A device's addresses are a span that nobody may touch; kernels use the same offset of an open one.
 // Blocks as in c10/cuda/CUDACachingAllocator.cpp (torch 2.13): 512-byte sizes, segments of 2 MiB for
 // small ones, 20 MiB or multiples of 2 MiB for large ones, best fit per stream, split and merged.
+// With expandable_segments:True one segment per stream that grows by pages of 2 or 20 MiB; when memory
+// is short, whole pages of unused blocks go back (their addresses are not used again, as CUDA's are).
 // A block handed out again is poisoned (0xFF: NaN, -1) in the order of the stream that got it.
 // Pinned memory that the device still reads may not be written by the host, and what it still writes
 // not even be read: its pages are closed until the host has waited.
@@ -42,6 +44,14 @@ Span& span(int d) {
   }();
   return (*all)[d];
 }
+bool expandable() {
+  static bool on = [] {
+    for (auto* name : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"})
+      if (auto* text = getenv(name); text && strstr(text, "expandable_segments:True")) return true;
+    return false;
+  }();
+  return on;
+}
 size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 struct Block {
@@ -68,6 +78,7 @@ struct Memory final : c10::DeviceAllocator {
     std::set<Block*, Order> idle[2];  // [small]
     std::set<Block*> taken, heads;    // heads: first block of each segment
     std::vector<Block*> limbo;        // freed, still used by recorded streams
+    std::map<std::pair<Stream*, bool>, std::pair<size_t, size_t>> grown;  // expandable: its end, and the furthest
     Stats stats;
     size_t limit = (size_t)setting("SIM_MEMORY_BYTES", 4L << 30);
   };
@@ -91,7 +102,70 @@ struct Memory final : c10::DeviceAllocator {
     idle(o, b, -1);
     return b;
   }
+  Block* expand(Of& o, Stream* s, size_t size, bool small) {  // pages at the end of the stream's one segment
+    size_t page = small ? kSmallSegment : kLargeSegment, room = up(o.limit + o.limit / 8, kLargeSegment);
+    Span& sp = span(s->device);
+    auto [it, first] = o.grown.try_emplace({s, small});
+    auto& [end, stop] = it->second;
+    if (first) {
+      end = up(sp.used, kLargeSegment);
+      sp.used = stop = end + room;
+    }
+    Block* last = nullptr;
+    for (Block* b : o.heads)
+      for (; b && b->owner == s && b->small == small; b = b->after)
+        if (b->offset + b->size == end) last = b;
+    bool free = last && !last->taken && o.idle[small].count(last);
+    size_t more = up(size - (free ? last->size : 0), page);
+    if (o.stats.reserved_bytes[0].current + more > o.limit) return nullptr;
+    TORCH_CHECK(end + more <= stop && stop <= kSpanBytes, "simulated device: no addresses left");
+    if (free) {
+      idle(o, last, -1);
+      o.idle[small].erase(last);
+      last->size += more;
+    } else {
+      auto* b = new Block{s->device, s, end, more, 0, small};
+      b->before = last;
+      if (last) last->after = b;
+      else { o.heads.insert(b); count(o.stats.segment, small, 1); }
+      last = b;
+    }
+    end += more;
+    count(o.stats.reserved_bytes, small, more);
+    o.stats.num_device_alloc++;
+    return last;
+  }
+  void give_up_pages(Of& o, bool small) {  // of unused blocks between others, whose segment falls in two
+    size_t page = small ? kSmallSegment : kLargeSegment;
+    std::vector<Block*> unused(o.idle[small].begin(), o.idle[small].end());
+    for (Block* b : unused) {
+      size_t begin = up(b->offset, page), end = (b->offset + b->size) / page * page;
+      if (begin >= end || !(b->before || b->after)) continue;
+      idle(o, b, -1);
+      o.idle[small].erase(b);
+      uintptr_t base = (uintptr_t)span(b->device).closed;
+      forget(base + begin, base + end);
+      madvise(span(b->device).open + begin, end - begin, MADV_DONTNEED);
+      count(o.stats.reserved_bytes, small, -(int64_t)(end - begin));
+      o.stats.num_device_free++;
+      auto part = [&](size_t from, size_t to) { return from < to ? new Block{b->device, b->owner, from, to - from, 0, small} : nullptr; };
+      Block *left = part(b->offset, begin), *right = part(end, b->offset + b->size);
+      if (left) left->before = b->before;
+      if (right) right->after = b->after;
+      if (b->before) b->before->after = left;
+      if (b->after) b->after->before = right;
+      bool head = o.heads.erase(b);
+      int pieces = -(int)head;
+      if (head && left) { o.heads.insert(left); pieces++; }
+      if (Block* next = right ? right : b->after) { o.heads.insert(next); pieces++; }
+      count(o.stats.segment, small, pieces);
+      for (Block* n : {left, right})
+        if (n) { o.idle[small].insert(n); idle(o, n, 1); }
+      delete b;
+    }
+  }
   Block* segment(Of& o, Stream* s, size_t size, bool small) {
+    if (expandable()) return expand(o, s, size, small);
     size_t n = small ? kSmallSegment : size < kLeastLarge ? kLargeSegment : up(size, kSmallSegment);
     if (o.stats.reserved_bytes[0].current + n > o.limit) return nullptr;
     Span& sp = span(s->device);
@@ -121,6 +195,7 @@ struct Memory final : c10::DeviceAllocator {
       it = o.heads.erase(it);
       delete b;
     }
+    if (expandable()) for (bool small : {false, true}) give_up_pages(o, small);
   }
   void let_go(Of& o, Block* b) {  // to the pool, merged with its unused neighbours
     count(o.stats.active, b->small, -1);

@@ -1,0 +1,229 @@
+"""`shoal config`: turns another library's configuration into a run.toml, and says what it became.
+
+    shoal config import ds_config.json --processes 8 --era 0.19.8
+
+reads a DeepSpeed configuration as `shoal.neighbours` does: a key that means nothing here is refused
+in one line. What a run.toml says another way (a schedule's first steps, weight decay on matrices)
+is written as the nearest, and told as a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shoal.base.errors import ConfigError, nearest, short
+
+if TYPE_CHECKING:
+    from shoal.neighbours.deepspeed_config import Settings
+
+app = typer.Typer(help="Bring another library's configuration.", no_args_is_help=True)
+FILE = typer.Argument(..., metavar="FILE|BASE64", help="A DeepSpeed configuration, JSON or HJSON.")
+PROCESSES = typer.Option(0, "--processes", min=0, help="Ranks in all; 0: this machine's.")
+ERA = typer.Option("", "--era", metavar="VERSION", help="DeepSpeed's version, such as 0.19.8.")
+OUT = typer.Option(Path("run.toml"), "--out", metavar="FILE", help="What to write.")
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+"""What ZeRO's stages are called here."""
+
+FACADE = "the facade's own"
+
+
+@app.callback()
+def options() -> None:
+    """Bring another library's configuration."""
+
+
+@app.command("import")
+def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: Path = OUT) -> None:
+    """Write a DeepSpeed configuration as a run.toml, with a table of what became of each key.
+
+    Exit status: 0 written, 2 a key or a value that is not here, with the nearest that is.
+    """
+    from shoal.base.facts import default_processes, this_machine
+    from shoal.base.files import write_whole
+    from shoal.config.load import load
+    from shoal.config.save import toml_value
+    from shoal.neighbours.deepspeed_config import read
+
+    if out.exists():
+        raise ConfigError(f"--out {out}: exists; nearest: another name, or move it away")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: no folder {out.parent}; nearest: make it first")
+    ranks = processes or default_processes(this_machine())
+    settings = read(file, data_parallel=ranks, era=era)
+    values, differs = translate(settings, ranks)
+    words = {key: toml_value(value) for key, value in values.items()}
+    load(None, [f"{key}={word}" for key, word in words.items()])  # refuses what no run takes
+    write_whole(out, _toml(words))
+    for line in lines_of(settings, differs):
+        typer.echo(line)
+    if not processes:
+        typer.echo(f"--processes not given: {ranks}, as this machine has; the batch follows it")
+    typer.echo(f"{out}: {' '.join(f'{key}={word}' for key, word in words.items())}")
+    typer.echo(f"next: shoal plan {shlex.quote(str(out))} model.build=pkg.mod:function")
+
+
+def _toml(words: dict[str, str]) -> str:
+    """Write the keys that a file gave, by section; all others stay open for a plan to choose.
+
+    >>> print(_toml({"train.batch": "8", "layout.strategy": '"ddp"', "train.steps": "9"}))
+    # written by shoal config import
+    [train]
+    batch = 8
+    steps = 9
+    <BLANKLINE>
+    [layout]
+    strategy = "ddp"
+    <BLANKLINE>
+    """
+    sections: dict[str, list[str]] = {}
+    for key, word in words.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, [f"[{section}]"]).append(f"{name} = {word}")
+    parts = ["\n".join([*lines, ""]) for lines in sections.values()]
+    return "\n".join(["# written by shoal config import", *parts])
+
+
+def lines_of(settings: Settings, differs: list[str]) -> list[str]:
+    """Write the table: each key that was kept, beside its key here; then differences, and the rest.
+
+    >>> from shoal.neighbours.deepspeed_config import read
+    >>> config = {"train_batch_size": 8, "gradient_clipping": 1, "wall_clock_breakdown": True}
+    >>> for line in lines_of(read(config, data_parallel=8), []): print(line)
+    kept     train_batch_size = 8                              train.batch
+    kept     gradient_clipping = 1                             optimizer.clip
+    left     wall_clock_breakdown = true                       in no run.toml
+    told     train_micro_batch_size_per_gpu = 1, on 8 data-parallel ranks
+    told     gradient_accumulation_steps = 1, on 8 data-parallel ranks
+    """
+    rows = []
+    for one in settings.verdicts:
+        if one.fate == "honoured" and not isinstance(one.value, dict):
+            left = one.words == FACADE
+            words = "in no run.toml" if left else one.words
+            said = f"{one.path} = {short(json.dumps(one.value, default=str))}"
+            rows.append(f"{'left' if left else 'kept':<9}{said:<49} {words}")
+    return [
+        *rows,
+        *(f"differs  {line}" for line in differs),
+        *(f"told     {line}" for line in settings.told),
+    ]
+
+
+def translate(settings: Settings, ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """Say settings in the keys of a run.toml, for a number of ranks, all of them data-parallel.
+
+    Gives    section.key → value, and a line for each thing that a run does another way
+    Errors   ConfigError for a schedule or an optimizer that no key can name
+    """
+    values: dict[str, Any] = {
+        "train.batch": settings.batch,
+        "train.micro_batch": settings.micro_batch,
+        "launch.processes": ranks,
+        "layout.strategy": STRATEGIES[settings.stage] if ranks > 1 else "single",
+        "precision.compute": settings.compute,
+        "optimizer.clip": settings.clip,
+    }
+    differs: list[str] = []
+    if settings.stage and ranks == 1:
+        differs.append(f"zero_optimization.stage = {settings.stage}: one process splits nothing")
+    if settings.reduce:
+        values["precision.reduce"] = settings.reduce
+    _scale(settings, values, differs)
+    if settings.offload_optimizer or settings.offload_parameters:
+        both = "parameters" if settings.offload_parameters else "optimizer"
+        values |= {"memory.offload": both, "memory.offload_to": settings.offload_to}
+        if both == "parameters" and not settings.offload_optimizer:
+            differs.append("offload_param: the optimizer's state waits on the host, too")
+    if settings.drop_last:
+        differs.append("dataloader_drop_last: an epoch's last step holds what is left")
+    if settings.recompute:
+        differs.append(
+            f"activation_checkpointing.{settings.recompute[0]}: for models that call it; for any: "
+            f"memory.recompute=full"
+        )
+    curves = [one.path.partition(".")[0] for one in settings.verdicts if one.value is True]
+    sinks = {"tensorboard": "shoal.sinks:TensorBoard", "wandb": "shoal.sinks:WandB"}
+    if on := [sink for block, sink in sinks.items() if block in curves]:
+        values["train.on"] = on
+    _optimizer(settings, values, differs)
+    _schedule(settings, values, differs)
+    return values, differs
+
+
+def _scale(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
+    if settings.compute != "fp16":
+        return
+    if settings.loss_scale.fixed:
+        values["precision.loss_scale"] = settings.loss_scale.fixed
+        return
+    moves = [one.path for one in settings.verdicts if one.words.endswith("how it moves")]
+    if moves := [path for path in moves if path != "fp16.loss_scale"]:
+        differs.append(f"{', '.join(moves)}: a run finds and follows a loss scale of its own")
+
+
+def _optimizer(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
+    if not settings.optimizer:
+        differs.append("optimizer: none in the file, so a run's defaults hold; set optimizer.lr")
+        return
+    args = dict(settings.optimizer_args)
+    plain = {"AdamW": (1e-3, 0.01), "Adam": (1e-3, 0.0)}
+    lr, decay = plain.get(settings.optimizer, (None, 0.0))
+    if (lr := args.pop("lr", lr)) is None:
+        raise ConfigError("optimizer.params.lr: is not said; nearest: torch's own default, written")
+    values["optimizer.name"] = settings.optimizer.lower()
+    values["optimizer.lr"] = lr
+    values["optimizer.weight_decay"] = args.pop("weight_decay", decay)
+    values["optimizer.betas"] = list(args.pop("betas", (0.9, 0.999)))
+    momentum = args.pop("momentum", 0.0)
+    if settings.optimizer == "SGD":
+        values["optimizer.momentum"] = momentum
+    elif momentum:
+        args["momentum"] = momentum
+    if values["optimizer.weight_decay"]:
+        differs.append("optimizer.params.weight_decay: a run decays matrices only, no norm or bias")
+    if args.get("eps") == 1e-8:
+        del args["eps"]
+    for name, value in args.items():
+        differs.append(f"optimizer.params.{name} = {value}: a run takes torch's own default")
+
+
+def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
+    args, name = settings.scheduler_args, settings.scheduler
+    if any(isinstance(value, list) for value in args.values()):
+        raise ConfigError(f"scheduler.params: {name} has a list, and a run one rate; nearest: one")
+    rise = args.get("warmup_num_steps", 0)
+    lr, total = values.get("optimizer.lr", 1e-3), args.get("total_num_steps", 0)
+    if not name:
+        found = ("constant", lr, "")
+    elif name == "WarmupLR":
+        peak = args["warmup_max_lr"]
+        found = ("constant", lr if peak is None else peak, "in two steps fewer, linearly")
+    elif name == "WarmupDecayLR":
+        found = ("linear", args["warmup_max_lr"], "in two steps fewer, linearly, and so falls")
+    elif name == "WarmupCosineLR":
+        found = ("cosine", lr, "in two steps fewer, linearly, and falls to a tenth")
+    elif name == "OneCycle":
+        first, second = args["cycle_first_step_size"], args["cycle_second_step_size"]
+        total = int(first + (first if second is None else second))
+        found = ("one-cycle", args["cycle_max_lr"], "over 30 % from 1/25, and falls to 1/10⁴")
+    else:
+        close = "shoal find lr" if name == "LRRangeTest" else _like(name)
+        raise ConfigError(f"scheduler.type = {name}: no run.toml says it; nearest: {close}")
+    values |= {"optimizer.schedule": found[0], "optimizer.lr": found[1]}
+    values["optimizer.warmup_steps"] = max(2, rise) if rise else 0
+    if total:
+        values["train.steps"] = total
+    if found[2]:
+        differs.append(f"scheduler.type = {name}: a run's {found[0]} rises {found[2]}")
+
+
+def _like(name: str) -> str:
+    """The schedule of a run that is most like one of torch's."""
+    alike = {"CosineAnnealingLR": "cosine", "OneCycleLR": "one-cycle", "ConstantLR": "constant"}
+    return f"optimizer.schedule={alike.get(nearest(name, alike) or '', 'linear')}"

@@ -1,0 +1,1 @@
+"""Reads what other libraries' users have (their configurations) as settings of Shoal."""

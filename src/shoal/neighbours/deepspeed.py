@@ -1,0 +1,189 @@
+"""Answers a script's `import deepspeed` after one line, `import shoal.neighbours.deepspeed`.
+
+The script stays as it is. Its engine is a run of Shoal (`deepspeed_engine.py`), its configuration
+is read key by key (`deepspeed_config.py`); what DeepSpeed has beyond that is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import ConfigError
+from shoal.fabric import start_world
+from shoal.neighbours import stand_in
+from shoal.neighbours import without_cuda as without_cuda
+from shoal.neighbours.deepspeed_engine import Engine, initialize, installed
+
+__version__ = installed() or "0.19.8"
+logger = logging.getLogger("DeepSpeed")
+
+REFUSED = {
+    "PipelineModule": 'the module as it is, and shoal.parallelize(…, layout="pp", sample=…)',
+    "init_inference": "run.predict(inputs), or a library that serves",
+    "tp_model_init": 'shoal.parallelize(…, layout={"tp": 2}, sample=…)',
+    "OnDevice": "a function that builds the model, handed to shoal.parallelize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in REFUSED:
+        raise ConfigError(f"deepspeed.{name} is not answered by Shoal; nearest: {REFUSED[name]}")
+    raise AttributeError(f"module 'deepspeed' has no attribute {name!r} that Shoal answers")
+
+
+class _Engines(type):
+    def __instancecheck__(cls, one: Any) -> bool:
+        return isinstance(one, Engine)
+
+
+class DeepSpeedEngine(metaclass=_Engines):
+    """The engine's class; called, as some texts print it, it is `initialize`."""
+
+    def __new__(cls, *args: Any, **named: Any) -> Any:
+        """As `initialize`, with a line that says so."""
+        made = initialize(*args, **named)
+        said = (
+            "DeepSpeedEngine(…) gives no four values to unpack; taken for deepspeed.initialize(…)"
+        )
+        made[0].run.recorder.notice(said)
+        return made
+
+
+def init_distributed(dist_backend: str | None = None, *_args: Any, **_named: Any) -> None:
+    """Meet the other processes, as Shoal does; a group that exists is adopted."""
+    start_world()
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed, --deepspeed_config and --local_rank where a parser lacks them."""
+    known = parser._option_string_actions
+    if "--deepspeed" not in known:
+        parser.add_argument("--deepspeed", action="store_true", help="use DeepSpeed's calls")
+    if "--deepspeed_config" not in known:
+        parser.add_argument("--deepspeed_config", help="a file of HJSON")
+    return parser
+
+
+class _Init:
+    """`zero.Init`: weights are built whole, once per machine, and cut by `initialize`."""
+
+    def __init__(self, *_args: Any, **_named: Any) -> None:
+        """Takes what DeepSpeed takes: where and how to build, which Shoal decides by the plan."""
+
+    def __enter__(self) -> _Init:
+        return self
+
+    def __exit__(self, *_what: object) -> None:
+        """Nothing was changed."""
+
+
+@contextmanager
+def _gathered(*_parameters: Any, **_named: Any) -> Iterator[None]:
+    """`zero.GatheredParameters`, before `initialize`, where weights are whole."""
+    yield
+
+
+class RepeatingLoader:
+    """A loader that begins again where it ends."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+class _Accelerator:
+    """What scripts ask `get_accelerator()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.accelerator, name, None) or getattr(torch.cuda, name, None)
+        if found is None:
+            raise AttributeError(f"get_accelerator().{name} is not answered by Shoal")
+        return found
+
+    def device_name(self, index: int | None = None) -> str:
+        """cpu, or cuda and the like, with a number where one is asked for."""
+        kind = self.current_device().type
+        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+
+    current_device_name = device_name
+
+    def current_device(self) -> torch.device:
+        """The device of this process."""
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+    def set_device(self, index: int) -> None:
+        """Use a device from here on."""
+        if self.current_device().type != "cpu":
+            torch.accelerator.set_device_index(index)
+
+    def communication_backend_name(self) -> str:
+        """nccl on CUDA, else gloo."""
+        return "nccl" if self.current_device().type == "cuda" else "gloo"
+
+    def is_available(self) -> bool:
+        """A CPU is always there."""
+        return True
+
+
+def _log_dist(message: str, ranks: Any = None, level: int = logging.INFO) -> None:
+    """Log on some ranks; none and −1 mean all."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not ranks or rank in ranks or -1 in ranks:
+        logger.log(level, message)
+
+
+ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+
+
+def _cpu_adam(parameters: Any, *_args: Any, adamw_mode: bool = True, **named: Any) -> Any:
+    said = {key: value for key, value in named.items() if key in ADAM}
+    made = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    return made(parameters, **{"lr": 1e-3, "weight_decay": 0.0, **said})
+
+
+def _fused_adam(parameters: Any, *args: Any, adam_w_mode: bool = True, **named: Any) -> Any:
+    return _cpu_adam(parameters, *args, adamw_mode=adam_w_mode, **named)
+
+
+def _local_rank() -> int:
+    return start_world().local_rank
+
+
+_comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
+_comm |= {"init_distributed": init_distributed, "get_local_rank": _local_rank}
+_zero = {"Init": _Init, "GatheredParameters": _gathered}
+stand_in.answer(
+    "deepspeed",
+    sys.modules[__name__],
+    {
+        "zero": _zero,
+        "runtime.zero": _zero,
+        "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
+        "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
+        "utils": {"logger": logger, "log_dist": _log_dist, "RepeatingLoader": RepeatingLoader},
+        "utils.logging": {"logger": logger, "log_dist": _log_dist},
+        "ops.adam": {"DeepSpeedCPUAdam": _cpu_adam, "FusedAdam": _fused_adam},
+        "accelerator": {"get_accelerator": _Accelerator},
+        "comm": _comm,
+    },
+)
+get_accelerator = _Accelerator
+log_dist = _log_dist

@@ -1,0 +1,437 @@
+"""DeepSpeed's engine over a run of Shoal: the same calls, the same numbers, Shoal's layouts.
+
+    engine, optimizer, loader, scheduler = initialize(model=…, model_parameters=…, config=…)
+    loss = engine(batch)         forward, on any layout
+    engine.backward(loss)        1 / accumulation of it; gradients are means over ranks
+    engine.step()                every `gradient_accumulation_steps`-th call updates
+
+Accumulation spans epochs: a window that an epoch's end leaves open goes on in the next. Schedules
+step once per update, and not where fp16 overflowed. Source: deepspeed/runtime/engine.py, 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.fabric import World, start_world
+from shoal.neighbours.deepspeed_config import LossScale, Settings, read
+from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.free_loop import FreeLoop
+from shoal.trainer import loss_scale
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run import Run
+from shoal.trainer.step import Tally, Updated
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+"""By ZeRO's stage."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine of a model: (engine, its optimizer, a loader of `training_data`, a schedule).
+
+    optimizer, lr_scheduler   or functions that make them, in the place of the configuration's
+    model_parameters          what the configuration's optimizer steps; default: what trains
+    Errors   ConfigError: as `read`; mpu and mesh_param, whose layouts Shoal derives itself
+    """
+    if model is None:
+        raise ConfigError("deepspeed.initialize: model is missing")
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if value is not None:
+            raise ConfigError(
+                f"deepspeed.initialize: {name} lays ranks out by hand, which Shoal derives; "
+                f'nearest: shoal.parallelize(model, optimizer, loss, layout={{"tp": 2}}, sample=…)'
+            )
+    told = config if config is not None else config_params
+    if told is None:
+        told = getattr(args, "deepspeed_config", None)
+    if told is None:
+        raise ConfigError("deepspeed.initialize: config is missing: a dict, or a file's path")
+    world = start_world()
+    brought = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    settings = read(
+        told,
+        data_parallel=world.size,
+        era=installed(),
+        unsaid_clip=1.0,
+        brought=[name for name, value in brought.items() if value is not None],
+    )
+    run = parallelize(
+        model,
+        _optimizer(settings, optimizer, model_parameters),
+        layout=STRATEGIES[settings.stage] if world.size > 1 else "single",
+        batch=settings.batch,
+        micro_batch=settings.micro_batch,
+        precision=settings.compute,
+        world=world,
+        **_policies(settings),
+    )
+    for line in settings.told:
+        run.recorder.notice(f"deepspeed: {line}")
+    if settings.compute == "fp16":
+        run.loss_scale = Scale(settings.loss_scale)
+    schedule = _schedule(settings, lr_scheduler, run.optimizer)
+    engine = Engine(run, settings, schedule)
+    if training_data is not None:
+        engine.training_dataloader = Loader(training_data, collate_fn, settings, world)
+    return engine, engine.optimizer, engine.training_dataloader, schedule
+
+
+def installed() -> str:
+    """The version of DeepSpeed that is installed here; "" for none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("deepspeed")
+    except PackageNotFoundError:
+        return ""
+
+
+def _policies(settings: Settings) -> dict[str, Any]:
+    """What else a run is told."""
+    told: dict[str, Any] = {"clip": settings.clip}
+    offload = [
+        name
+        for name, wanted in {
+            "optimizer": settings.offload_optimizer,
+            "parameters": settings.offload_parameters,
+        }.items()
+        if wanted
+    ]
+    if offload:
+        told["offload"] = ",".join(offload)
+        if settings.offload_to != "host":
+            told["offload_to"] = settings.offload_to
+    if settings.reduce:
+        told["reduce"] = settings.reduce
+    return told
+
+
+def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
+    """What `parallelize` takes: an optimizer, or parameters → optimizer."""
+    if isinstance(brought, torch.optim.Optimizer):
+        return brought
+    chosen = list(parameters) if parameters is not None else None
+    if brought is not None:
+        return lambda trains: brought(chosen if chosen is not None else trains)
+    if not settings.optimizer:
+        raise ConfigError(
+            "deepspeed.initialize: no optimizer: neither the call nor the configuration has one; "
+            'nearest: "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
+        )
+    made: Any = getattr(torch.optim, settings.optimizer, None)
+    if settings.optimizer == "Lion":
+        from shoal.optim.lion import Lion as made
+    if made is None:
+        raise ConfigError(
+            f"optimizer.type: {settings.optimizer} is not in torch.optim of {torch.__version__}; "
+            f"nearest: AdamW"
+        )
+    return lambda trains: made(chosen if chosen is not None else trains, **settings.optimizer_args)
+
+
+def _schedule(settings: Settings, brought: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if brought is not None:
+        is_function = callable(brought) and not hasattr(brought, "step")
+        return brought(optimizer) if is_function else brought
+    if not settings.scheduler:
+        return None
+    stock = getattr(torch.optim.lr_scheduler, settings.scheduler, None)
+    if stock is not None and settings.scheduler not in SCHEDULES:
+        return stock(optimizer, **settings.scheduler_args)
+    return Schedule(optimizer, settings.scheduler, settings.scheduler_args)
+
+
+class Engine(nn.Module):
+    """What `initialize` gives: a module to call, `backward`, `step`, and what scripts ask of it.
+
+    module   the user's · optimizer  torch's, over this rank's parts · global_steps  updates until
+    now, skipped ones included · micro_steps  calls of `step` until now
+    """
+
+    def __init__(self, run: Run, settings: Settings, schedule: Any) -> None:
+        super().__init__()
+        self.module = run.model
+        self.run, self.settings, self.lr_scheduler = run, settings, schedule
+        self.loop = FreeLoop(run, settings.accumulate)
+        self.optimizer = run.optimizer
+        self.training_dataloader: Loader | None = None
+        self.micro_steps = self.skipped_steps = 0
+        self.loaded: Mapping[str, Any] = {}
+        self._boundary: bool | None = None
+        world = run.world
+        self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
+        self.local_rank, self.dp_world_size = world.local_rank, world.size
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._modules.get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's own outputs."""
+        return self.loop.forward(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Gradients of a loss, divided by the accumulation; gives the loss so divided."""
+        share = 1.0 / self.settings.accumulate if scale_wrt_gas else 1.0
+        self.loop.backward(loss, share=share, retain_graph=retain_graph)
+        return loss.detach() * share
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last one of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.settings.accumulate == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say by hand whether the next `step` updates."""
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Update the weights, at the end of an accumulation; else count."""
+        if self.is_gradient_accumulation_boundary():
+            done = self.loop.update()
+            if done.skipped:
+                self.skipped_steps += 1
+            elif self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            every = self.settings.steps_per_print
+            if every and done.step % every == 0:
+                self.run.recorder.notice(
+                    f"step={done.step}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
+                    f"loss={done.loss:.4g}"
+                )
+        self.micro_steps += 1
+
+    @property
+    def global_steps(self) -> int:
+        """Updates until now, skipped ones included."""
+        return self.run.step_count
+
+    @property
+    def global_samples(self) -> int:
+        """Samples until now, over all ranks."""
+        return self.run.step_count * self.settings.batch
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: a step begins without gradients."""
+
+    @contextmanager
+    def no_sync(self) -> Any:
+        """Around passes whose gradients need not travel yet; here they travel when they may."""
+        yield
+
+    def get_lr(self) -> list[float]:
+        """The rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The last update's gradient norm before clipping; None before the first."""
+        return None if self.loop.last is None else self.loop.last.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last update moved the weights."""
+        return self.loop.last is not None and not self.loop.last.skipped
+
+    def train_batch_size(self) -> int:
+        """Samples of an update over all ranks."""
+        return self.settings.batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a forward pass on a rank."""
+        return self.settings.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes of an update on a rank."""
+        return self.settings.accumulate
+
+    def zero_optimization_stage(self) -> int:
+        """0: none."""
+        return self.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is split."""
+        return self.settings.stage > 0
+
+    def gradient_clipping(self) -> float:
+        """The largest norm; 0: none."""
+        return self.settings.clip
+
+    def fp16_enabled(self) -> bool:
+        """Whether products are fp16."""
+        return self.settings.compute == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether products are bf16."""
+        return self.settings.compute == "bf16"
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward."""
+        return self.run.scale
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The whole model's tensors by name, on every rank; every rank must call it."""
+        told = self.run.state_dict()
+        frozen = self.run.program.frozen if exclude_frozen_parameters else {}
+        return {name: value for name, value in told.items() if name not in frozen}
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint of Shoal's in `save_dir`; every rank must call it."""
+        scheduler = self.lr_scheduler
+        extra = {
+            "client_state": {**(client_state or {})},
+            "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+        }
+        if tag is None or str(tag) == f"global_step{self.global_steps}":
+            return self.run.save(save_dir, extra=extra) is not None
+        return self.run.save(save_dir, extra=extra, tag=str(tag)) is not None
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of `save_checkpoint`: (its folder, client_state); None: none."""
+        if load_module_only or not load_optimizer_states or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint: weights alone come from a file of weights; nearest: "
+                "shoal checkpoint export RUN OUT, and model.load_state_dict before initialize"
+            )
+        step = _step_of(tag)
+        named = "" if tag is None or step is not None else str(tag)
+        if not Path(load_dir).exists() or not self.run.restore(load_dir, step=step, tag=named):
+            return None, None
+        told = self.run.extra
+        self.micro_steps, self.skipped_steps = told["micro_steps"], told["skipped_steps"]
+        if self.lr_scheduler is not None and load_lr_scheduler_states and told["lr_scheduler"]:
+            self.lr_scheduler.load_state_dict(told["lr_scheduler"])
+        return str(load_dir), dict(told["client_state"])
+
+    def destroy(self) -> None:
+        """Leave the other processes."""
+        self.run.close()
+
+
+def _step_of(tag: str | None) -> int | None:
+    """The step in `global_stepN`."""
+    digits = str(tag or "").removeprefix("global_step")
+    return int(digits) if str(tag).startswith("global_step") and digits.isdigit() else None
+
+
+class Loader:
+    """Batches of a dataset as DeepSpeed deals them: this rank's share, in the order of epoch 0."""
+
+    def __init__(self, dataset: Any, collate: Any, settings: Settings, world: World) -> None:
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        sampler: Any = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
+        self.loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=settings.micro_batch,
+            sampler=sampler,
+            collate_fn=collate,
+            drop_last=settings.drop_last,
+        )
+        self.data_sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+class Scale(loss_scale.LossScale):
+    """fp16's loss scale as DeepSpeed moves it, in the place of Shoal's; `left`: overflows to go."""
+
+    def __init__(self, settings: LossScale) -> None:
+        super().__init__(settings.fixed)
+        self.settings, self.left = settings, settings.hysteresis
+        self.value = settings.fixed or settings.initial
+
+    def lowered(self, done: Updated, tally: Tally) -> bool:
+        """Move the scale after an update; gives whether that was lost to it. Errors: `lower`."""
+        if not done.skipped:
+            self.held()
+            return False
+        if tally.loss_broken or self.fixed:
+            return False
+        self.lower()
+        return True
+
+    def lower(self) -> None:
+        """After an overflow: halve it, or let it pass where some may.
+
+        Errors   ConfigError where it overflows at its least, as DeepSpeed ends there
+        """
+        self.clean = 0
+        if self.left > 1:
+            self.left -= 1
+        elif self.value <= self.settings.least and self.settings.stops:
+            raise ConfigError(
+                f"fp16: gradients overflow at the least loss scale, {self.value:g}; nearest: "
+                f'"bf16": {{"enabled": true}}, or a smaller optimizer.lr'
+            )
+        else:
+            self.value = max(self.value / 2, self.settings.least)
+
+    def held(self) -> None:
+        """After a step without overflow."""
+        self.clean += 1
+        if self.fixed:
+            return
+        if self.settings.doubles(self.clean):
+            self.value, self.left = self.value * 2, self.settings.hysteresis
+        elif self.settings.consecutive_hysteresis:
+            self.left = self.settings.hysteresis
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint's record."""
+        return {**super().state(), "left": self.left}
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Go on where a record was made."""
+        super().load(record)
+        self.left = int(record.get("left", self.settings.hysteresis))

@@ -1,0 +1,258 @@
+"""Judges a configuration of another library by a table: what becomes of each of its keys.
+
+A table is a text beside this file, such as deepspeed_keys.txt: fate | block | keys | words, where a
+row that begins with two spaces goes on with the one above.
+
+    honoured   read; the words name what it is in a run.toml
+    told       the library itself ignores it, or no number depends on it; the words say why
+    refused    what it asks for is not here; the words name the nearest that is
+    0.19.8     as refused, and the library refuses it too from this version on
+
+A key is `name:kind=value,…`: n a number, i a whole one, i1 from 1 on, b true or false; then the
+value that holds without it (`!` none does), and others that are as harmless where the key is
+refused. A block with `=off` is harmless unless it is switched on. `block{…}` has keys of its own;
+blocks under `args` are arguments of classes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError, nearest, short
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key's row: fate, words, kind of its values, and as JSON the default, harmless ones."""
+
+    fate: str
+    words: str
+    kind: str = ""
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one key that a user wrote: its path, its value, its row's fate and words."""
+
+    path: str
+    value: Any
+    fate: str
+    words: str
+
+
+@cache
+def read_table(name: str) -> dict[str, Key]:
+    """Read a table by its name. Gives a key's whole path, as `fp16.enabled`, → its row.
+
+    >>> read_table("deepspeed_keys")["zero_optimization.stage"].words
+    'layout.zero, layout.strategy'
+    """
+    text = Path(__file__).with_name(f"{name}.txt").read_text()
+    found: dict[str, Key] = {}
+    for row in text.replace("\n  ", " ").splitlines():
+        if not row.strip() or row.startswith("#"):
+            continue
+        fate, block, names, words = (" ".join(part.split()) for part in row.split("|"))
+        path, inside = block, [f"{block}." if block else ""]
+        for word in names.replace("{", " { ").replace("}", " } ").split():
+            if word == "{":
+                inside.append(f"{path}.")
+            elif word == "}":
+                inside.pop()
+            else:
+                name, _, values = word.partition("=")
+                name, _, kind = name.partition(":")
+                path = f"{inside[-1]}{name}"
+                listed = values[:1] != "["
+                found[path] = Key(
+                    fate, words, kind, tuple(values.split(",") if listed else [values])
+                )
+    return found
+
+
+def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
+    """Load a dict, a file of JSON or HJSON, or url-safe base64 of one. Gives a new dict.
+
+    Errors   ConfigError for what is none of them, and for a key that stands twice; `where` is named
+    """
+    if isinstance(config, Mapping):
+        return {**config}
+    try:
+        there = os.path.exists(config)
+        text = Path(config).read_text() if there else base64.urlsafe_b64decode(str(config)).decode()
+    except ValueError:  # binascii's and Unicode's too
+        raise ConfigError(f"{where}: no such file, nor base64 of a configuration") from None
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"{where}: {', '.join(twice)}: stands twice; nearest: leave one out")
+        return dict(pairs)
+
+    loads, said = _parser()
+    try:
+        found = loads(text, object_pairs_hook=once)
+    except ValueError as failure:
+        why = f"{failure}{said}" if there else "no such file, nor base64 of a configuration"
+        raise ConfigError(f"{where}: {why}") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where}: a table of keys is wanted, got {short(str(found))}")
+    return dict(found)
+
+
+def _parser() -> tuple[Callable[..., Any], str]:
+    """hjson's, where it is installed, as beside DeepSpeed; else JSON's, and what to do then."""
+    try:
+        import hjson
+    except ModuleNotFoundError:
+        said = "; comments and trailing commas (HJSON) need: pip install 'shoal[neighbours]'"
+        return json.loads, said
+    return hjson.loads, ""
+
+
+def version(text: str) -> tuple[int, ...]:
+    """Read a version's numbers.
+
+    >>> version("0.19.8+cu130"), version("")
+    ((0, 19, 8), ())
+    """
+    return tuple(int(one) for one in text.partition("+")[0].split(".") if one.isdecimal())
+
+
+@dataclass
+class Written:
+    """A configuration that a user wrote, with the table's word on each of its keys.
+
+    where    the file, for messages · table  as `read_table` gives it
+    library, era   whose it is, and of which version, as (0, 19, 8); () not known
+    """
+
+    config: dict[str, Any]
+    where: str
+    library: str
+    era: tuple[int, ...]
+    table: Mapping[str, Key]
+
+    def wrong(self, path: str, value: Any, why: str) -> ConfigError:
+        """One line on a value."""
+        return ConfigError(f"{self.where}: {path} = {short(json.dumps(value, default=str))}: {why}")
+
+    def block(self, path: str) -> dict[str, Any]:
+        """A table by its path; {} where it is missing."""
+        found: Any = self.config
+        for name in path.split(".") if path else ():
+            found = found.get(name) or {}
+            if not isinstance(found, Mapping):
+                raise self.wrong(path, found, "a table of keys is wanted")
+        return dict(found)
+
+    def value(self, path: str, row: str = "") -> Any:
+        """A key's value, or its default; `row`: where its row stands, if not by its path.
+
+        Errors   ConfigError for a value that is not of its kind; texts of numbers are numbers
+        """
+        block, _, name = path.rpartition(".")
+        key = self.table[row or path]
+        value = self.block(block).get(name)
+        if value is None:
+            if key.values[0] == "!":
+                raise ConfigError(f"{self.where}: {path} is not said, and has no default")
+            return json.loads(key.values[0] or "null")
+        if not key.kind:
+            return value
+        found, wanted = _typed(value, key.kind)
+        if found is None:
+            raise self.wrong(path, value, f"{wanted} is wanted")
+        return found
+
+    def judge(self, path: str = "", row: str = "", *, off: bool = False) -> Iterator[Verdict]:
+        """Give a verdict on every key of a block, and of those inside it.
+
+        row      where its rows stand, if not by its path · off  the block is switched off
+        Errors   ConfigError for a key that nobody knows, with the nearest, and for a refused one
+        """
+        dot = "." if path else ""
+        for name, value in self.block(path).items():
+            here, there = f"{path}{dot}{name}", f"{row or path}{dot}{name}"
+            key = self.table.get(there)
+            if key is None:
+                raise ConfigError(f"{self.where}: {short(here)}: no such key{self._hint(there)}")
+            gone = version(key.fate)
+            if gone and self.era >= gone:
+                why = (
+                    f"{self.library} {key.fate} took it away; nearest: leave it out, or {key.words}"
+                )
+                raise self.wrong(here, value, why)
+            inner = isinstance(value, Mapping) and any(
+                x.startswith(f"{there}.") for x in self.table
+            )
+            if key.fate in ("honoured", "told"):
+                yield Verdict(here, value, key.fate, key.words)
+            elif off or _harmless(value, key, inner=inner):
+                yield Verdict(here, value, "told", "is as without it")
+            else:
+                raise self.wrong(here, value, f"is not here; nearest: {key.words}")
+            if inner:
+                yield from self.judge(here, there, off=off or "off" in key.values)
+
+    def arguments(self, block: str, kind: str) -> tuple[dict[str, Any], list[Verdict]]:
+        """Read `params` of a class whose rows stand under `args`: all arguments, and verdicts."""
+        verdicts = [*self.judge(f"{block}.params", f"args.{kind}")]
+        rows = [one for one in self.table if one.startswith(f"args.{kind}.")]
+        names = [one.rpartition(".")[2] for one in rows if self.table[one].fate == "honoured"]
+        row = f"args.{kind}"
+        return {x: self.value(f"{block}.params.{x}", f"{row}.{x}") for x in names}, verdicts
+
+    def _hint(self, path: str) -> str:
+        """The nearest spelling in the same block, else the block in which the name is one."""
+        inside, dot, name = path.rpartition(".")
+        here = [one[len(inside + dot) :] for one in self.table if one.startswith(inside + dot)]
+        if close := nearest(name, [one for one in here if "." not in one]):
+            return f"; nearest: {close}"
+        known = (one for one in self.table if not one.startswith("args."))
+        elsewhere = [one for one in known if one.rpartition(".")[2] == name]
+        return f"; nearest: {elsewhere[0]}" if elsewhere else f", here or in {self.library}"
+
+
+def told_lines(verdicts: Iterable[Verdict]) -> list[str]:
+    """Write a line for each reason that keys are told for."""
+    lines: dict[str, list[str]] = {}
+    for one in verdicts:
+        if one.fate == "told" and not isinstance(one.value, Mapping):
+            lines.setdefault(one.words, []).append(one.path)
+    return [f"{', '.join(paths)}: {words}" for words, paths in lines.items()]
+
+
+def _typed(value: Any, kind: str) -> tuple[Any, str]:
+    """A value of a kind, None if it is not, and what is wanted."""
+    if kind == "b":
+        flags = {"true": True, "1": True, "false": False, "0": False}
+        return flags.get(str(value).lower()), "true or false"
+    least = 1 if kind == "i1" else 0
+    wanted = f"a {'whole ' if kind[0] == 'i' else ''}number from {least} on"
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    fits = math.isfinite(number) and number >= least and (kind == "n" or number == int(number))
+    return (None if not fits else number if kind == "n" else int(number)), wanted
+
+
+def _harmless(value: Any, key: Key, *, inner: bool) -> bool:
+    if "off" in key.values:
+        if not isinstance(value, Mapping):
+            return not value or value == "auto"
+        switches = (value.get("enabled"), value.get("deepcompile"), value.get("autotp_size"))
+        return all(one in (None, False) or (one == 1 and one is not True) for one in switches)
+    if key.values == ("",):  # its own keys decide
+        return inner
+    return value is None or any(value == json.loads(one) for one in key.values)

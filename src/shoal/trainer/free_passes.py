@@ -1,0 +1,135 @@
+"""The passes of one step in a loop that asks nobody: model, loss and backward whenever it likes.
+
+    run.begin(None)
+    run.free = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+    loss = loss_of(passes.forward(inputs))                as often as the loop likes
+    passes.backward(loss, share=1 / 4, last=False)        the last one's gradients travel at once
+    run.update()
+
+The gradient is the mean over data-parallel ranks of what each adds up, as with torch's DDP and its
+neighbours: a mean of means, so that unequal counts of targets weigh as they weigh there. Generators
+are the process's own, in the order in which the loop draws from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from shoal.base import phases
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program, in_turn
+from shoal.trainer.micro_batch import MicroBatch, prepared
+from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
+
+
+class FreePasses:
+    """The passes of one step on this rank.
+
+    count   backward passes until now
+    """
+
+    spare = None
+    """There is no micro-batch to join others with: ranks make the same passes."""
+
+    def __init__(
+        self, program: Program, step: int, scale: float, flags: Callable[[], Flags]
+    ) -> None:
+        layout = program.plan.layout
+        if program.run is not in_turn or max(layout.pp, layout.cp) > 1:
+            raise ConfigError(
+                f"layout.strategy = {layout.strategy} runs the passes of a step in an order of its "
+                f"own, which a loop of its own cannot follow; nearest: ddp, zero1, zero2 or fsdp"
+            )
+        self.program, self.step, self.count = replace(program, keyed=None), step, 0
+        self._flags, self._scale = flags, scale
+        _, self._sums = begin_passes(program, [], _nobody, step, 0, None, "single", scale)
+        self._at: MicroBatch | None = None
+        self._sent, self._tally = False, cast("Tally | None", None)
+        self._around = ExitStack()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model, in the run's format, on the run's device."""
+        module = self.program.module
+        if module.training and torch.is_grad_enabled():
+            self._enter()
+        inputs, named = prepared(self.program, (inputs, named))
+        with self.program.autocast():
+            return module(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+    ) -> None:
+        """Add the gradients of `share` of a loss to this rank's.
+
+        loss    without dims · last  no pass of this step comes after it: sums may travel at once
+        Errors  ConfigError for a loss that has dims, or no gradient
+        """
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            raise ConfigError(f"backward: a loss with a gradient is wanted, got {_told(loss)}")
+        if self._sent:
+            raise ConfigError(
+                "backward: gradients of this step are on their way already, by the pass before, "
+                "which was its last one; nearest: one backward pass of the sum of the losses"
+            )
+        self._sent = last
+        reducer = reducer_of(self.program)
+        reducer.arm(last)
+        total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
+        phases.part(phases.BACKWARD)
+        with torch.autocast(loss.device.type, enabled=False):
+            total.backward(retain_graph=retain_graph)
+        phases.part(phases.PASSES)
+        reducer.passed(True)
+        self.count += 1
+        self._leave()
+
+    def finish(self) -> Tally:
+        """Sum up over all ranks, once. Errors: ConfigError on all where some made fewer passes."""
+        if self._tally is not None:
+            return self._tally
+        self._leave()
+        flags = self._flags()
+        told = replace(flags, says=[*flags.says, float(self.count)])
+        tally = sum_up(self.program, self._sums, self.count, told)
+        *said, counts = tally.said
+        if len(set(counts)) > 1:
+            few, many = (one(range(len(counts)), key=counts.__getitem__) for one in (min, max))
+            raise ConfigError(
+                f"step {self.step + 1}: rank {few} made {int(counts[few])} backward passes and "
+                f"rank {many} {int(counts[many])}; every rank makes as many as any other"
+            )
+        self._tally = replace(tally, said=said, count=float(self.program.data.size))
+        return self._tally
+
+    def _enter(self) -> MicroBatch:
+        if self._at is None:
+            data = self.program.data
+            index = self.count * data.size + data.rank
+            self._at = MicroBatch(
+                self.program, _nobody, self.step, index, None, "single", self._scale, self._sums
+            )
+            self._around.enter_context(self._at.entered())
+        return self._at
+
+    def _leave(self) -> None:
+        self._at = None
+        self._around.close()
+
+
+def _nobody(_outputs: Any, _targets: Any) -> Any:
+    """No loss: it is the loop's."""
+    return math.nan
+
+
+def _told(loss: Any) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return type(loss).__name__
+    if loss.dim():
+        return f"a tensor of shape {list(loss.shape)}; nearest: loss.mean()"
+    return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

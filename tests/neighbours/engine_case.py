@@ -1,0 +1,142 @@
+"""What scripts ask of DeepSpeed's engine, beside plain torch: run as a rank of a world.
+
+python engine_case.py STAGE
+"""
+
+# ruff: noqa: I001
+import shoal.neighbours.deepspeed as deepspeed
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STAGE = int(sys.argv[1])
+ACCUMULATE, MICRO, LR, WARM = 3, 2, 0.01, 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(8, 16), nn.Linear(16, 4), nn.Dropout(0.2)
+
+    def forward(self, inputs):
+        return self.last(self.drop(torch.relu(self.first(inputs))))
+
+
+def config(size: int, **more: object) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": LR, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": WARM}},
+        "zero_optimization": {"stage": STAGE},
+        **more,
+    }
+
+
+def samples(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    count = 22 * MICRO * size
+    inputs = torch.randn(count, 8, generator=generator)
+    return inputs, torch.randint(0, 4, (count,), generator=generator)
+
+
+def part(index: int, rank: int, size: int) -> slice:
+    at = (index * size + rank) * MICRO
+    return slice(at, at + MICRO)
+
+
+def plain(model: nn.Module, size: int, steps: int) -> list[float]:
+    """The losses of each update as plain torch has them, ranks one after another."""
+    inputs, labels = samples(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.1)
+    draws, losses = [], []
+    for rank in range(size):
+        torch.manual_seed(100 + rank)
+        draws.append(torch.get_rng_state())
+    for step in range(steps):
+        total = 0.0
+        optimizer.zero_grad()
+        for rank in range(size):
+            torch.set_rng_state(draws[rank])
+            for k in range(ACCUMULATE):
+                rows = part(step * ACCUMULATE + k, rank, size)
+                loss = nn.functional.cross_entropy(model(inputs[rows]), labels[rows])
+                (loss / ACCUMULATE / size).backward()
+                total += loss.item() / ACCUMULATE / size
+            draws[rank] = torch.get_rng_state()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        # ln(k + 1) / ln(N) with k two behind: the first two updates run at nothing
+        rate = 0.0 if step < 2 else LR * min(1.0, math.log(step) / math.log(WARM))
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def main() -> None:
+    deepspeed.init_distributed()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Model()
+    alone = copy.deepcopy(model)
+    inputs, labels = samples(size)
+    with deepspeed.zero.Init():
+        engine, optimizer, loader, scheduler = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config(size)
+        )
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert engine.train_batch_size() == ACCUMULATE * MICRO * size
+    assert (loader, engine.zero_optimization_stage()) == (None, STAGE)
+    torch.manual_seed(100 + rank)
+    found, means, mid = [], [], torch.Tensor()
+    for index in range(16):  # five updates and one pass of a sixth
+        if index == 7:
+            engine.eval()
+            with torch.no_grad():
+                mid = engine(inputs[:4])
+            engine.train()
+        rows = part(index, rank, size)
+        loss = nn.functional.cross_entropy(engine(inputs[rows]), labels[rows])
+        boundary = engine.is_gradient_accumulation_boundary()
+        assert boundary == (index % ACCUMULATE == ACCUMULATE - 1)
+        scaled = engine.backward(loss)
+        assert torch.allclose(scaled * ACCUMULATE, loss.detach())
+        engine.step()
+        found.append(loss.item())
+        if boundary:
+            means.append(engine.loop.last.loss)
+    assert mid.shape == (4, 4)
+    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (5, 16, 0)
+    weights = engine.module_state_dict()
+    wanted = plain(alone, size, 5)
+    assert all(abs(a - b) < 2e-6 for a, b in zip(means, wanted, strict=True)), (means, wanted)
+    for name, value in alone.state_dict().items():
+        assert torch.allclose(weights[name], value, atol=2e-6), name
+    assert engine.get_global_grad_norm() > 0
+    assert engine.get_lr() == [scheduler.get_last_lr()[0]]
+
+    # Checkpoints: by step, by name; what a script keeps of its own comes back.
+    engine.save_checkpoint("saved", client_state={"seen": 16})
+    engine.save_checkpoint("saved", tag="best", client_state={"seen": 17})
+    engine.destroy()
+    again, *_ = deepspeed.initialize(model=Model(), config=config(size))
+    assert again.load_checkpoint("nowhere") == (None, None)
+    path, state = again.load_checkpoint("saved")
+    assert (Path(path).name, state) == ("saved", {"seen": 16})
+    assert (again.global_steps, again.micro_steps) == (5, 16)
+    for name, value in again.module_state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert again.load_checkpoint("saved", tag="best")[1] == {"seen": 17}
+    assert again.load_checkpoint("saved", tag="global_step5")[1] == {"seen": 16}
+    assert again.lr_scheduler.state_dict() == scheduler.state_dict()
+    again.destroy()
+
+
+main()
