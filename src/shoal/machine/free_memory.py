@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from shoal.base.errors import ConfigError
+from shoal.base.units import bytes_text
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -54,6 +58,20 @@ def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
         finally:
             os.close(descriptor)
     return None
+
+
+def reserve(descriptor: int, size_bytes: int) -> None:
+    """Give a file its blocks now: a full disk found later would be a SIGBUS while drawing.
+
+    Errors   ConfigError when the folder of temporary files is full
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as failure:
+        raise ConfigError(
+            f"{tempfile.gettempdir()}: no room for {bytes_text(size_bytes)} of initial weights "
+            f"({failure.strerror}); nearest: TMPDIR=… names a folder on a larger disk"
+        ) from failure
 
 
 def _free() -> Iterator[int]:

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.errors import ConfigError
 from shoal.base.placement import Cut
 from shoal.machine.memory import read_ahead
 from shoal.parallel._torch import UncompiledMode, pytree
@@ -164,34 +163,21 @@ def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
     opened   gets a descriptor of the file by its name
     Errors   ConfigError when the folder of temporary files is full
     """
+    from shoal.machine.free_memory import file_in_memory, reserve  # large models alone ask
+
     size_bytes = _span_bytes(like)
     if opened is not None:
-        from shoal.machine.free_memory import file_in_memory  # for what large models are built in
-
         descriptor = file_in_memory(PREFIX, size_bytes, opened.in_memory_bytes)
         if descriptor is not None:
             opened.in_memory_bytes += size_bytes
             opened[name := f"{OPEN}{descriptor}"] = descriptor
             return over(torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes), like)
     with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
-        _reserve(file.fileno(), size_bytes)
+        reserve(file.fileno(), size_bytes)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
         if opened is not None:
             opened[file.name] = os.dup(file.fileno())
     return over(storage, like)
-
-
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Give the file its blocks now: a full disk found later would be a SIGBUS while drawing."""
-    try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    except OSError as failure:
-        from shoal.base.units import bytes_text
-
-        raise ConfigError(
-            f"{tempfile.gettempdir()}: no room for {bytes_text(size_bytes)} of initial weights "
-            f"({failure.strerror}); nearest: TMPDIR=… names a folder on a larger disk"
-        ) from failure
 
 
 def _span_bytes(like: Tensor) -> int:
