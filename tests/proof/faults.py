@@ -7,7 +7,8 @@ own on this machine. A trial counts as well when the run ended as that kind must
 names rank and cause from the folder alone and blames no other island, every step was taken with the
 samples and the losses of the same layout's unbroken run, and no process is left. Islands do equally
 many steps each here: shared out by how fast each of them was, the samples would be another run's.
-Where their rounds are discarded, since a disk refused one, the same rounds are done again. `saved`: from which step on each restart took them
+Where a disk refused rounds they are done again, and an island that fell before it had saved one goes
+on with another's optimizer (`took`): then the samples are the unbroken run's, and losses are not. `saved`: from which step on each restart took them
 again. A layout's unbroken run is a trial too: nothing may be wrong with it. It can be stopped and
 started again (`kept_trials.py`).
 """
@@ -153,15 +154,17 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
         others = {path for path in (run.run, *places) if path != place}
         elsewhere = [one for path in others for one in diagnose(path) if not one.advice]
         died = [one for one in lines(place / "events.jsonl") if one["event"] == "restarting"]
+        took = [path.name for path in places if takes_anothers(lines(path / "events.jsonl"))]
         left = [process.pid for process in psutil.process_iter() if in_folder(process, folder)]
     told = [[one.kind, one.rank, one.why[:60], one.over] for one in found]
     out: dict[str, Any] = {"code": code, "told": told}
     out |= {"seconds": round(time.monotonic() - began_s, 1), "saved": [e["saved"] for e in died]}
+    out |= {"took": took} if took else {}
     if not kind:
         unbroken[layout] = rows
     blamed = [one for one in elsewhere if not follows(trial, one)]
     wrong = verdict(trial, code, found, left) or (blamed and f"blamed: {blamed[0].what}") or ""
-    wrong = wrong or unlike(trial, rows, unbroken.get(layout))
+    wrong = wrong or unlike(trial, rows, unbroken.get(layout), losses=not took)
     return {**out, "wrong": wrong} | ({"output": output[-600:]} if wrong else {})
 
 
@@ -238,7 +241,23 @@ def verdict(trial: dict[str, Any], code: int, found: list[Any], left: list[int])
     return ""
 
 
-def unlike(trial: dict[str, Any], rows: dict[str, Any], unbroken: dict[str, Any] | None) -> str:
+def takes_anothers(events: list[dict[str, Any]]) -> bool:
+    """Whether an island was started again before it had saved a round of its own."""
+    for event in events:
+        if event["event"] == "checkpoint_saved":
+            return False
+        if event["event"] == "resumed":
+            return True
+    return False
+
+
+def unlike(
+    trial: dict[str, Any],
+    rows: dict[str, Any],
+    unbroken: dict[str, Any] | None,
+    *,
+    losses: bool = True,
+) -> str:
     """Whether the steps are not those of the unbroken run; "" where they are, or need not be."""
     kind = trial["kind"]
     if ends(trial) or kind in ("asked", "slow", *ONCE, ""):
@@ -252,7 +271,7 @@ def unlike(trial: dict[str, Any], rows: dict[str, Any], unbroken: dict[str, Any]
         if [(row[0], row[3]) for row in mine] != [(row[0], row[3]) for row in wanted]:
             return f"{name}: other steps or samples"
         apart = max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(mine, wanted, strict=True))
-        if apart > 1e-5:
+        if losses and apart > 1e-5:
             return f"{name}: losses differ by {apart:.1e}"
     return ""
 
