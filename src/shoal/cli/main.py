@@ -19,6 +19,7 @@ from shoal.cli import (
     launch,
     plan,
     prove,
+    run,
     sample,
     simulate,
     train,
@@ -58,6 +59,7 @@ app.command("diagnose")(diagnose.diagnose)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
+app.command("run")(run.run)
 app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
 GROUPS = {

@@ -177,7 +177,6 @@ class Engine(nn.Module):
         self.optimizer = run.optimizer
         self.training_dataloader: Loader | None = None
         self.micro_steps = self.skipped_steps = 0
-        self.loaded: Mapping[str, Any] = {}
         self._boundary: bool | None = None
         world = run.world
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size

@@ -1,0 +1,51 @@
+"""`shoal run --as deepspeed -- script.py …`: a script of another library's, answered by Shoal.
+
+The same as the line `import shoal.neighbours.deepspeed` before the script's own. Under torchrun or
+srun every process runs the same command; `--processes` starts them by torchrun.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ConfigError, ShoalError, nearest
+
+NEIGHBOURS = ("accelerate", "deepspeed")
+WORDS = typer.Argument(..., help="The script, and its own arguments, after --.")
+
+
+def run(
+    words: list[str] = WORDS,
+    library: str = typer.Option(..., "--as", help="deepspeed, or accelerate."),
+    processes: int = typer.Option(0, help="Start as many, by torchrun; 0: this one."),
+) -> None:
+    """Run a script of another library's as it is: Shoal answers its import."""
+    if library not in NEIGHBOURS:
+        first = nearest(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
+        raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; nearest: {first}")
+    script = Path(words[0])
+    if not script.is_file():
+        near = nearest(script.name, [path.name for path in Path(script.parent).glob("*.py")])
+        found = f"; nearest: {script.parent / near}" if near else ""
+        raise ConfigError(f"{script}: there is no such script{found}")
+    if processes > 0:
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        again = ["-m", "shoal", "run", "--as", library, "--", *words]
+        os.execv(sys.executable, [sys.executable, *start, *again])
+    importlib.import_module(f"shoal.neighbours.{library}")
+    sys.argv = list(words)
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ShoalError:
+        raise
+    except Exception:
+        traceback.print_exc()  # the script's own, whole
+        sys.exit(1)

@@ -1,0 +1,52 @@
+"""`shoal run --as …`: the inserted line as a command, and what is wrong with its words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def test_it_inserts_the_line(programs: Any, tmp_path: Path) -> None:
+    printed = (HERE / "printed_deepspeed.py").read_text()
+    (tmp_path / "train.py").write_text(printed.replace("import shoal.neighbours.deepspeed\n", ""))
+    words = ("-m", "shoal", "run", "--as", "deepspeed", "--", "train.py", "found.json")
+    ended = programs.run(*words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--as", "deepsped", "--", "mine.py"), "nearest: deepspeed"),
+        (
+            ("--as", "deepspeed", "--", "mein.py"),
+            "mein.py: there is no such script; nearest: mine.py",
+        ),
+        (
+            ("--as", "deepspeed", "--", "mine.py"),
+            "PipelineModule is not answered by Shoal; nearest:",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    programs: Any, tmp_path: Path, words: tuple[str, ...], line: str
+) -> None:
+    (tmp_path / "mine.py").write_text("from deepspeed import PipelineModule\n")
+    ended = programs.run("-m", "shoal", "run", *words, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert line in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_a_scripts_own_error_is_shown_whole(programs: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import deepspeed\nopen('nowhere')\n")
+    ended = programs.run("-m", "shoal", "run", "--as", "deepspeed", "--", "mine.py", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "mine.py" in ended.stderr
+    assert "FileNotFoundError" in ended.stderr
