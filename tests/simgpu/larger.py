@@ -10,7 +10,9 @@ a disk that is 2.5 % more, which only a model of more than 40 units shows. Objec
 and messages are no weights: a model as deep, of hardly any, runs the row too, and what it takes at
 most in the same instant does not count. (Where the two peaks are at different times that is more than
 was there beside the weights.) A checkpoint is in the page cache before it is read back: pages of files
-that are only read the kernel drops when it wants the memory; cold, they would be counted once more.
+that are only read the kernel drops when it wants the memory; cold, they would be counted once more. So
+each leg but the first goes on a second time, from a checkpoint that is on the disk alone, in a cgroup
+that is limited to what the bound leaves it: it lives there, or the kernel kills it.
 
     python tests/simgpu/larger.py --out docs/proof/larger.json [ROW …]
 """
@@ -103,6 +105,7 @@ def ranks(
         used = "usage_in_bytes" if "limit_in_bytes" in group.limit else "current"
         environ = {**environ, "CGROUP_USED": str(group.folder / f"memory.{used}")}
         environ["CGROUP_PEAK"] = str(group.folder / group.peak)
+        environ["CGROUP_LIMIT"] = str(group.folder / group.limit)
         command = [sys.executable, "-c", ENTER, str(group.folder / "cgroup.procs"), *command]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
@@ -203,9 +206,11 @@ def with_host(library: str, name: str, model: Told, room_bytes: int) -> Told:
     if model is MANY:  # what an offload leaves on the host is more than a part of a model
         legs = [one for one in legs if "offload" not in one]
     given = {"host": True, "limit_bytes": room_bytes}
-    row = trained(library, size, optimizer, [legs[0], *legs], **given, model=model)
-    assert row["host"], "no memory cgroup can be made here"
-    narrow = trained(library, size, optimizer, [legs[0], *legs], **given, model=model | {"dim": 8})
+    legs = [legs[0], *legs]
+    narrow = trained(library, size, optimizer, legs, **given, model=model | {"dim": 8})
+    assert narrow["host"], "no memory cgroup can be made here"
+    taken = [told[0]["held"]["resume"]["host"] - narrow["weights"] for told in narrow["legs"]]
+    row = trained(library, size, optimizer, legs, **given, model=model, narrow=taken)
     for ours, theirs in zip(row["legs"], narrow["legs"], strict=True):
         for instant, held in ours[0]["held"].items():
             held["narrow"] = theirs[0]["held"][instant]["host"] - narrow["weights"]
@@ -226,6 +231,8 @@ def short(row: Told) -> Told:
         }
         expected = row["losses"][3 * n : 3 * n + 3]
         off = max(abs(a / b - 1) for a, b in zip(told[0]["losses"], expected, strict=True))
+        if "cold" in told[0]:
+            held["resume"]["cold, limited to"] = round(told[0]["cold"] / mib, 2)
         for name in ("build", "resume") if row["host"] else ():
             held[name]["host bound"] = round(_most_on_host(name, told, row) / mib, 2)
         legs.append(
@@ -274,6 +281,7 @@ def check(row: Told) -> None:
             assert max(held["reserved"] for held in one["held"].values()) <= row["limit"], where
         for name in ("build", "resume") if row["host"] and n else ():
             held = told[0]["held"][name]
+            assert told[0]["cold"] > 0
             most = _most_on_host(name, told, row)
             assert held["host"] - held["narrow"] <= most, (name, most, told[0]["layout"], held)
 

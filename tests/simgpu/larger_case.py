@@ -96,6 +96,29 @@ class Host:
         self.world.barrier()
         return int(os.pread(self.descriptor, 64, 0))
 
+    @contextmanager
+    def within(self, more_bytes: int) -> Iterator[None]:
+        """Let the processes have so much more inside than they hold now; the kernel kills them else.
+
+        Pages of files that are on a disk do not count as held: it drops them for others.
+        """
+        trim_heap()
+        self.world.barrier()
+        limit = Path(os.environ["CGROUP_LIMIT"])
+        if self.world.is_first:
+            stat = (self.used.parent / "memory.stat").read_text().split()
+            told = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+            on_disk = told["cache" if "cache" in told else "file"] - told["shmem"]
+            limit.write_text(str(int(self.used.read_text()) - on_disk + more_bytes))
+        self.world.barrier()
+        try:
+            yield
+        finally:
+            self.world.barrier()
+            if self.world.is_first:
+                limit.write_text(str(2**40))
+            self.world.barrier()
+
 
 def _devices_from(path: Path, world: World) -> None:
     """Let this rank's simulated device lie in its part of a file.
@@ -186,6 +209,15 @@ def read_through(folder: Path) -> None:
                     pass
 
 
+def drop_cached(folder: Path) -> None:
+    """Let go of all pages of a folder's files in the page cache."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def left(run: Any) -> None:
     """All of `run.close` but leaving the world."""
     for part in (run.saving, run.touched, run.guard):
@@ -232,6 +264,8 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
             read_through(folder / "checkpoints")
         with instants.during("resume"):
             told["resumed"] = run.restore()
+        if host and number and asked.get("narrow"):  # once more, cold, in what it may have
+            told["cold"] = cold(run, host, folder, told, asked["narrow"][number])
     losses: list[float] = []
     with instants.during("train"):
         for batch in run.loader(Tokens()):
@@ -249,6 +283,20 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
         told["exported apart"] = apart(run, out)
     left(run)
     return {**told, "losses": losses, "held": instants.held}
+
+
+def cold(run: Any, host: Host, folder: Path, told: dict[str, Any], narrow_bytes: int) -> int:
+    """Go on from a checkpoint that is on the disk alone; gives what the node had for it, in bytes.
+
+    narrow_bytes   what a narrow model took
+    """
+    of_all = sum(run.world.gather_json(told["share"]))
+    more_bytes = narrow_bytes + of_all + told["unit"]
+    if run.world.is_first:
+        drop_cached(folder)
+    with host.within(more_bytes):
+        assert run.restore()
+    return more_bytes
 
 
 def main() -> None:
