@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,30 +110,28 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
+def _named(device: torch.device, index: int | None = None) -> str:
+    kind = device.type
+    return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+
+
 class _Accelerator:
     """What scripts ask `get_accelerator()`."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("device_name", "current_device_name"):
+            return partial(_named, self.current_device())
         found = getattr(torch.accelerator, name, None) or getattr(torch.cuda, name, None)
         if found is None:
             raise AttributeError(f"get_accelerator().{name} is not answered by Shoal")
         return found
-
-    def device_name(self, index: int | None = None) -> str:
-        """cpu, or cuda and the like, with a number where one is asked for."""
-        kind = self.current_device().type
-        return kind if index is None or kind == "cpu" else f"{kind}:{index}"
-
-    current_device_name = device_name
 
     def current_device(self) -> torch.device:
         """The device of this process."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def set_device(self, index: int) -> None:
-        """Use a device from here on."""
-        if self.current_device().type != "cpu":
-            torch.accelerator.set_device_index(index)
+        """Nothing: a process gets its device where the processes meet."""
 
     def communication_backend_name(self) -> str:
         """nccl on CUDA, else gloo."""

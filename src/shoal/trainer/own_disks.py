@@ -54,9 +54,9 @@ def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]
     Gives    its step; None where there is none, or none of that step
     Errors   as `bring_newest`
     """
-    world, emit = run.program.world, run.recorder.events.emit
-    if world.messages.type != "cpu":  # an adopted group that carries nothing of the host's
-        world = run.saving.prepare().world
+    own, emit = run.program.world, run.recorder.events.emit
+    # An adopted group of NCCL alone carries nothing of the host's.
+    world = own if own.messages.type == "cpu" else run.saving.prepare().world
     # Of another folder than the run's, which all may see, nobody lacks anything.
     root, keepers = folder / "checkpoints", world.keepers
     found = bring_newest(root, keepers, world, emit, only)
