@@ -102,7 +102,7 @@ def test_a_rank_that_fails_is_named_and_the_run_comes_back(
     nothing_left(run)
 
 
-def test_a_process_that_leaves_with_status_0_has_not_come_to_its_end(tmp_path: Path) -> None:
+def test_a_process_that_leaves_quietly_has_not_come_to_its_end(tmp_path: Path) -> None:
     asked = {"kind": "leaves", "place": "data", "rank": 0}
     run = command(tmp_path, asked, "launch.processes=1", "launch.restarts=0")
     code, output = run.finish()
