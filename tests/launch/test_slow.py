@@ -161,6 +161,21 @@ def test_parts_in_which_ranks_have_other_work_are_not_compared(
     assert run.named() == [(1, "data")]
 
 
+def test_the_short_last_step_of_an_epoch_hides_no_slow_rank(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    """Every sixth step leaves a rank fewer micro-batches: it says nothing of it, the others do."""
+    run = ranks(3)
+
+    def short(step: int, rank: int, part: int) -> float:
+        if part == UPDATE and step % 6 == 0:
+            run.pages[rank].unlike((DATA, PASSES, BACKWARD))
+        return 0.05 * ((rank, part) == (1, DATA))
+
+    run.run(49, short)
+    assert run.named() == [(1, "data")]
+
+
 STAGES_S = ((2, PASSES), (2, BACKWARD))
 """Where the stage that has most to do has it; others wait for it from the first step on."""
 

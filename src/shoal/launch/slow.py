@@ -18,8 +18,8 @@ time to spare eats that first.
 In two windows in a row it is told, once; again only after it was like the others for as long. One
 long step changes no median, and where all ranks are disturbed alike none waits least for it.
 
-Limits   ranks of this machine only · the sum over ranks is taken for waiting, whole · a pipeline's
-         stages, and ranks with unequal numbers of micro-batches, are not compared where that counts
+Limits   ranks of this machine only · the sum over ranks is taken for waiting, whole · steps in which
+         ranks have unequal numbers of micro-batches are not compared where that counts
          · on a GPU the host's time counts: kernels that are slow are waited for in the sum, unseen
          · what takes long in fewer than half of the steps is not told
 """
@@ -88,6 +88,7 @@ def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> l
                 extra_s = median(
                     step[rank][part] - median(step[other][part] for other in others)
                     for step in window
+                    if all(row[part] == row[part] for row in step)
                 )
                 waited = least and waited_s > WAITED * extra_s
                 waited = waited or (bool(differ) and rose_s > WAITED * extra_s)
@@ -104,14 +105,17 @@ def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> l
 def usual_of(
     window: Sequence[Sequence[Row]], middle: Callable[[list[float]], float] = median
 ) -> Usual:
-    """The median of each rank's steps, part by part; NaN where one of them is."""
+    """The median of each rank's steps, part by part; NaN where more than half of them are.
 
-    def of(values: Iterable[float]) -> float:
-        known = [abs(one) for one in values]
-        return math.nan if any(one != one for one in known) else middle(known)
+    An epoch's short last step, in which some rank has fewer micro-batches, says nothing of a part.
+    """
+
+    def of(values: Sequence[float]) -> float:
+        known = [abs(one) for one in values if one == one]
+        return middle(known) if 2 * len(known) > len(values) else math.nan
 
     ranks, parts = range(len(window[0])), range(WAIT + 1)
-    return [[of(step[rank][part] for step in window) for part in parts] for rank in ranks]
+    return [[of([step[rank][part] for step in window]) for part in parts] for rank in ranks]
 
 
 def _met(row: Row) -> Row:
