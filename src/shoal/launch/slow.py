@@ -19,7 +19,8 @@ In two windows in a row it is told, once; again only after it was like the other
 long step changes no median, and where all ranks are disturbed alike none waits least for it.
 
 Limits   ranks of this machine only · the sum over ranks is taken for waiting, whole · steps in
-         which ranks have unequal numbers of micro-batches are not compared where that counts · on a GPU the host's time counts: kernels that are slow are waited for in the sum, unseen
+         which ranks have unequal numbers of micro-batches are not compared where that counts · on a
+         GPU the host's time counts: kernels that are slow are waited for in the sum, unseen
          · what takes long in fewer than half of the steps is not told
 """
 
