@@ -4,19 +4,25 @@ python engine_case.py STAGE
 """
 
 # ruff: noqa: I001
+import shoal
 import shoal.neighbours.deepspeed as deepspeed
 
 import copy
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 STAGE = int(sys.argv[1])
 ACCUMULATE, MICRO, LR, WARM = 3, 2, 0.01, 4
+
+
+BOTH = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
 class Model(nn.Module):
@@ -35,7 +41,7 @@ def config(size: int, **more: object) -> dict[str, object]:
         "gradient_clipping": 0.5,
         "optimizer": {"type": "Adam", "params": {"lr": LR, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": WARM}},
-        "zero_optimization": {"stage": STAGE},
+        "zero_optimization": {"stage": STAGE, **(BOTH if STAGE == 3 else {})},
         **more,
     }
 
@@ -120,6 +126,10 @@ def main() -> None:
     for name, value in alone.state_dict().items():
         assert torch.allclose(weights[name], value, atol=2e-6), name
     assert engine.get_global_grad_norm() > 0
+    refuses = pytest.raises(shoal.ConfigError, match="module_state_dict")
+    gathered = deepspeed.zero.GatheredParameters(engine.module.parameters())
+    with refuses if STAGE == 3 else nullcontext(), gathered:
+        pass
     assert engine.get_lr() == [scheduler.get_last_lr()[0]]
 
     # Checkpoints: by step, by name; what a script keeps of its own comes back.

@@ -31,3 +31,35 @@ def test_it_finds_what_accelerate_finds(programs: Any, tmp_path: Path, case: str
         ours, theirs = ours[:-again], theirs[:-again]
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert mine == pytest.approx(other, rel=RELATIVE), number
+
+
+AFTER = """
+import json
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(log_with="all", project_dir="logs", kwargs_handlers=["one"])
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+accelerator.init_trackers("mine")
+for step in range(2):
+    accelerator.backward(model(torch.ones(4, 2)).mean())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    accelerator.log({"lr": schedule.get_last_lr()[0]}, step=step)
+accelerator.print("done", 1, sep="-", end="!")
+accelerator.end_training()
+"""
+
+
+def test_a_schedule_made_after_prepare_and_what_is_logged(programs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LINE + AFTER)
+    ended = programs.run("train.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    logged = [json.loads(line) for line in (tmp_path / "logs" / "log.jsonl").open()]
+    assert logged == [{"step": 0, "lr": 0.5}, {"step": 1, "lr": 0.25}]
+    assert ended.stdout == "done-1!"
+    assert "kwargs_handlers: what it sets is not read" in ended.stderr
+    assert "values of log go to logs/log.jsonl" in ended.stderr

@@ -8,12 +8,13 @@ ones do not suffice, schedules that step once per process. Source: accelerate 1.
 from __future__ import annotations
 
 import functools
-import logging
+import json
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import getLogger  # `accelerate.logging` takes the module's name
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,11 @@ class Prepared(nn.Module):
         return self.module.state_dict(*args, **named)
 
 
-class PreparedOptimizer:
-    """An optimizer whose step ends a step of the run, at the end of an accumulation."""
+class PreparedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step ends a step of the run, at the end of an accumulation.
+
+    Groups, state and defaults are those of the script's own; torch's schedules take it as one.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
         self.optimizer, self.accelerator = optimizer, accelerator
@@ -85,7 +89,15 @@ class PreparedOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
 
-    def step(self, closure: Any = None) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """As the script's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As the script's own."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
         """Update the weights, where gradients are summed now."""
         if closure is not None:
             raise ConfigError("optimizer.step(closure): the run calls no closure; nearest: AdamW")
@@ -193,6 +205,11 @@ class Accelerator:
         self.is_last_process = self.process_index == self.num_processes - 1
         self.use_distributed = self.num_processes > 1
         self.state = self
+        unread = {"kwargs_handlers": kwargs_handlers, "rng_types": rng_types}
+        unread["fsdp_plugin"] = fsdp_plugin
+        for name, value in unread.items():
+            if value:
+                self._tell(f"{name}: what it sets is not read; layouts and formats are the plan's")
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Each object as the script is to use it, in the order given."""
@@ -240,7 +257,8 @@ class Accelerator:
     def optimizers_of(self, scheduler: Any) -> list[PreparedOptimizer]:
         """Those whose rate a schedule sets; all, where that is not known."""
         its = getattr(scheduler, "optimizer", None)
-        return [one for one in self.optimizers if one.optimizer is its] or self.optimizers
+        own = [one for one in self.optimizers if its in (one, one.optimizer)]
+        return own or self.optimizers
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Gradients of a loss, divided by the accumulation, for every model that ran."""
@@ -252,7 +270,8 @@ class Accelerator:
                 "accelerator.backward: one loss of two prepared models: their runs cannot tell "
                 "whose pass it is; nearest: both in one nn.ModuleList, prepared with one optimizer"
             )
-        begun[0].backward(loss, share=1.0 / self.gradient_accumulation_steps, **named)
+        share = 1.0 / self.gradient_accumulation_steps
+        begun[0].backward(loss, share=share, last=False, **named)  # another may come
 
     @contextmanager
     def accumulate(self, *_models: Any) -> Iterator[None]:
@@ -316,7 +335,8 @@ class Accelerator:
     def print(self, *values: object, **named: Any) -> None:
         """A line on standard output, from the first process of this machine."""
         if self.is_local_main_process:
-            print(*values, **named)  # noqa: T201  # a script's own output
+            file, end = named.get("file") or sys.stdout, named.get("end", "\n")
+            file.write(named.get("sep", " ").join(map(str, values)) + end)
 
     def unwrap_model(self, model: Any, *_args: Any, **_named: Any) -> nn.Module:
         """The user's own module."""
@@ -364,15 +384,22 @@ class Accelerator:
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Tell where the values of `log` go."""
-        if self.log_with is not None and self.models and self.models[0].loop:
-            said = f"accelerate: log_with = {self.log_with}: values of log go to the log of shoal"
-            self.models[0].loop.run.recorder.notice(said)
+        self._tell(f"log_with = {self.log_with}: values of log go to {self._log_file()}")
 
     def log(self, values: dict[str, Any], step: int | None = None, **_named: Any) -> None:
-        """Log values, from the first process."""
+        """Add a line of JSON to a file, from the first process."""
         if self.is_main_process:
-            shown = ", ".join(f"{name}={value}" for name, value in values.items())
-            logging.getLogger("shoal").info("step %s: %s", step, shown)
+            with self._log_file().open("a") as file:
+                file.write(json.dumps({"step": step, **values}, default=float) + "\n")
+
+    def _log_file(self) -> Path:
+        folder = Path(self.project_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "log.jsonl"
+
+    def _tell(self, line: str) -> None:
+        if self.is_main_process:
+            getLogger("shoal").warning("accelerate: %s", line)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save these with every state: what has `state_dict` and `load_state_dict`."""
@@ -468,7 +495,7 @@ stand_in.answer(
     sys.modules[__name__],
     {
         "utils": _utils,
-        "logging": {"get_logger": lambda name, log_level=None: logging.getLogger(name)},
+        "logging": {"get_logger": lambda name, log_level=None: getLogger(name)},
         "data_loader": {"skip_first_batches": skip_first_batches},
     },
 )

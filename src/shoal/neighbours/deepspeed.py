@@ -87,8 +87,14 @@ class _Init:
 
 
 @contextmanager
-def _gathered(*_parameters: Any, **_named: Any) -> Iterator[None]:
-    """`zero.GatheredParameters`, before `initialize`, where weights are whole."""
+def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
+    """`zero.GatheredParameters`, where weights are whole; the parts of stage 3 are refused."""
+    held = [params] if isinstance(params, torch.Tensor) else list(params)
+    if any(hasattr(one, "device_mesh") for one in held):
+        raise ConfigError(
+            "zero.GatheredParameters: after initialize a rank holds parts of stage 3's weights; "
+            "nearest: before initialize, or engine.module_state_dict() to read them"
+        )
     yield
 
 
@@ -149,17 +155,42 @@ def _log_dist(message: str, ranks: Any = None, level: int = logging.INFO) -> Non
         logger.log(level, message)
 
 
-ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+def _adam(parameters: Any, decoupled: bool, bias_correction: bool, **named: Any) -> Any:
+    if not bias_correction:
+        raise ConfigError("bias_correction = False: torch's Adam always corrects; nearest: True")
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **named)
 
 
-def _cpu_adam(parameters: Any, *_args: Any, adamw_mode: bool = True, **named: Any) -> Any:
-    said = {key: value for key, value in named.items() if key in ADAM}
-    made = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-    return made(parameters, **{"lr": 1e-3, "weight_decay": 0.0, **said})
+def _cpu_adam(
+    model_params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> Any:
+    """`DeepSpeedCPUAdam`, in its order of arguments; states are always fp32 here."""
+    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _adam(model_params, adamw_mode, bias_correction, amsgrad=amsgrad, **named)
 
 
-def _fused_adam(parameters: Any, *args: Any, adam_w_mode: bool = True, **named: Any) -> Any:
-    return _cpu_adam(parameters, *args, adamw_mode=adam_w_mode, **named)
+def _fused_adam(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> Any:
+    """`FusedAdam`, in its order of arguments."""
+    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _adam(params, adam_w_mode, bias_correction, amsgrad=amsgrad, **named)
 
 
 def _local_rank() -> int:

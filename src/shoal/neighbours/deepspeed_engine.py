@@ -110,18 +110,10 @@ def installed() -> str:
 def _policies(settings: Settings) -> dict[str, Any]:
     """What else a run is told."""
     told: dict[str, Any] = {"clip": settings.clip}
-    offload = [
-        name
-        for name, wanted in {
-            "optimizer": settings.offload_optimizer,
-            "parameters": settings.offload_parameters,
-        }.items()
-        if wanted
-    ]
-    if offload:
-        told["offload"] = ",".join(offload)
-        if settings.offload_to != "host":
-            told["offload_to"] = settings.offload_to
+    if settings.offload_parameters or settings.offload_optimizer:
+        # Where parameters wait elsewhere, the optimizer's states do so too.
+        told["offload"] = "parameters" if settings.offload_parameters else "optimizer"
+        told["offload_to"] = settings.offload_to
     if settings.reduce:
         told["reduce"] = settings.reduce
     return told
@@ -173,7 +165,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = run.model
         self.run, self.settings, self.lr_scheduler = run, settings, schedule
-        self.loop = FreeLoop(run, settings.accumulate)
+        self.loop = FreeLoop(run)
         self.optimizer = run.optimizer
         self.training_dataloader: Loader | None = None
         self.micro_steps = self.skipped_steps = 0
@@ -200,7 +192,8 @@ class Engine(nn.Module):
     ) -> torch.Tensor:
         """Gradients of a loss, divided by the accumulation; gives the loss so divided."""
         share = 1.0 / self.settings.accumulate if scale_wrt_gas else 1.0
-        self.loop.backward(loss, share=share, retain_graph=retain_graph)
+        last = self.is_gradient_accumulation_boundary()
+        self.loop.backward(loss, share=share, last=last, retain_graph=retain_graph)
         return loss.detach() * share
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -17,28 +17,22 @@ from shoal.trainer.step import StepResult
 class FreeLoop:
     """The steps of a run, made pass by pass.
 
-    accumulate   backward passes of a step, 0: not known ahead · made  those of this step until now
-    last         what the last update did; None before the first
+    last   what the last update did; None before the first
     """
 
-    def __init__(self, run: Run, accumulate: int = 0) -> None:
-        self.run, self.accumulate = run, accumulate
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.last: StepResult | None = None
-
-    @property
-    def made(self) -> int:
-        """Backward passes of the step under way."""
-        return self.run.free.count if self.run.free is not None else 0
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; in training, as a pass of the step under way."""
         return self._passes().forward(*inputs, **named)
 
-    def backward(self, loss: torch.Tensor, *, share: float, retain_graph: bool = False) -> None:
-        """Add the gradients of `share` of a loss of the micro-batch at hand."""
-        passes = self._passes()
-        last = passes.count == self.accumulate - 1
-        passes.backward(loss, share=share, last=last, retain_graph=retain_graph)
+    def backward(
+        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+    ) -> None:
+        """Add the gradients of `share` of a loss; `last`: no pass of this step comes after it."""
+        self._passes().backward(loss, share=share, last=last, retain_graph=retain_graph)
 
     def norm(self) -> float:
         """Sum gradients over ranks; gives the norm of the mean gradient. Every rank calls it."""

@@ -13,7 +13,6 @@ are the process's own, in the order in which the loop draws from them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +24,7 @@ from shoal.base import phases
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.micro_batch import MicroBatch, prepared
+from shoal.trainer.own_passes import described, nobody
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
 
 
@@ -48,7 +48,7 @@ class FreePasses:
             )
         self.program, self.step, self.count = replace(program, keyed=None), step, 0
         self._flags, self._scale = flags, scale
-        _, self._sums = begin_passes(program, [], _nobody, step, 0, None, "single", scale)
+        _, self._sums = begin_passes(program, [], nobody, step, 0, None, "single", scale)
         self._at: MicroBatch | None = None
         self._sent, self._tally = False, cast("Tally | None", None)
         self._around = ExitStack()
@@ -71,7 +71,8 @@ class FreePasses:
         Errors  ConfigError for a loss that has dims, or no gradient
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            raise ConfigError(f"backward: a loss with a gradient is wanted, got {_told(loss)}")
+            got = described(loss, "loss.mean()")
+            raise ConfigError(f"backward: a loss with a gradient is wanted, got {got}")
         if self._sent:
             raise ConfigError(
                 "backward: gradients of this step are on their way already, by the pass before, "
@@ -112,7 +113,7 @@ class FreePasses:
             data = self.program.data
             index = self.count * data.size + data.rank
             self._at = MicroBatch(
-                self.program, _nobody, self.step, index, None, "single", self._scale, self._sums
+                self.program, nobody, self.step, index, None, "single", self._scale, self._sums
             )
             self._around.enter_context(self._at.entered())
         return self._at
@@ -120,16 +121,3 @@ class FreePasses:
     def _leave(self) -> None:
         self._at = None
         self._around.close()
-
-
-def _nobody(_outputs: Any, _targets: Any) -> Any:
-    """No loss: it is the loop's."""
-    return math.nan
-
-
-def _told(loss: Any) -> str:
-    if not isinstance(loss, torch.Tensor):
-        return type(loss).__name__
-    if loss.dim():
-        return f"a tensor of shape {list(loss.shape)}; nearest: loss.mean()"
-    return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

@@ -76,7 +76,7 @@ class OwnPasses:
         self._flags, self._is_first = flags, is_first
         self._own = len(micro_batches)
         self._ready, self._sums = begin_passes(
-            program, micro_batches, _nobody, step, rounds, spare, "single", scale
+            program, micro_batches, nobody, step, rounds, spare, "single", scale
         )
         self._at: MicroBatch | None = None
         self._count: torch.Tensor | None = None
@@ -125,7 +125,8 @@ class OwnPasses:
                 "run.micro_batches(batch), once for each loss"
             )
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {_told(loss)}")
+            got = described(loss, "loss.sum()")
+            raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {got}")
         if self._is_first and count is not None:
             refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
         total = one.weighed(loss, self._counted(loss, count))
@@ -222,14 +223,15 @@ NONE = -1.0
 """What a rank says of its calls that has no micro-batch."""
 
 
-def _nobody(_outputs: Any, _targets: Any) -> Any:
-    """No loss: it is the user's."""
+def nobody(_outputs: Any, _targets: Any) -> Any:
+    """Stand in for a loss where it is the user's loop that has one."""
     return math.nan
 
 
-def _told(loss: Any) -> str:
+def described(loss: Any, near: str) -> str:
+    """Say what is given as a loss and is none; `near`: what makes one of a tensor with dims."""
     if not isinstance(loss, torch.Tensor):
         return type(loss).__name__
     if loss.dim():
-        return f"a tensor of shape {list(loss.shape)}; nearest: loss.sum()"
+        return f"a tensor of shape {list(loss.shape)}; nearest: {near}"
     return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"
