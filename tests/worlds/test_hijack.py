@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import stranger
+from netns import FORBIDDEN, skip
 
 RIGHT = "sum [2.0, 2.0, 2.0]"
 
@@ -14,6 +15,8 @@ def tried(programs: Any, how: str) -> list[Any]:
     """What both ranks said when the stranger was in, after tries in which he came too late."""
     stranger.needed("a stranger in a connection of gloo's")
     done = programs.run("worlds/hijack_case.py", how, timeout=120)
+    if done.returncode == FORBIDDEN:
+        skip("a stranger in a connection of gloo's", done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
     *late, last = json.loads(done.stdout)
     assert all(one["said"] == RIGHT for answers in late for one in answers), late

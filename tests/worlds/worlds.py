@@ -150,6 +150,7 @@ class Members:
             ready = select.select(list(waiting), [], [], max(0.0, left_s))[0]
             if not ready:
                 errors = [a["error"] for a in answers.values() if "error" in a]
+                self.kill()  # else the next test's deadline would pass in the same world
                 raise Failed(f"ranks {sorted(waiting.values())} silent for {deadline_s} s {errors}")
             for channel in ready:
                 text = channel.lines.readline()
