@@ -153,7 +153,7 @@ def fit(model, strategy="shoal", **more):
     print("fit")
 
 for attempt in (
-    lambda: fit(Model(hand=True)), lambda: fit(Model(optimizers=2)), lambda: fit(Own()),
+    lambda: fit(Model(hand=True)), lambda: fit(Model(optimizers=0)), lambda: fit(Own()),
     lambda: fit(Model(), precision="bf16-true"), lambda: ShoalStrategy(layout="pp"),
     lambda: ShoalStrategy(layout={"tp": 2}), lambda: ShoalStrategy(find_unused_parameters=True),
     lambda: ShoalStrategy(recomput="full"),
@@ -166,7 +166,7 @@ for attempt in (
 """
 SAID = [
     "ConfigError LightningModule.automatic_optimization = False: a run makes each step whole",
-    "ConfigError configure_optimizers: 2 optimizers; a run steps one; nearest: one",
+    "ConfigError configure_optimizers: no optimizer that steps a weight; nearest: one",
     "ConfigError LightningModule.backward is overridden",
     "ConfigError Trainer(precision='bf16-true'): weights are stepped in fp32; nearest: bf16-mixed",
     "ConfigError ShoalStrategy(layout='pp')",

@@ -124,10 +124,10 @@ class _Methods:
                 "LightningModule.backward is overridden: gradients of a pass are the run's; "
                 "nearest: leave it out, and give training_step's loss the factor"
             )
-        if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+        if not any(group["params"] for one in optimizers for group in one.param_groups):
             raise ConfigError(
-                f"configure_optimizers: {len(optimizers)} optimizers; a run steps one; nearest: "
-                f"one, with a parameter group for each"
+                "configure_optimizers: no optimizer that steps a weight; nearest: one, over "
+                "self.parameters()"
             )
         self._begin(optimizers[0], compute)
 
