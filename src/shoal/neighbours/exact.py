@@ -66,8 +66,8 @@ def _found(node: Any) -> torch.Tensor | None:
         inputs = [one for one, _ in node.next_functions if one is not None]
         if kind == "Add" and len(inputs) == 2:
             first, second = map(_found, inputs)
-            both = first is not None and second is not None
-            return first if both and torch.equal(first, second) else None
+            same = first is not None and second is not None and torch.equal(first, second)
+            return first if same else None
         if kind not in FACTORS or len(inputs) != 1:
             return None
         node = inputs[0]
@@ -120,7 +120,8 @@ def _noting(
             else:
                 found = count(said)
         if found is not None:
-            loss.grad_fn.metadata[KEY] = found
+            kept: Any = loss.grad_fn.metadata  # a dict, whatever its type says
+            kept[KEY] = found
         return loss
 
     return noting
