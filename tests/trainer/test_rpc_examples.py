@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from forks import Forks
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "rpc"
 SAID = "Not part of Shoal: RPC runs its peers' pickles by design"
 
 
-def listening(group: int) -> set[str]:
-    """Addresses, in /proc's hexadecimal, on which processes of a group wait for connections."""
-    sockets, found = set(), set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(folder.name)) == group:
-                sockets |= {os.readlink(one) for one in (folder / "fd").iterdir()}
-        except OSError:
-            continue
+def listening(pid: int) -> set[str]:
+    """Addresses, in /proc's hexadecimal, on which a process and its children wait."""
+    sockets: set[str] = set()
+    found, pids = set(), [pid]
+    for one in pids:
+        folder = Path("/proc", str(one))
+        with suppress(OSError):  # it has ended
+            pids += [int(child) for child in (folder / f"task/{one}/children").read_text().split()]
+            for path in (folder / "fd").iterdir():
+                with suppress(OSError):  # it was closed
+                    sockets.add(os.readlink(path))
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             row = line.split()
@@ -36,25 +40,17 @@ def listening(group: int) -> set[str]:
     return found
 
 
-def run(name: str) -> tuple[float, set[str]]:
+def run(programs: Forks, name: str) -> tuple[float, set[str]]:
     """The loss that an example prints, and where it listened meanwhile."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(EXAMPLES / name)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    running = programs.start((str(EXAMPLES / name),), cwd=EXAMPLES)
     found: set[str] = set()
     end = time.monotonic() + 180
-    while process.poll() is None and time.monotonic() < end:
-        found |= listening(process.pid)
-        time.sleep(0.05)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    out, error = process.communicate()
-    assert process.returncode == 0, error[-2000:]
+    while running.poll() is None and time.monotonic() < end:
+        found |= listening(running.pid)
+        time.sleep(0.02)
+    running.kill()
+    out, error = running.communicate()
+    assert running.returncode == 0, error[-2000:]
     told = re.match(r"loss (\S+) after", out)
     assert told, out
     return float(told[1]), found
@@ -98,12 +94,15 @@ def piped() -> float:
     ("name", "alone"), [("parameter_server.py", served), ("pipeline.py", piped)]
 )
 def test_it_computes_what_one_process_does_and_listens_on_this_machine_alone(
-    name: str, alone: object
+    programs: Forks, name: str, alone: Callable[[], float]
 ) -> None:
-    assert callable(alone)
-    loss, where = run(name)
-    assert loss == pytest.approx(alone(), rel=1e-5)
-    assert where == {"0100007F"}, "127.0.0.1, and that was seen"
+    for _ in range(3):  # a busy machine may look away while it listens
+        loss, where = run(programs, name)
+        assert loss == pytest.approx(alone(), rel=1e-5)
+        assert where <= {"0100007F"}, "127.0.0.1"
+        if where:
+            return
+    pytest.fail("it was never seen listening")
 
 
 def test_each_says_that_it_runs_pickles_and_is_not_part_of_shoal() -> None:
