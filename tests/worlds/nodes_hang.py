@@ -13,6 +13,7 @@ from typing import Any
 
 from cli_run import lines
 from elastic import HERE, Nodes, children, wait_for
+from shoal.launch.hung import GONE
 
 STEPS = 40
 LOOP = """
@@ -74,9 +75,11 @@ def on_two_nodes(folder: Path, asked: dict[str, Any], *, own: bool = False) -> d
             metrics = [one / "metrics.jsonl" for one in folders]
             wait_for(lambda: any(m.exists() and len(lines(m)) > 9 for m in metrics), 120, said)
             nodes.net.cut(node_of(asked["rank"]))
+            wait_for(lambda: GONE in nodes.said(1 - node_of(asked["rank"])), 60, said)
         ends = asked["kind"] in (*ENDED, "none")
         if not ends:  # whoever is only busy is not ended
-            wait_for(hangs, 120, said)
+            if asked["kind"] != "down":
+                wait_for(hangs, 120, said)
             time.sleep(1.0)  # the line follows
         codes = [agent.wait(150) if ends else agent.poll() for agent in nodes.agents.values()]
         where = {rank: node_of(rank) for rank in (0, 1)}

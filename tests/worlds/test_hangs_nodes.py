@@ -1,6 +1,6 @@
 """A loop of the user's own on two nodes: who hangs is told from outside, and all start again.
 
-Every kind of hang on either node: tests/proof/nodes_hang.py. The same without torch:
+Every kind of hang on either node: tests/proof/hangs_nodes.py. The same without torch:
 tests/cli/test_beside.py.
 """
 
