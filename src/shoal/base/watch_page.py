@@ -230,25 +230,21 @@ class Told:
         return self.phases or part or "the start"
 
 
-class Watched:
-    """The reading end: one rank's page, made here; `path` is what its process is told.
+class PageRead:
+    """The reading end of a page, wherever its bytes lie.
 
-    Errors   OSError where there is no memory for it
+    memory   PAGE_BYTES of it · host  the machine of its rank
     """
 
-    def __init__(self, name: str) -> None:
-        self._file = _shared_file(name)
-        os.truncate(self._file, PAGE_BYTES)
-        self._memory = mmap.mmap(self._file, PAGE_BYTES)
-        # Of this process, which outlives the rank: nothing is left behind, whoever is killed.
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+    def __init__(self, memory: mmap.mmap | bytearray, host: str) -> None:
+        self.memory, self.host = memory, host
         self._requests = 0
 
     def read(self) -> Told:
         """What it says now."""
-        words = struct.unpack_from("=3qd12q", self._memory)
-        (length,) = struct.unpack_from("=H", self._memory, TEXT_AT)
-        raw = self._memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
+        words = struct.unpack_from("=3qd12q", self.memory)
+        (length,) = struct.unpack_from("=H", self.memory, TEXT_AT)
+        raw = self.memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
         last = words[LAST_BEGUN]
         return Told(
             live=words[PAGE] == FORMAT,
@@ -267,15 +263,15 @@ class Watched:
     def ask(self) -> None:
         """Ask the rank for its stacks."""
         self._requests += 1
-        struct.pack_into("=q", self._memory, 8 * ASKED, self._requests)
+        struct.pack_into("=q", self.memory, 8 * ASKED, self._requests)
 
     def answer(self) -> dict[str, Any] | None:
         """What it answered to the newest request; None while it has not."""
-        (answered,) = struct.unpack_from("=q", self._memory, 8 * ANSWERED)
+        (answered,) = struct.unpack_from("=q", self.memory, 8 * ANSWERED)
         if answered != self._requests or not self._requests:
             return None
-        (length,) = struct.unpack_from("=I", self._memory, ANSWER_AT)
-        raw = self._memory[ANSWER_AT + 4 : ANSWER_AT + 4 + length]
+        (length,) = struct.unpack_from("=I", self.memory, ANSWER_AT)
+        raw = self.memory[ANSWER_AT + 4 : ANSWER_AT + 4 + length]
         try:
             told = json.loads(raw)
         except ValueError:  # cut, or written by something else
@@ -288,11 +284,11 @@ class Watched:
         Those of a step under way have its number with a minus.
         """
         found = {}
-        for at in range(CALLS_AT, PAGE_BYTES, SLOT_BYTES):
-            step, length = struct.unpack_from("=qq", self._memory, at)
+        for at in range(CALLS_AT, STEPS_AT, SLOT_BYTES):
+            step, length = struct.unpack_from("=qq", self.memory, at)
             if step and step not in known:
-                lines = self._memory[at + 16 : at + 16 + length]
-                if struct.unpack_from("=qq", self._memory, at) == (step, length):
+                lines = bytes(self.memory[at + 16 : at + 16 + length])
+                if struct.unpack_from("=qq", self.memory, at) == (step, length):
                     found[step] = lines
         return found
 
@@ -301,13 +297,31 @@ class Watched:
 
         Signs as in the page.
         """
-        rows = ROW.iter_unpack(self._memory[STEPS_AT:PAGE_BYTES])
+        rows = ROW.iter_unpack(self.memory[STEPS_AT:PAGE_BYTES])
         return {row[0]: row[1:] for row in rows if row[0]}
 
     def close(self) -> None:
         """Give the memory back."""
+
+
+class Watched(PageRead):
+    """The reading end of one rank's page, made here; `path` is what its process is told.
+
+    Errors   OSError where there is no memory for it
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = _shared_file(name)
+        os.truncate(self._file, PAGE_BYTES)
+        self._whole = mmap.mmap(self._file, PAGE_BYTES)
+        super().__init__(self._whole, os.uname().nodename)
+        # Of this process, which outlives the rank: nothing is left behind, whoever is killed.
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        """Give the memory back."""
         with contextlib.suppress(BufferError):
-            self._memory.close()
+            self._whole.close()
         os.close(self._file)
 
 
