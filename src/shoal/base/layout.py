@@ -249,7 +249,7 @@ class Layout:
         'parameter-server (workers = 3, servers = 1, updates = bounded-stale, staleness = 6)'
         """
         workers = self.dp_replicate * self.dp_shard - self.servers
-        shown = {"workers": workers, "servers": self.servers}
+        shown: dict[str, int | str] = {"workers": workers, "servers": self.servers}
         shown |= {"updates": self.updates} if self.updates not in ("", "synchronous") else {}
         shown |= {"staleness": self.staleness} if self.staleness else {}
         return f"parameter-server ({', '.join(f'{key} = {value}' for key, value in shown.items())})"
