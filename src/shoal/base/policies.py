@@ -25,7 +25,8 @@ OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
 
 COMPILE = ("none", "blocks")
 REDUCTIONS = ("auto", "fp32", "bf16")
-COMPRESS = ("none", "int8", "powersgd", "topk")
+BY_NUMBER = ("int8", "one-bit")
+COMPRESS = ("none", *BY_NUMBER, "powersgd", "topk")
 SPLITS = ("whole", "column", "row")
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 CONTEXT = ("auto", "ring", "ulysses", "gather")
@@ -282,22 +283,24 @@ class CheckpointPolicy(KeepPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressPolicy:
-    """What gradients travel as between data ranks: none, int8, powersgd:RANK, topk:SHARE."""
+    """What gradients travel as: none, int8, one-bit, powersgd:RANK, topk:SHARE."""
 
     compress: str = "none"
-    """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
+    """what gradients travel as: none; int8, one-bit (ddp, zero1, zero2, fsdp); powersgd:RANK,
+    topk:SHARE (ddp)"""
 
 
 @dataclass(frozen=True)
 class Compression:
     """The method that `layout.compress` names, and its number; `Compression.parse(text)` reads one.
 
-    method   none, int8, powersgd, topk · rank  powersgd: columns of the two thin matrices
+    method   none, int8, one-bit, powersgd, topk
+    rank     powersgd: columns of the two thin matrices
     share    topk: share of the elements that a rank sends
     """
 
     method: str = "none"
-    """none, int8, powersgd, topk"""
+    """none, int8, one-bit, powersgd, topk"""
     rank: int = 4
     """powersgd: columns of the two thin matrices that stand for one gradient"""
     share: float = 0.01
@@ -547,7 +550,8 @@ def check_compress(
 
     text        as the user wrote it · ep  of the layout; above 1 nothing can be compressed
     strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
-                zero3, fsdp and hsdp carry none, zero1 and zero2 int8 alone; other words carry all
+                hsdp carries none, zero1, zero2, zero3 and fsdp those that code number by number;
+                other words carry all
     precision, reduce   the formats of matrix products and of sums: not fp16, not bf16
     Errors      ConfigError for a text that is no method; PlanError with the nearest right choice
     """
@@ -559,18 +563,17 @@ def check_compress(
             f"layout.compress = {text}: sums over all data-parallel ranks, and layout.ep = {ep} "
             f"sums experts over some; nearest: layout.compress=none"
         )
-    if strategy in ("zero3", "fsdp", "hsdp"):
-        nearest = "zero2" if method == "int8" else "ddp"
+    if strategy == "hsdp":
+        nearest = "fsdp" if method in BY_NUMBER else "ddp"
         raise PlanError(
-            f"layout.compress = {text}: {strategy} gathers weights and sums gradients unit by unit "
-            f"inside fully_shard, which cannot encode; nearest: layout.strategy={nearest}, or "
-            f"layout.compress=none"
+            f"layout.compress = {text}: hsdp sums its parts over replicas inside fully_shard, "
+            f"which cannot encode; nearest: layout.strategy={nearest}, or layout.compress=none"
         )
-    if strategy in ("zero1", "zero2") and method != "int8":
+    if strategy in ("zero1", "zero2", "zero3", "fsdp") and method not in BY_NUMBER:
         raise PlanError(
             f"layout.compress = {text}: {strategy} cuts gradients where no matrix ends and gives "
-            f"each rank its part only, which int8 alone can encode; nearest: layout.compress=int8, "
-            f"or layout.strategy=ddp"
+            f"each rank its part only, which codes number by number carry; nearest: "
+            f"layout.compress=int8, or layout.strategy=ddp"
         )
     if precision == "fp16":
         raise PlanError(

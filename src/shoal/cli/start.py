@@ -161,6 +161,11 @@ def settle_run(loaded: Loaded, processes: int | None) -> Plan:
         )
     plan = settle_layout(plan_of(config), asked_layout(section), chosen, parameters, machine)
     layout = plan.layout
+    if layout.servers and config.islands.on:
+        raise PlanError(
+            "layout.strategy = parameter-server: an island merges the weights that its ranks step, "
+            "and workers step none; nearest: layout.strategy=zero1, or islands.method=none"
+        )
     if not config.model.build and (
         found := count_blocks(config.model.name, config.model.arguments)
     ):

@@ -212,6 +212,7 @@ def _formats(run: Run) -> dict[str, str]:
         return " and ".join(sorted({dtype_of(tensor) for tensor in tensors}))
 
     stepped = names(one.parameter for one in run.program.local.values())
+    stepped = stepped or " and ".join(sorted({one.dtype for one in run.plan.buckets}))  # by others
     reduced = {"fp32": "float32", "bf16": "bfloat16"}.get(run.plan.sums, stepped)
     return {"read": names(run.model.parameters()), "stepped": stepped, "summed": reduced}
 
