@@ -50,7 +50,7 @@ for step in range(1, STEPS + 1):
     page.part(DATA)
     time.sleep(0.02)
     page.part(PASSES)
-    if step == TROUBLE_AT and rank == int(os.environ["MINE"]):
+    if eval(os.environ["WHEN"]):
         exec(os.environ["TROUBLE"])
     page.begun("all_reduce", 64)
     page.waits()
@@ -59,6 +59,10 @@ for step in range(1, STEPS + 1):
     page.stepped(step)
 page.leave()
 """
+DIFFER = r"""
+page.keep_calls(1, step, b"0:0,1\tall_reduce\t%d float32\thanging.py:%d" % (4 + rank, 7))
+"""
+SLOW = "time.sleep(0.02 * rank)"
 TROUBLES = {
     "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "its process is stopped (SIGSTOP)"),
     "lock": ("ctypes.PyDLL(None).sleep(60)", "Python does not answer: a call into C keeps"),
@@ -76,6 +80,7 @@ class TwoNodes:
         (folder / "meet").mkdir()
         self.disks = [folder / (f"disk{node}" if disks else "run") for node in (0, 1)]
         self.own, self.trouble, self.mine, self.folder = disks, trouble, mine, folder
+        self.when = f"(step, rank) == ({TROUBLE_AT}, {mine})"
         self.watches: list[subprocess.Popen[str]] = []
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.logs = [folder / f"node{node}.log" for node in (0, 1)]
@@ -96,9 +101,8 @@ class TwoNodes:
             at = at or told["at"]
         for rank in (0, 1):
             environ = {**os.environ, PAGE_VARIABLE: paths[rank], "RANK": str(rank)}
-            environ |= {"FOLDER": str(self.folder / "meet"), "MINE": str(self.mine)}
-            text = RANKS.replace("STEPS", str(STEPS)).replace("TROUBLE_AT", str(TROUBLE_AT))
-            words = [sys.executable, "-c", text]
+            environ |= {"FOLDER": str(self.folder / "meet"), "WHEN": self.when}
+            words = [sys.executable, "-c", RANKS.replace("STEPS", str(STEPS))]
             self.ranks.append(subprocess.Popen(words, env=environ | {"TROUBLE": self.trouble}))
         nodes = [
             {"ranks": [rank], "pids": [self.ranks[rank].pid], "host": f"host{rank}"}
@@ -244,3 +248,24 @@ def test_a_watch_that_has_ended_blames_nobody(nodes: TwoNodes, gone: int) -> Non
     host = "host1" if gone else "host0"
     assert line["text"].endswith(f"not watched from now on: the watch on {host} has ended")
     assert nodes.told(here) == []
+
+
+@pytest.mark.parametrize("nodes", [case("", 0)], indirect=True)
+def test_ranks_of_two_nodes_are_compared_as_those_of_one(nodes: TwoNodes) -> None:
+    """The one that is slow is told; unlike collectives end all, as their sums are wrong."""
+    nodes.trouble, nodes.when = (
+        SLOW + f"\nif step == 55:{DIFFER.replace(chr(10), chr(10) + ' ')}",
+        "1",
+    )
+    nodes.start()
+    nodes.wait("self.told(event='slow_rank')")
+    (slow,) = nodes.told(event="slow_rank")
+    assert (slow["rank"], slow["host"], slow["phase"]) == (1, "host1", "forward and backward")
+    nodes.wait("self.told(event='collectives_differ')")
+    (unlike,) = nodes.told(event="collectives_differ")
+    assert unlike["text"].startswith(
+        "step 55: rank 0 calls all_reduce of 4 float32 at hanging.py:7, rank 1 all_reduce of 5"
+    )
+    nodes.wait("all(one.poll() is not None for one in self.ranks)")
+    assert -signal.SIGKILL in [one.returncode for one in nodes.ranks]
+    assert nodes.told() == []

@@ -148,7 +148,7 @@ def main() -> int:
     token = str(asked["token"]).encode()
     watch.folder = folder or Path(os.devnull)
     if asked["number"] > 0:
-        if connection := _connect(tuple(asked["at"]), token):  # else node 0 says who has not come
+        if connection := _connect(tuple(asked["at"]), token, said):  # else node 0 says who is away
             number = asked["number"]
             follower = Follower(connection, number, nodes, watch.pages, ranks, teller.order)
             _follow(follower, ranks, teller, said)
@@ -228,10 +228,11 @@ def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input)
     follower.close()
 
 
-def _connect(at: tuple[str, int], token: bytes) -> Connection | None:
-    """Connect to node 0; None where it is not reached."""
+def _connect(at: tuple[str, int], token: bytes, said: Input) -> Connection | None:
+    """Connect to node 0; None where it is not reached, or this node's rank has ended."""
     until_s = time.monotonic() + JOIN_S
-    while (left_s := until_s - time.monotonic()) > 0:
+    while (left_s := until_s - time.monotonic()) > 0 and not said.ended:
+        said.look()
         try:
             made = socket.create_connection(at, timeout=left_s)
             return Connection(made, token, f"{at[0]}:{at[1]}")
