@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.units import bytes_text
-from shoal.base.watch_page import PARTS, Told
+from shoal.base.watch_page import PARTS
+from shoal.launch.page_reader import Told
 
 STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as the kernel calls them."""

@@ -43,10 +43,9 @@ from shoal.base.watch_page import (
     SLOTS,
     STEPS_AT,
     TEXT_AT,
-    PageRead,
-    Told,
 )
 from shoal.launch.hung import AWAY_S, GONE, Hang, Seen, kernel_state
+from shoal.launch.page_reader import PageRead, Told
 from shoal.launch.watch import AWAY_PATIENCE_S, EVERY_S, STEP, Watch, Watchable
 
 JOIN_S = 60.0

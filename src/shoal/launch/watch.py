@@ -29,8 +29,9 @@ from typing import Any, Protocol
 from shoal.base.events import Emit
 from shoal.base.lines import is_number, read_object
 from shoal.base.phases import DATA, HOOKS, NOWHERE
-from shoal.base.watch_page import PageRead, Told, Watched, can_watch
+from shoal.base.watch_page import can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
+from shoal.launch.page_reader import PageRead, Told, Watched
 from shoal.launch.slow import SlowRanks
 from shoal.launch.unlike import find_unlike
 
