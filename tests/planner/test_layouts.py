@@ -6,12 +6,13 @@ import json
 
 import pytest
 
+from shoal.base.compression import check_compress
 from shoal.base.degrees import BUILT_AXES, check_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout
 from shoal.base.plan import Plan
-from shoal.base.policies import TensorPolicy, check_compress
+from shoal.base.policies import TensorPolicy
 from shoal.base.schedules import (
     SCHEDULES,
     SPLIT_BACKWARD,
