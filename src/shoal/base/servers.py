@@ -42,6 +42,11 @@ def workers_of(layout: Layout) -> int:
     return layout.dp_replicate * layout.dp_shard - layout.servers
 
 
+def spare_ranks(layout: Layout) -> range:
+    """Ranks that the others go on without when they die: workers that no step waits for."""
+    return range(workers_of(layout) if layout.servers and free_running(layout) else 0)
+
+
 def text_of(layout: Layout) -> str:
     """Write a server's layout as `Layout.text` does.
 
