@@ -40,7 +40,11 @@ def refused(strategy: str, degrees: dict[str, int], processes: int, **given: obj
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("single", "dp")])
+NO_DEGREES = ("single", "dp", "parameter-server")
+"""Strategies that are no degrees of axes; of the last, tests/base/test_servers.py."""
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in NO_DEGREES])
 @pytest.mark.parametrize("processes", [4, 8])
 def test_a_name_and_its_degrees_are_the_same_layout(name: str, processes: int) -> None:
     layout = expand(name, processes)

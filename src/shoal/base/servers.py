@@ -42,6 +42,11 @@ def workers_of(layout: Layout) -> int:
     return layout.dp_replicate * layout.dp_shard - layout.servers
 
 
+def spare_ranks(layout: Layout) -> range:
+    """Ranks that the others go on without when they die: workers that no step waits for."""
+    return range(workers_of(layout) if layout.servers and free_running(layout) else 0)
+
+
 def words_of_servers(layout: Layout) -> dict[str, Any]:
     """Spell a server's layout out as keys of [layout], as `settle.words_of` does."""
     keys = ("servers", "updates", "staleness")

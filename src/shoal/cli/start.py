@@ -22,6 +22,7 @@ from shoal.base.islands import IslandsPolicy
 from shoal.base.lines import read_object
 from shoal.base.plan import Plan
 from shoal.base.schedules import check_stages
+from shoal.base.servers import spare_ranks
 from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find, read_manifest
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
@@ -321,6 +322,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 patience_s=config.launch.patience_s,
                 grace_s=config.launch.grace_s,
                 steps_to_save=2 + (config.islands.period if config.islands.on else 0),
+                spare=spare_ranks(prepared.plan.layout),
             )
         finally:
             view.finish()

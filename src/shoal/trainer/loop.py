@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     """
     config = load(folder / "run.toml").config
     world = world or start_world()
+    if config.layout.updates not in ("", "synchronous"):
+        return _served(config, folder, world, prove)
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
     previous = _stop_on_signal(run)
     phases.part(phases.NOWHERE)  # a proof's steps are over, and the first batch may take long
@@ -107,11 +110,7 @@ def _prepare(
     config: Config, folder: Path, world: World, prove: Prove
 ) -> tuple[Run, Source, int, Joined | None]:
     """Everything before the first step: data, model, plan, state, and the other islands."""
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    check_here(plan_of(config), world.device)  # what a second is enough to know
-    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    source = _opened(config, world)
     if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
         measure_machine(world, cache_folder(), quick(world.device))
     # A layout that is left open is ranked by them, the run is foreseen by them: found once.
@@ -153,18 +152,42 @@ def _prepare(
         "chosen": is_open(asked_layout(config.layout)),
         "predicted": foreseen,
     }
-    _describe(run, source, total_steps, folder, told)
+    describe(run, run.plan, source, total_steps, folder, told)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
         learner = Learner(foreseen, run.plan.compute, world)
         run.recorder.events.listeners.append(learner.hear)
     return run, source, total_steps, joined
 
 
-def _describe(
-    run: Run, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
+def _opened(config: Config, world: World) -> Source:
+    """What comes first: refusals that a second is enough for, then the data."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    check_here(plan_of(config), world.device)
+    return world.local_first(lambda: open_source(config.data, config.train.seed))
+
+
+def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
+    """Train under a parameter server that does not wait, whose sums are proven as if it waited."""
+    from shoal.base.servers import with_servers
+    from shoal.trainer.served_loop import train_served
+
+    source = _opened(config, world)
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    waiting = with_servers(world.size, plan.layout.servers)
+    proven = prove(config, source, world, folder, replace(plan, layout=waiting), None)
+    gc.collect()
+    forget_peak(world.device)
+    return train_served(config, source, folder, world, plan, proven)
+
+
+def describe(
+    run: Run, plan: Plan, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
 ) -> None:
     """plan.json and the lines a user sees before the first step.
 
+    plan   of all ranks; `run` may be some of them
     told   what plan.json says beside the plan: whether its layout was left open, what is foreseen
     """
     rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
@@ -176,17 +199,17 @@ def _describe(
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
     unit = "tokens" if source.kind == "tokens" else "samples"
     about = {"unit": unit, "device": run.world.device.type}
-    _write_plan(folder, run.plan, {**details, **about, **told})
+    _write_plan(folder, plan, {**details, **about, **told})
     run.recorder.flops_per_sample = known
     formats = _formats(run)
     emit = run.recorder.events.emit
     if run.step_count == 0:
         emit("notice", text=f"data: {source.description}")
-        emit("notice", text=run.plan.why)
+        emit("notice", text=plan.why)
         emit(
             "notice",
             text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
-            f"{run.plan.arithmetic()}; {total_steps} steps",
+            f"{plan.arithmetic()}; {total_steps} steps",
         )
         emit(
             "notice",
