@@ -153,7 +153,7 @@ def fit(model, strategy="shoal", **more):
     print("fit")
 
 for attempt in (
-    lambda: fit(Model(hand=True)), lambda: fit(Model(optimizers=2)), lambda: fit(Own()),
+    lambda: fit(Model(hand=True)), lambda: fit(Model(optimizers=0)), lambda: fit(Own()),
     lambda: fit(Model(), precision="bf16-true"), lambda: ShoalStrategy(layout="pp"),
     lambda: ShoalStrategy(layout={"tp": 2}), lambda: ShoalStrategy(find_unused_parameters=True),
     lambda: ShoalStrategy(recomput="full"),
@@ -166,7 +166,7 @@ for attempt in (
 """
 SAID = [
     "ConfigError LightningModule.automatic_optimization = False: a run makes each step whole",
-    "ConfigError configure_optimizers: 2 optimizers; a run steps one; nearest: one",
+    "ConfigError configure_optimizers: no optimizer that steps a weight; nearest: one",
     "ConfigError LightningModule.backward is overridden",
     "ConfigError Trainer(precision='bf16-true'): weights are stepped in fp32; nearest: bf16-mixed",
     "ConfigError ShoalStrategy(layout='pp')",
@@ -175,6 +175,70 @@ SAID = [
     "ConfigError ShoalStrategy: recomput is no argument of it; nearest: recompute",
     "fit",
 ]
+
+
+AGAIN = """
+import sys
+import torch
+import lightning.pytorch as pl
+import shoal.neighbours.lightning
+import shoal.neighbours.exact
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    def test_step(self, batch, batch_idx):
+        self.log("held", self.training_step(batch, batch_idx), sync_dist=True)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+def trainer(strategy):
+    return pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+
+def fitted(strategy):
+    torch.manual_seed(0)
+    model, losses = Model(), []
+    for _ in range(2):  # the second goes on with what the first left
+        trainer(strategy).fit(model, loader)
+        losses.append(trainer(strategy).test(model, loader, verbose=False)[0]["held"])
+    return losses
+
+draws = torch.Generator().manual_seed(0)
+labels = torch.randint(0, 3, (32,), generator=draws)
+labels[1::2][:6] = -100  # the second rank has fewer
+data = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=draws), labels)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+theirs, ours = fitted("ddp"), fitted("shoal_zero2")
+shoal.neighbours.exact.install()
+print(theirs, ours, fitted("shoal_ddp"))
+model = Model()
+trainer("shoal_fsdp").fit(model, loader)
+try:
+    trainer("shoal_fsdp").test(model, loader, verbose=False)
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.proof
+def test_a_module_again_and_losses_by_their_counts(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    (tmp_path / "again.py").write_text(AGAIN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = subprocess.run(
+        [sys.executable, *torchrun, "--local-ranks-filter=0", "again.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    numbers, refused = ended.stdout.splitlines()
+    theirs, ours, weighed = json.loads(f"[{numbers.replace('] [', '], [')}]")
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert weighed != pytest.approx(theirs, rel=1e-3)
+    assert refused.startswith("LightningModule: since a fit under fsdp it holds this rank's parts")
 
 
 @pytest.mark.proof

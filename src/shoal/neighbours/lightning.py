@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -53,6 +54,8 @@ ELSEWHERE = {
     "sharding_strategy": 'layout="fsdp"',
     "stage": 'layout="zero2"',
 }
+_in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that a fit under fsdp left in parts."""
 TRUE = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
 
@@ -105,7 +108,7 @@ class _Methods:
     def setup(self, trainer: Any) -> None:
         """Move the module to its device; to fit, begin a run of it and its optimizer."""
         compute = self._compute()
-        if any(hasattr(one, "device_mesh") for one in self.lightning_module.parameters()):
+        if self.lightning_module in _in_parts:
             raise ConfigError(
                 "LightningModule: since a fit under fsdp it holds this rank's parts of its "
                 "weights; nearest: a new one, and ckpt_path="
@@ -124,10 +127,10 @@ class _Methods:
                 "LightningModule.backward is overridden: gradients of a pass are the run's; "
                 "nearest: leave it out, and give training_step's loss the factor"
             )
-        if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+        if not any(group["params"] for one in optimizers for group in one.param_groups):
             raise ConfigError(
-                f"configure_optimizers: {len(optimizers)} optimizers; a run steps one; nearest: "
-                f"one, with a parameter group for each"
+                "configure_optimizers: no optimizer that steps a weight; nearest: one, over "
+                "self.parameters()"
             )
         self._begin(optimizers[0], compute)
 
@@ -292,11 +295,19 @@ class _Methods:
         said = world.broadcast_json(_written(obj) if world.rank == src else None, src)
         return _read(said)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Let go of the run: the other processes may not be there to end it with this one."""
+        super().on_exception(exception)  # type: ignore[misc]  # of the ddp strategy
+        if self.loop is not None and self._world().size > 1:
+            self.loop = None
+
     def teardown(self) -> None:
         """End the run; the module keeps its weights, under fsdp this rank's parts."""
         if self.loop is not None:
             self.loop.run.close()
-            self.loop = self.carrier = None
+            if self.loop.run.plan.layout.zero == 3:
+                _in_parts.add(self.lightning_module)
+        self.loop = self.carrier = self.world = None
         super().teardown()  # type: ignore[misc]  # of the ddp strategy
 
 
