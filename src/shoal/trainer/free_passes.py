@@ -53,6 +53,11 @@ class FreePasses:
         self._sent, self._tally = False, cast("Tally | None", None)
         self._around = ExitStack()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun whose gradients did not come."""
+        return self._at is not None
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model, in the run's format, on the run's device."""
         module = self.program.module
@@ -84,7 +89,7 @@ class FreePasses:
         total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
         phases.part(phases.BACKWARD)
         with torch.autocast(loss.device.type, enabled=False):
-            total.backward(retain_graph=retain_graph)
+            torch.autograd.backward(total, retain_graph=retain_graph)
         phases.part(phases.PASSES)
         reducer.passed(True)
         self.count += 1
