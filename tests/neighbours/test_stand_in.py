@@ -25,6 +25,7 @@ print(refused(lambda: PipelineModule(layers=[])))
 print(refused(lambda: type("Mine", (PipelineModule,), {})))
 print(refused(lambda: split_params_into_different_moe_groups_for_optimizer({})))
 print(refused(lambda: deepspeed.runtime.zero.offload_config.OffloadDeviceEnum.cpu))
+print(refused(lambda: list(deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum)))
 print(hasattr(deepspeed, "__wrapped__"), importlib.util.find_spec("deepspeed"))
 
 deepspeed.init_distributed()
@@ -49,6 +50,19 @@ def losses(direct):
     return found
 
 print(losses(True) == losses(False))
+
+model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+before = model.weight.detach().clone()
+config = {"train_batch_size": 1, "gradient_clipping": 0,
+          "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+engine, rival = (
+    deepspeed.initialize(model=one, model_parameters=one.parameters(), config=config)[0]
+    for one in (model, other)
+)
+engine.backward(engine(torch.ones(1, 2)).mean())
+engine.backward(engine(torch.ones(1, 2) * 3).mean())
+engine.step()
+print((before - engine.module_state_dict()["weight"]).round(decimals=5).tolist())
 
 aside = torch.ones(2, requires_grad=True)
 aside.sum().backward()
@@ -113,11 +127,13 @@ def test_what_deepspeeds_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     assert found[1].startswith(pipe), "a class that inherits from it"
     assert "split_params_into_different_moe_groups_for_optimizer is not answered" in found[2]
     assert "OffloadDeviceEnum is not answered" in found[3] or "offload_config" in found[3]
-    assert found[4] == "False None", "is it installed: as without us"
-    assert found[5] == "0 1 cpu", "one process has a group, too"
+    assert "OffloadStateTypeEnum is not answered" in found[4] or "offload_config" in found[4]
+    assert found[5] == "False None", "is it installed: as without us"
+    assert found[6] == "0 1 cpu", "one process has a group, too"
     lacks = "deepspeed: engine.train_batch is not answered by Shoal False"
-    assert found[6:9] == [lacks, lacks, "True"], "loss.backward() is the engine's"
-    assert found[9] == "[1.0, 1.0] cpu torch.float64"
+    assert found[7:10] == [lacks, lacks, "True"], "loss.backward() is the engine's"
+    assert found[10] == "[[2.0, 2.0]]", "of two engines, one takes two losses in a step"
+    assert found[11] == "[1.0, 1.0] cpu torch.float64"
     assert said.count("no CUDA device is here") == 1
 
 

@@ -88,6 +88,11 @@ class Prepared(nn.Module):
         except AttributeError:
             return getattr(self._modules["module"], name)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around passes whose gradients need not travel yet: they travel in the update."""
+        yield
+
     def state_dict(self, *args: Any, **named: Any) -> Any:
         """The user's module's own."""
         return self.module.state_dict(*args, **named)

@@ -86,6 +86,10 @@ class Unanswered(type):
         """Refuse: it was called."""
         cls.refuse()
 
+    def __iter__(cls) -> Any:
+        """Refuse: its members were asked for."""
+        cls.refuse()
+
     def __getattr__(cls, name: str) -> Any:
         """Refuse: something of it was asked for."""
         if name.startswith("__"):

@@ -2,7 +2,7 @@
 
 Python loads it before the script, on PYTHONPATH; the script stays as it is. At the end of a process
 it also writes which modules of the neighbour's own package were loaded, and what others are told of
-whether that is installed.
+whether that is installed. Generators are seeded once, where the neighbour is imported.
 """
 
 import atexit
@@ -41,6 +41,8 @@ class Watch(importlib.abc.MetaPathFinder):
         def exec_module(module):
             execute(module)
             watch(getattr(module, WATCHED[name]))
+            if name != "torch._tensor":  # some scripts draw their weights without a seed
+                sys.modules["torch"].manual_seed(0)
             if name == "deepspeed.runtime.engine":
                 importlib.import_module("shoal.neighbours.without_cuda")
 
@@ -53,7 +55,7 @@ def watch(kind):
 
     def watched(self, *args, **named):
         loss = self if kind.__name__ == "Tensor" else args[0]
-        if not inside:
+        if not inside and loss.numel() == 1:
             losses.append(loss.detach().float().item())
         inside.append(True)
         try:
