@@ -167,8 +167,9 @@ def case(kind: str, mine: int, **more: Any) -> Any:
 @pytest.mark.parametrize(
     "nodes",
     [
-        case("stopped", 0), case("stopped", 1, disks=True), case("lock", 0), case("lock", 1),
-        case("loop", 0), case("loop", 1),
+        case("stopped", 0), case("stopped", 1, disks=True), case("lock", 1), case("loop", 0),
+        pytest.param(("lock", 0, {}), marks=pytest.mark.proof, id="lock 0"),
+        pytest.param(("loop", 1, {}), marks=pytest.mark.proof, id="loop 1"),
     ],
     indirect=True,
 )  # fmt: skip
