@@ -46,7 +46,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2},
     "middle": {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2},
 }
-PAIRS = {"small": 400, "middle": 200}
+PAIRS = {"small": 300, "middle": 120}
 BLOCK_STEPS = {"small": 4, "middle": 2}
 DIRECT_STEPS = {"small": 400, "middle": 100}
 PLAIN, AGAIN, DRIFT, WATCHED = "plain", "plain again", "drift", "watched"

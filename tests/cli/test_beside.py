@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shoal.base.watch_page import PAGE_VARIABLE
@@ -58,6 +59,8 @@ for step in range(1, STEPS + 1):
     page.waited(1)
     page.stepped(step)
 page.leave()
+if rank == int(os.environ["LINGERS"]):
+    time.sleep(4)
 """
 DIFFER = r"""
 page.keep_calls(1, step, b"0:0,1\tall_reduce\t%d float32\thanging.py:%d" % (4 + rank, 7))
@@ -80,6 +83,7 @@ class TwoNodes:
         (folder / "meet").mkdir()
         self.disks = [folder / (f"disk{node}" if disks else "run") for node in (0, 1)]
         self.own, self.trouble, self.mine, self.folder = disks, trouble, mine, folder
+        self.lingers = -1
         self.when = f"(step, rank) == ({TROUBLE_AT}, {mine})"
         self.watches: list[subprocess.Popen[str]] = []
         self.ranks: list[subprocess.Popen[bytes]] = []
@@ -102,6 +106,7 @@ class TwoNodes:
         for rank in (0, 1):
             environ = {**os.environ, PAGE_VARIABLE: paths[rank], "RANK": str(rank)}
             environ |= {"FOLDER": str(self.folder / "meet"), "WHEN": self.when}
+            environ |= {"LINGERS": str(self.lingers)}
             words = [sys.executable, "-c", RANKS.replace("STEPS", str(STEPS))]
             self.ranks.append(subprocess.Popen(words, env=environ | {"TROUBLE": self.trouble}))
         nodes = [
@@ -114,6 +119,12 @@ class TwoNodes:
             self.say(node, words | {"token": "t" * 64, "at": ["127.0.0.1", self.port]})
         if self.own:
             self.say(1, {"keeps": True})
+        self.wait("self.connected()")
+
+    def connected(self) -> bool:
+        """Whether node 1's watch has found node 0's."""
+        found = psutil.Process(self.watches[1].pid).net_connections("tcp")
+        return any(one.status == psutil.CONN_ESTABLISHED for one in found)
 
     def say(self, node: int, words: dict[str, Any]) -> None:
         stdin = self.watches[node].stdin
@@ -156,8 +167,9 @@ def case(kind: str, mine: int, **more: Any) -> Any:
 @pytest.mark.parametrize(
     "nodes",
     [
-        case("stopped", 0), case("stopped", 1, disks=True), case("lock", 0), case("lock", 1),
-        case("loop", 0), case("loop", 1),
+        case("stopped", 0), case("stopped", 1, disks=True), case("lock", 1), case("loop", 0),
+        pytest.param(("lock", 0, {}), marks=pytest.mark.proof, id="lock 0"),
+        pytest.param(("loop", 1, {}), marks=pytest.mark.proof, id="loop 1"),
     ],
     indirect=True,
 )  # fmt: skip
@@ -195,16 +207,22 @@ def test_the_rank_that_hangs_is_told_by_its_own_node(nodes: TwoNodes) -> None:
         assert (nodes.disks[1] / "logs" / Path(told["stacks"]).name).read_text() == accounts
 
 
-@pytest.mark.parametrize("nodes", [case("", 0)], indirect=True)
-def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(nodes: TwoNodes) -> None:
+@pytest.mark.parametrize("nodes", [case("", 0, disks=True)], indirect=True)
+@pytest.mark.parametrize("lingers", [0, 1])
+def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(
+    nodes: TwoNodes, lingers: int
+) -> None:
+    """Nor who has more to do after the last step than the others."""
+    nodes.lingers = lingers
     nodes.start()
     with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
         stranger.sendall(b"\0" * 64 + b'{"node": 1}')
         nodes.wait("all(one.poll() is not None for one in self.ranks)")
     assert [one.returncode for one in nodes.ranks] == [0, 0]
     nodes.wait("all(one.poll() == 0 for one in self.watches)")
-    assert nodes.told() == []
-    assert nodes.told(event="notice") == []
+    for node in (0, 1):
+        assert nodes.told(node) == []
+        assert nodes.told(node, "notice") == []
     assert "it does not know the token" in nodes.logs[0].read_text()
 
 

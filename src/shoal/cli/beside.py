@@ -148,7 +148,7 @@ def main() -> int:
     token = str(asked["token"]).encode()
     watch.folder = folder or Path(os.devnull)
     if asked["number"] > 0:
-        if connection := _connect(tuple(asked["at"]), token, said):  # else node 0 says who is away
+        if connection := _connect(tuple(asked["at"]), token, ranks, teller.tell):
             number = asked["number"]
             follower = Follower(connection, number, nodes, watch.pages, ranks, teller.order)
             _follow(follower, ranks, teller, said)
@@ -207,13 +207,13 @@ def _watch_all(
             hub.hand_out(1.0)
             _end(ranks, hang)
             return
-    hub.hand_out(0.0)
+    hub.close()
 
 
 def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input) -> None:
     """Another node: tell node 0 of its ranks."""
-    while not said.ended and any(rank.code is None for rank in ranks):
-        if (told := said.look()) is not None:
+    while not follower.over and any(rank.code is None for rank in ranks):
+        if not said.ended and (told := said.look()) is not None:
             teller.keeps = bool(told.get("keeps"))
         try:
             hang = follower.turn()
@@ -228,11 +228,16 @@ def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input)
     follower.close()
 
 
-def _connect(at: tuple[str, int], token: bytes, said: Input) -> Connection | None:
-    """Connect to node 0; None where it is not reached, or this node's rank has ended."""
+def _connect(
+    at: tuple[str, int], token: bytes, ranks: Sequence[Other], tell: Callable[..., None]
+) -> Connection | None:
+    """Connect to node 0; None where it is not reached, which is told, or the ranks have ended."""
     until_s = time.monotonic() + JOIN_S
-    while (left_s := until_s - time.monotonic()) > 0 and not said.ended:
-        said.look()
+    while any(rank.code is None for rank in ranks):
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            _unwatched(tell, f"nobody answers at {at[0]}:{at[1]}, where node 0 watches")
+            return None
         try:
             made = socket.create_connection(at, timeout=left_s)
             return Connection(made, token, f"{at[0]}:{at[1]}")

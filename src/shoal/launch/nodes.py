@@ -8,6 +8,7 @@ ten times a second, and hears in the answer what there is to do:
            the kernel says of their processes
     say    tell of an event: the node of whose rank it is, and nodes with a disk of their own
     end    end its ranks: the one that hangs at once, the others where their launcher does not
+    over   node 0's ranks have come to their end
 
 So the ranks of all nodes are compared as those of one are, and none is blamed because it waits. No
 rank takes part: one that is stopped, or holds Python's lock in C, cannot keep its node from being
@@ -213,6 +214,11 @@ class Hub(SealedServer):
         for number in self._orders:
             self._to(number)(order)
 
+    def close(self) -> None:
+        """Say that node 0's ranks have ended: nobody watches the others from now on."""
+        self.order({"over": True})
+        self.hand_out(1.0)
+
     def hand_out(self, within_s: float) -> None:
         """Wait until the orders were fetched."""
         until_s = time.monotonic() + within_s
@@ -242,7 +248,10 @@ class Hub(SealedServer):
 
     def left(self, peer: Peer) -> None:
         """Hear that a node's process has ended, or its connection."""
-        if (number := self._of.pop(peer, None)) is not None:
+        number = self._of.pop(peer, None)
+        if number is not None and any(
+            self.far[one].code is None for one in self.nodes[number].ranks
+        ):
             self._gone_s = self._gone_s or time.monotonic()
             self.gone.add(number)
 
@@ -283,6 +292,7 @@ class Follower:
     """Another node's end: tells node 0 of its ranks, and does what it hears.
 
     number   of this node · ranks  its processes · say  tells of an event, as an order says it
+    over     node 0 watches no more
     """
 
     def __init__(
@@ -299,6 +309,7 @@ class Follower:
         self.every_s = every_s(nodes)
         self.heard_s = self._changed_s = time.monotonic()
         self._said_s, self._waits, self._asked = 0.0, False, False
+        self.over = False
         self._away: Hang | None = None
         self._changes: list[Told] = []
 
@@ -320,6 +331,7 @@ class Follower:
                     self._asked = True
                 if "say" in order:
                     self.say(order)
+                self.over |= "over" in order
                 if "end" in order:
                     return Hang(**order["end"])
             return None
