@@ -175,8 +175,8 @@ def test_low_rank_of_zeros_recovers() -> None:
     [
         ("int4", "layout.compress = int4: not one of none, int8, one-bit, powersgd, topk; "
          "nearest: int8"),
-        ("one-bit:2", "layout.compress = one-bit:2: one-bit takes no number; nearest: "
-         "layout.compress=one-bit"),
+        ("one-bit:x", "layout.compress = one-bit:x: a number of steps is wanted; nearest: "
+         "layout.compress=one-bit:100"),
         ("int8:3", "layout.compress = int8:3: int8 takes no number; nearest: layout.compress=int8"),
         ("powersgd:0", "layout.compress = powersgd:0: a rank of at least 1 is wanted; nearest: "
          "layout.compress=powersgd:1"),

@@ -296,6 +296,33 @@ def resume(
     return told
 
 
+def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any]:
+    """Bytes of the first steps of a run and of one that goes on from its second, by step."""
+
+    def bytes_of(run: Run, step: int) -> int:
+        world.traffic.take()
+        run.forward_backward(gradient(step, world.rank))
+        sent = sum(world.traffic.take()[0].values())
+        run.update()
+        return sent
+
+    told: dict[str, Any] = {}
+    for code in ("none", "one-bit", compress):
+        run = start(world, code, layout)
+        sent = []
+        for step in range(5):
+            if step == 2 and code == compress:
+                run.save(folder)
+            sent.append(bytes_of(run, step))
+        told[code] = sent
+        leave(run)
+    run = start(world, compress, layout)
+    assert run.restore(folder)
+    told["resumed"] = [bytes_of(run, step) for step in (2, 3, 4)]
+    leave(run)
+    return told
+
+
 class Counting:
     """Sequences in which each token follows from the one before, but for one in ten."""
 

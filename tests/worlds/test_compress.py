@@ -103,6 +103,21 @@ def test_what_is_left_survives_a_resume(worlds, codec: str, layout: str, tmp_pat
     assert answers[0]["straight"] == answers[1]["straight"]
 
 
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
+def test_first_steps_may_travel_whole(worlds, layout: str, tmp_path: Path) -> None:
+    """Three of them; counted on through a resume."""
+    for told in worlds(2).call(
+        "compress_case:warm", compress="one-bit:3", layout=layout, folder=str(tmp_path / "run")
+    ):
+        whole, coded = told["none"][-1], told["one-bit"][-1]
+        assert whole > 2 * coded or layout != "ddp"
+        assert whole > coded
+        # the first step also asks whether something moved
+        assert told["one-bit:3"][1:] == [whole, whole, coded, coded]
+        assert told["resumed"][1:] == [coded, coded]
+        assert told["resumed"][0] >= whole
+
+
 def expected_bytes(codec: str, layout: str, buckets: list[int], ranks: int) -> float:
     """Of one rank, by what the module's docstring promises; for the bare model of the case."""
     hops = (ranks - 1) / ranks

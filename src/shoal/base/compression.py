@@ -15,6 +15,7 @@ class Compression:
     method   none, int8, one-bit, powersgd, topk
     rank     powersgd: columns of the two thin matrices
     share    topk: share of the elements that a rank sends
+    whole    one-bit: steps at the start of a run in which gradients travel as they are
     """
 
     method: str = "none"
@@ -23,6 +24,8 @@ class Compression:
     """powersgd: columns of the two thin matrices that stand for one gradient"""
     share: float = 0.01
     """topk: share of the elements that a rank sends"""
+    whole: int = 0
+    """one-bit: steps at the start of a run in which gradients travel as they are"""
 
     @staticmethod
     def parse(text: str) -> Compression:
@@ -42,6 +45,10 @@ class Compression:
             if number.isdecimal() and int(number) >= 1:
                 return Compression(method, rank=int(number))
             wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
+        elif method == "one-bit":
+            if number.isdecimal():
+                return Compression(method, whole=int(number))
+            wanted = "a number of steps is wanted; nearest: layout.compress=one-bit:100"
         elif method == "topk":
             share = _number(number)
             if 0 < share <= 1:

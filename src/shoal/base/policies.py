@@ -283,11 +283,11 @@ class CheckpointPolicy(KeepPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressPolicy:
-    """What gradients travel as: none, int8, one-bit, powersgd:RANK, topk:SHARE."""
+    """What gradients travel as: none, int8, one-bit:STEPS, powersgd:RANK, topk:SHARE."""
 
     compress: str = "none"
-    """what gradients travel as: none; int8, one-bit (ddp, zero1, zero2, fsdp); powersgd:RANK,
-    topk:SHARE (ddp)"""
+    """what gradients travel as: none; int8, one-bit:STEPS (ddp, zero1, zero2, fsdp; the first STEPS
+    travel whole); powersgd:RANK, topk:SHARE (ddp)"""
 
 
 @dataclass(frozen=True, kw_only=True)
