@@ -28,6 +28,11 @@ class FreeLoop:
         self.run = run
         self.last: StepResult | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward pass waits for its backward."""
+        return self.run.free is not None and self.run.free.under_way
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; in training, as a pass of the step under way."""
         return self._passes().forward(*inputs, **named)

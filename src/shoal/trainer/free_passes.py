@@ -55,6 +55,11 @@ class FreePasses:
         self._weighs = self._whole = False
         self._around = ExitStack()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun whose gradients did not come."""
+        return self._at is not None
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model, in the run's format, on the run's device."""
         module = self.program.module
@@ -100,7 +105,7 @@ class FreePasses:
             self._weighs, self._whole = True, share == 1.0
         phases.part(phases.BACKWARD)
         with torch.autocast(loss.device.type, enabled=False):
-            total.backward(retain_graph=retain_graph)
+            torch.autograd.backward(total, retain_graph=retain_graph)
         phases.part(phases.PASSES)
         reducer.passed(True)
         self.count += 1
