@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.base.compression import Compression, check_compress
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Bucket, Plan
-from shoal.base.policies import Compression, check_compress
 from shoal.config.load import load
 from shoal.fabric import World
 from shoal.fabric.codecs.feedback import Residual

@@ -64,6 +64,7 @@ LLAMA = "model.name=llama model.dim=64 model.heads=4 model.layers=4"
 TP = "layout.tp=2"
 CP = "layout.cp=2"
 PP = "layout.pp=2"
+SERVED = "layout.strategy=parameter-server launch.processes=5"
 ON_CPU = f"{LLAMA} data.source=stdlib train.batch=16 train.micro_batch=2"
 BUILT = "model.build=test_every_key:tiny data.source=digits"
 ADAPTED = f"tune.adapter=dora {BUILT}"
@@ -130,6 +131,9 @@ VALUES: dict[str, str] = {
     "layout.ep": "layout.ep=2 layout.dp_replicate=2 model.name=moe",
     "layout.schedule": f"layout.schedule=gpipe {PP}",
     "layout.chunks": f"layout.chunks=4 layout.schedule=interleaved {PP} model.layers=8",
+    "layout.servers": f"layout.servers=3 {SERVED}",
+    "layout.updates": f"layout.updates=asynchronous {SERVED}",
+    "layout.staleness": f"layout.staleness=5 layout.updates=bounded-stale {SERVED}",
     "layout.strict": f"layout.strict=true {TP}",
     "layout.sequence_parallel": f"layout.sequence_parallel=off {TP}",
     "layout.split": f"layout.split=head.weight=whole {TP}",
@@ -198,7 +202,7 @@ ARRIVES: dict[str, Callable[[Seen], Any]] = {
         f"layout.{key}": lambda seen, key=key: getattr(seen["layout"], key)
         for key in (
             *("strategy", "dp_replicate", "dp_shard", "zero", "threads", "pp", "cp", "tp", "ep"),
-            *("schedule", "chunks"),
+            *("schedule", "chunks", "servers", "updates", "staleness"),
         )
     },
     "model.name": lambda seen: seen["model"].name,
@@ -269,6 +273,7 @@ NOT_FORESEEN = {
     "train.on": "the user's own function",
     "layout.threads": "replicas in threads are not foreseen, and `foresee` says so",
     "layout.compress": "left out of the figures, and `shoal plan` says so",
+    "layout.staleness": "binds where a worker is slower than others: `shoal simulate servers`",
     "layout.strict": "whether to refuse, not what to do",
     "layout.split": "arithmetic splits what a search would; a run's own split is measured",
     "layout.context": "every way is foreseen as a ring, whose bytes are close to the others'",

@@ -17,7 +17,7 @@ from shoal.proof import Battery, Side, Trial
 from shoal.trainer.step import StepResult
 
 CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")
-LAYOUTS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp")
+LAYOUTS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp", "parameter-server")
 
 
 def table() -> list[tuple[str, str, int]]:
@@ -110,6 +110,7 @@ def prove(
     case: str,
     layout: str,
     threads: int = 0,
+    servers: int = 0,
     reshard: str = "yes",
     per_node: int = 0,
     **shorter: Any,
@@ -121,6 +122,7 @@ def prove(
     """
     torch.set_num_threads(1)
     words = {"strategy": layout, **({"threads": threads} if threads else {})}
+    words |= {"servers": servers} if servers else {}
     local_size = world.local_size
     world.local_size = per_node or local_size
     try:

@@ -49,12 +49,12 @@ def own_spans(
     """List (start, stop) of the micro-batches of a step that data rank `rank` of `degree` runs.
 
     start, stop   stream positions of the step, over all ranks
-    In order: those with index mod degree = rank; the last one may be short.
+    In order: those with index mod degree = rank; the last one may be short. Of rank −1: none.
 
     >>> own_spans(4, 9, 2), own_spans(4, 9, 2, rank=1, degree=2)
     ([(4, 6), (6, 8), (8, 9)], [(6, 8)])
     """
-    firsts = range(start + rank * micro_batch, stop, degree * micro_batch)
+    firsts = range(start + rank * micro_batch, stop, degree * micro_batch) if rank >= 0 else ()
     return [(first, min(first + micro_batch, stop)) for first in firsts]
 
 

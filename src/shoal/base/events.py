@@ -23,6 +23,8 @@ EVENTS = {
     "hang": "all ranks stand still for one: rank, host, phase, why, collective, waited_s, stacks",
     "slow_rank": "all wait for one rank: rank, host, phase, extra_s and share of a step",
     "collectives_differ": "ranks make other collectives, so sums are wrong: rank, step, text",
+    "worker_left_out": "a worker of servers that do not wait is gone: rank, left, samples, why",
+    "staleness": "steps that weights lacked when gradients were applied: bound, largest, counts",
     "restarting": "all workers start again: attempt, of, saved (step of the last checkpoint)",
     "compute_started": "the first step is about to run: dtypes, kernels, parameters",
     "checkpoint_saved": "a checkpoint is complete on disk: folder, bytes, seconds",

@@ -39,10 +39,11 @@ STRATEGIES = {
     "cp": "every sequence is split over all processes",
     "ep": "ddp, with the experts of a mixture dealt to all processes",
     "3d": "tp × pp × dp: 2 × 2 × the rest",
+    "parameter-server": "workers compute gradients; servers hold the weights and step them",
 }
 """Strategies that this version builds."""
 
-PLANNED = ("scaffold", "parameter-server")
+PLANNED = ("scaffold",)
 """Strategies of the vocabulary that are not built yet: naming one is a clear refusal."""
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
@@ -65,6 +66,7 @@ class Layout:
     threads   replicas within one process (`dp`); no axis of the mesh
     schedule  the order of a pipeline's passes; "" without one, or where it is still open
     chunks    stages per rank under `interleaved`
+    servers, updates, staleness   of a parameter server (servers.py): the last ranks of dp_shard
     """
 
     islands: int = 1
@@ -78,6 +80,9 @@ class Layout:
     threads: int = 1
     schedule: str = ""
     chunks: int = 1
+    servers: int = 0
+    updates: str = ""
+    staleness: int = 0
 
     @staticmethod
     def of(degrees: Mapping[str, int]) -> Layout:
@@ -105,8 +110,9 @@ class Layout:
 
     @property
     def data_degree(self) -> int:
-        """How many ranks draw different micro-batches."""
-        return self.dp_replicate * self.dp_shard
+        """How many ranks draw different micro-batches of a step."""
+        each = self.updates in ("", "synchronous")  # else a step is one worker's
+        return self.dp_replicate * self.dp_shard - self.servers if each else 1
 
     @property
     def is_derived(self) -> bool:
@@ -130,7 +136,7 @@ class Layout:
         >>> Layout(dp_replicate=2, dp_shard=4, zero=3, ep=2).expert_degrees
         {'islands': 1, 'pp': 1, 'expert_replicate': 2, 'expert_shard': 2, 'ep': 2, 'cp': 1, 'tp': 1}
         """
-        return self.data_degree // self.ep // self.expert_shard
+        return self.dp_replicate * self.dp_shard // self.ep // self.expert_shard
 
     @property
     def expert_shard(self) -> int:
@@ -208,6 +214,8 @@ class Layout:
         >>> Layout(pp=2, dp_shard=2, zero=1, tp=2).data_strategy, Layout(tp=2).data_strategy
         ('zero1', 'ddp')
         """
+        if self.servers:
+            return "parameter-server"
         if self.dp_shard == 1:
             return "ddp"
         if self.zero < 3:
@@ -222,6 +230,8 @@ class Layout:
         >>> Layout(pp=2, schedule="1f1b").text(), Layout(pp=2, dp_replicate=2, tp=2).text()
         ('pp (pp = 2, schedule = 1f1b)', '3d (pp = 2, dp_replicate = 2, tp = 2)')
         """
+        if self.servers:
+            return self._served_text()
         shown = {**self.degrees, "ep": self.ep, "threads": self.threads}
         if self.strategy == "3d" and self.zero:
             shown["zero"] = self.zero
@@ -231,3 +241,15 @@ class Layout:
         if self.chunks > 1:
             words.append(f"chunks = {self.chunks}")
         return f"{self.strategy} ({', '.join(words)})" if words else self.strategy
+
+    def _served_text(self) -> str:
+        """The same of a parameter server.
+
+        >>> Layout(dp_shard=4, servers=1, updates="bounded-stale", staleness=6).text()
+        'parameter-server (workers = 3, servers = 1, updates = bounded-stale, staleness = 6)'
+        """
+        workers = self.dp_replicate * self.dp_shard - self.servers
+        shown: dict[str, int | str] = {"workers": workers, "servers": self.servers}
+        shown |= {"updates": self.updates} if self.updates not in ("", "synchronous") else {}
+        shown |= {"staleness": self.staleness} if self.staleness else {}
+        return f"parameter-server ({', '.join(f'{key} = {value}' for key, value in shown.items())})"

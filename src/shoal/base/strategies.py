@@ -7,6 +7,7 @@ says something else.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shoal.base.errors import PlanError, one_of
 from shoal.base.layout import PIPELINES, PLANNED, STAGES, STRATEGIES, Layout
@@ -21,11 +22,13 @@ def expand(
     zero: int | None = None,
     schedule: str = "",
     chunks: int = 0,
+    **served: Any,
 ) -> Layout:
     """Make the layout that a strategy's name, not "auto", means on `processes` processes.
 
     threads   replicas of `dp`; 0: two · zero  given beside the name, must be the name's own stage
     schedule, chunks   of a pipeline, given beside the name; "", 0: by the name
+    served    servers, updates, staleness of parameter-server, by `with_servers`
     Errors    PlanError for an unknown name, one that is not built yet, an impossible size, or what
               is given beside the name and contradicts it. On one process others give all degrees 1
 
@@ -51,6 +54,11 @@ def expand(
     if strategy not in STRATEGIES:
         raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES, *PLANNED]))
     _check_beside(strategy, threads, zero)
+    if strategy == "parameter-server" and (processes > 1 or any(served.values())):
+        from shoal.base.servers import with_servers
+
+        settle_schedule(schedule, chunks, 1)  # refuses a schedule
+        return with_servers(processes, **served)
     if strategy in ("single", "dp"):
         settle_schedule(schedule, chunks, 1)  # refuses a schedule
         return _one_process(strategy, processes, threads)

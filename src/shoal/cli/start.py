@@ -22,6 +22,7 @@ from shoal.base.islands import IslandsPolicy
 from shoal.base.lines import read_object
 from shoal.base.plan import Plan
 from shoal.base.schedules import check_stages
+from shoal.base.servers import spare_ranks
 from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find, read_manifest
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
@@ -161,6 +162,11 @@ def settle_run(loaded: Loaded, processes: int | None) -> Plan:
         )
     plan = settle_layout(plan_of(config), asked_layout(section), chosen, parameters, machine)
     layout = plan.layout
+    if layout.servers and config.islands.on:
+        raise PlanError(
+            "layout.strategy = parameter-server: an island merges the weights that its ranks step, "
+            "and workers step none; nearest: layout.strategy=zero1, or islands.method=none"
+        )
     if not config.model.build and (
         found := count_blocks(config.model.name, config.model.arguments)
     ):
@@ -316,6 +322,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 patience_s=config.launch.patience_s,
                 grace_s=config.launch.grace_s,
                 steps_to_save=2 + (config.islands.period if config.islands.on else 0),
+                spare=spare_ranks(prepared.plan.layout),
             )
         finally:
             view.finish()

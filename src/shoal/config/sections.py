@@ -157,6 +157,7 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     dp_replicate, dp_shard, pp, cp, tp, ep   degrees of the axes (`Layout`)
     zero          what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too
     threads       replicas within one process, for strategy dp
+    servers, updates, staleness   of parameter-server (base/servers.py)
     `degrees()` gives those that are given; `named()` the strategy as far as it shows already
     """
 
@@ -182,6 +183,13 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv, dualpipe"""
     chunks: int = number(0, least=0)
     """stages per rank under interleaved; 0: two"""
+    servers: int = number(0, least=0)
+    """of parameter-server: how many of the last ranks hold and step the weights; 0: one"""
+    updates: str = ""
+    """of parameter-server: synchronous (default), bounded-stale, asynchronous"""
+    staleness: int = number(0, least=0)
+    """of bounded-stale: steps that weights may lack when their gradient is applied; 0: twice the
+    workers"""
 
     def named(self) -> str:
         """The strategy, as far as the name and the degrees tell before processes are counted."""

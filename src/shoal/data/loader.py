@@ -37,7 +37,7 @@ def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers:
     ):
         if got < least:
             raise ConfigError(f"{key} = {got}: must be at least {least}; nearest: {key}={least}")
-    if not 0 <= rank < degree:
+    if not -1 <= rank < degree:
         raise ConfigError(f"rank = {rank}: must be 0 … {degree - 1}, the data-parallel degree")
 
 
@@ -54,7 +54,7 @@ class Loader:
 
     Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
             seed, of the order and of the samples' own draws · position, samples to begin at
-            rank, degree: this rank's place among those that draw different micro-batches
+            rank, degree: this rank's place among those that draw other micro-batches, or −1
             workers, processes that fetch ahead, at least a step; 0 fetches between steps
             collate, list of samples -> batch; None: torch's default_collate
             shuffle, False: dataset order in every epoch
@@ -195,7 +195,7 @@ class Loader:
         spans = self._own(start, stop)
         values = self._values(spans, fetched)
         total = -(-(stop - start) // self.micro_batch)
-        numbers = range(self.rank, total, self.degree)
+        numbers = range(self.rank, total, self.degree) if spans else ()
         own = zip(numbers, spans, values, strict=True)
         micro_batches = [LoadedMicroBatch(n, first, end, value) for n, (first, end), value in own]
         ids = self._fetcher.ids_of(spans)

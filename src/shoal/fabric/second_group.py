@@ -35,7 +35,11 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     """
     group = None
     if world.group is not None:
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        part = len(world.ranks) < dist.get_world_size()  # made without the others
+        ranks = list(world.ranks) if part else None
+        group = dist.new_group(
+            ranks, backend="gloo", timeout=timeout, use_local_synchronization=part
+        )
         prove_peers(group, world.ranks, world.key)
     place = Place(
         world.rank, world.size, world.local_rank, world.local_size, f"{world.started_by}, twin"

@@ -15,7 +15,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -116,6 +116,7 @@ def supervise(
     first_s: float = OTHER_FIRST_S,
     grace_s: float = 0.0,
     steps_to_save: int = 2,
+    spare: Collection[int] = (),
 ) -> Outcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
@@ -132,6 +133,8 @@ def supervise(
     first_s   how long all may be silent in what the watch has not learnt yet
     grace_s   how long workers may take to save after a stop was asked for; 0: learnt, a minute,
               `steps_to_save` of the longest recent steps and three of the longest recent saves
+    spare     ranks without which the others go on, as long as one of them lives: what a signal ends
+              of them is left out, until all are started again
 
     Call it from the main thread: it takes over STOP_SIGNALS (stopping.py), and gives them back.
     Errors: ClusterError when a process cannot be started at all.
@@ -143,6 +146,7 @@ def supervise(
         run = _Supervisor(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
+        run.spare = frozenset(spare)
         run.watcher = Watch(folder, emit, patience_s, run.progress.times_s, first_s=first_s)
         try:
             return run.run(shared, Grace(folder, grace_s, steps_to_save))
@@ -171,6 +175,8 @@ class _Supervisor:
         self.stop, self.guardian = stop, guardian
         self.state = State.STARTING
         self.watcher: Watch
+        self.spare = frozenset[int]()
+        self.left_out: set[int] = set()
         self.workers: list[Worker] = []
         self.attempt = 0
         self.progress = Progress(folder / "metrics.jsonl")
@@ -230,7 +236,7 @@ class _Supervisor:
 
     def start(self, shared: Mapping[str, str]) -> None:
         """Start every worker of one attempt."""
-        self.workers = []
+        self.workers, self.left_out = [], set()
         self.progress.begin()
         for stale in (self.folder / "logs").glob("rank-*.error.json"):
             stale.unlink(missing_ok=True)
@@ -256,16 +262,28 @@ class _Supervisor:
         """Wait until all are done (None), one died, or a stop is asked for (None)."""
         while self.stop.first is None and not self.stopped_themselves():
             codes = self.look()
-            left = self.watcher.left(self.workers)
-            if (death := first_death(self.workers, left)) is not None:
+            counted = self.counted()
+            left = self.watcher.left(counted)
+            if (death := first_death(counted, left)) is not None:
                 unlike = self.watcher.compare(self.workers, dead=True)
                 return death_by_hanging(self.workers[unlike.rank], unlike) if unlike else death
-            if (hang := self.watcher.look(self.workers)) is not None:
+            if (hang := self.watcher.look(counted)) is not None:
                 return death_by_hanging(self.workers[hang.rank], hang)
             if all(code in (0, UNSAVED_CODE) for code in codes):
                 return None
             self.pause()
         return None
+
+    def counted(self) -> list[Worker]:
+        """The workers without those that the others go on without; who dies so is told once."""
+        lives = any(self.workers[rank].code is None for rank in self.spare)
+        for rank in self.spare - self.left_out if lives else ():
+            code = self.workers[rank].code
+            if code is not None and code < 0 and -code not in ASKED:
+                self.left_out.add(rank)
+                text = f"rank {rank} was {exit_text(code)}, and the others go on without it"
+                self.emit("notice", text=text)
+        return [worker for worker in self.workers if worker.rank not in self.left_out]
 
     def stopped_themselves(self) -> bool:
         """A worker ended as after a SIGTERM, or by one: somebody asked the workers directly."""
@@ -345,7 +363,7 @@ class _Supervisor:
 
     def stop_trouble(self, late: list[str], grace_s: float, broken: bool) -> str:
         """What went wrong during a stop; empty if nothing did."""
-        for worker in self.workers:
+        for worker in self.counted():
             if worker.code not in (*ENDED, *ASKED) and str(worker.rank) not in late:
                 death = first_death([worker])
                 line = death.line if death else exit_text(worker.code or 0)
@@ -363,9 +381,10 @@ class _Supervisor:
         return Outcome("stopped", 128 + number, self.attempt + 1, f"stopped by {name}{trouble}")
 
     def look(self) -> list[int | None]:
-        """Every worker's exit code as of now."""
+        """Every worker's exit code as of now, but for those that are left out."""
         self.progress.look()
-        return [worker.look() for worker in self.workers]
+        codes = {worker.rank: worker.look() for worker in self.workers}
+        return [code for rank, code in codes.items() if rank not in self.left_out]
 
     def pause(self) -> None:
         """Sleep until the next look; let the caller draw when it is time."""

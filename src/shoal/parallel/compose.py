@@ -281,30 +281,18 @@ def wrap(program: Program) -> Program:
 
 
 def _by_layout(program: Program) -> Program:
-    layout = program.plan.layout
-    if waits_on_host(program.plan, program.world.device):
-        from shoal.parallel.offload import parameters
-
-        return parameters.apply(program)
-    if layout.zero == 3:
-        from shoal.parallel.data_parallel import fsdp
-
-        return fsdp.apply(program)
-    if layout.threads > 1:
-        from shoal.parallel.data_parallel import threads
-
-        return threads.apply(program)
-    if layout.zero:
-        from shoal.parallel.data_parallel import zero
-
-        return zero.apply(program)
-    if layout.processes > 1 or any(bucket.compute for bucket in program.plan.buckets):
-        from shoal.parallel.data_parallel import ddp
-
-        return ddp.apply(program)
-    from shoal.parallel.data_parallel import single
-
-    return single.apply(program)
+    plan, layout = program.plan, program.plan.layout
+    if waits_on_host(plan, program.world.device):
+        name = "offload.parameters"
+    elif layout.threads > 1 or layout.servers:
+        name = "data_parallel.threads" if layout.threads > 1 else "data_parallel.served"
+    elif layout.zero:
+        name = "data_parallel.fsdp" if layout.zero == 3 else "data_parallel.zero"
+    else:
+        several = layout.processes > 1 or any(bucket.compute for bucket in plan.buckets)
+        name = "data_parallel.ddp" if several else "data_parallel.single"
+    done: Program = importlib.import_module(f"shoal.parallel.{name}").apply(program)
+    return done
 
 
 def _to_device(program: Program) -> Program:

@@ -3,7 +3,7 @@
 Rank r owns the elements from cut r to cut r + 1: it receives their sum and holds their optimizer
 state. Cuts are even (the bucket is padded to a multiple of the ranks) where the optimizer's step on
 slices is the slices of its step; else they fall between parameters, each of which then has one
-owner.
+owner. Under a parameter server only the last ranks own anything.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ def cut_buckets(
     for bucket in buckets:
         first = known[bucket.names[0]]
         owners = math.prod(first.degree(axis, layout) for axis in first.data_axes)
+        idle, owners = (owners - layout.servers, layout.servers) if layout.servers else (0, owners)
         if not whole_parameters:
             each = -(-bucket.elements // owners)
-            cuts = tuple(each * owner for owner in range(owners + 1))
+            cuts = (*[0] * idle, *(each * owner for owner in range(owners + 1)))
             found.append(replace(bucket, elements=each * owners, cuts=cuts))
             continue
         held = loads.setdefault(first.is_expert, [0] * owners)
         sizes = [math.prod(known[name].local_shape(at)) for name in bucket.names]
         cuts = (0, *_owners_ends(sizes, held))
         held[:] = [load + b - a for load, (a, b) in zip(held, pairwise(cuts), strict=True)]
+        cuts = (*[0] * idle, *cuts)
         found.append(replace(bucket, cuts=cuts))
     return tuple(found)
 

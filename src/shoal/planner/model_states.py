@@ -74,7 +74,7 @@ def shard_counts(case: Case) -> tuple[int, float]:
     layout = case.layout
     if not layout.zero:
         return 1, 1.0
-    dense = layout.dp_shard * layout.cp
+    dense = (layout.servers or layout.dp_shard) * layout.cp
     return dense, max(1.0, dense * layout.tp / (case.expert_degree))
 
 

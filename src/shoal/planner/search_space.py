@@ -125,4 +125,7 @@ def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
         zero=zero,
         schedule=section.schedule,
         chunks=section.chunks,
+        servers=section.servers,
+        updates=section.updates,
+        staleness=section.staleness,
     )

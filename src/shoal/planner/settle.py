@@ -15,13 +15,13 @@ from shoal.base.errors import PlanError, ShoalError
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout
 from shoal.base.plan import Plan
-from shoal.base.policies import POLICIES, check_compile, check_compress, with_lists
+from shoal.base.policies import POLICIES, check_compile, with_lists
 from shoal.base.schedules import canonical, check_recompute, settle_schedule
 
 Words = str | Mapping[str, Any]
 """A layout as users write it: a strategy, or keys of [layout]."""
 
-NAMED = ("zero", "threads", "schedule", "chunks")
+NAMED = ("zero", "threads", "schedule", "chunks", "servers", "updates", "staleness")
 """Keys of [layout] that go with a strategy or with degrees."""
 
 
@@ -75,19 +75,24 @@ def choose_layout(
     threads: int = 0,
     schedule: str = "",
     chunks: int = 0,
+    **served: Any,
 ) -> tuple[Layout, str]:
     """Choose the layout to run: (the layout, the line that says why).
 
     strategy    `auto` or a name · degrees  axes given by the user, which then must multiply out
     parameters  elements of the model; None when it is a builder that was not called yet
     zero        what `dp_shard` splits, if the user says · threads  replicas of `dp`
-    schedule, chunks   of the pipeline, if the user says
+    schedule, chunks   of the pipeline, served  of a parameter server, if the user says
     Errors      PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> choose_layout("fsdp", {}, 2, None, machine)[1]
     'strategy given: fsdp (dp_shard = 2)'
     """
+    if strategy == "parameter-server" or served:
+        from shoal.base.servers import check_named
+
+        check_named(strategy, degrees, served)
     if degrees:
         named = zero if zero is not None or strategy == "auto" else STAGES.get(strategy)
         if strategy in PIPELINES and strategy != "pp":
@@ -105,8 +110,9 @@ def choose_layout(
         from shoal.base.strategies import expand
 
         layout = expand(
-            strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks
-        )
+            strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks,
+            **served,
+        )  # fmt: skip
         alone = strategy not in ("single", "dp") and processes == 1
         given = f"{strategy} on one process = " if alone else ""
         return layout, f"strategy given: {given}{layout.text()}"
@@ -137,6 +143,10 @@ def check_together(plan: Plan) -> None:
     Errors   PlanError, ConfigError with the nearest legal choice
     """
     layout = plan.layout
+    if layout.servers:
+        from shoal.base.servers import check_with_servers
+
+        check_with_servers(plan, layout)
     plan.check_split(layout.tp, layout.cp)
     if plan.reshard != "yes":
         from shoal.base.resharding import check_reshard
@@ -144,7 +154,10 @@ def check_together(plan: Plan) -> None:
         check_reshard(plan.reshard, layout.zero, layout.pp)
     check_recompute(layout.schedule, plan.recompute)
     check_compile(plan.compile, plan.recompute)
-    check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)
+    if plan.compress != "none":
+        from shoal.base.compression import check_compress
+
+        check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)
 
 
 def goes_together(plan: Plan) -> bool:
@@ -195,6 +208,10 @@ def words_of(layout: Layout) -> dict[str, Any]:
     >>> words_of(Layout(dp_shard=4, zero=2)), words_of(Layout())
     ({'dp_shard': 4, 'zero': 2}, {'strategy': 'single'})
     """
+    if layout.servers:
+        from shoal.base.servers import words_of_servers
+
+        return words_of_servers(layout)
     found: dict[str, Any] = {key: n for key, n in layout.degrees.items() if n > 1}
     if layout.ep > 1:
         found["ep"] = layout.ep

@@ -135,6 +135,16 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     known = case.cluster.calibration.efficiency
     gather, scatter = known.get("all_gather", 1.0), known.get("reduce_scatter", 1.0)
     each_time = 1 if case.plan.defer_sync else case.accumulate
+    if layout.servers:
+        from shoal.planner.servers import pulled, pushed
+
+        size = sum(whole)
+        return Sync(
+            gradients=pushed(case, groups.dense, size * element),
+            last_share=last,
+            update=pulled(case, groups.dense, size * narrow),
+            suffix=suffix,
+        )
     if layout.zero < 3:
         # what is outside blocks travels in its own width, in the same message
         sent = Elements(whole.dense - outside + outside * wide / narrow, whole.experts)

@@ -220,7 +220,7 @@ def predict_time(case: Case) -> TimeEstimate:
     terms = step_terms(case)
     found = effective(terms, table)
     off = calibration.time_error or UNKNOWN_ERROR
-    return TimeEstimate(
+    estimate = TimeEstimate(
         parts=_parts(found, table),
         step_s=found.step_s,
         hidden=found.hidden,
@@ -229,6 +229,11 @@ def predict_time(case: Case) -> TimeEstimate:
         high_s=found.step_s * (1 + off),
         model_flops=3 * case.model.forward_flops * case.batch,
     )
+    if case.layout.servers:
+        from shoal.planner.servers import in_turns
+
+        return in_turns(case, estimate)
+    return estimate
 
 
 def _parts(found: Effective, table: Table) -> dict[str, float]:

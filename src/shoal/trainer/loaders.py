@@ -111,7 +111,7 @@ class Feed:
             loader.tell = self.tell
         if isinstance(loader, LeavesOut):
             # Ranks that read the same samples would each leave out another.
-            alone = self.plan.layout.processes == self.plan.layout.data_degree
+            alone = self.plan.layout.processes == self.world.size
             loader.leaves_out = alone and self.plan.unreadable > 0
         if self.loaders:
             from shoal.trainer.next_epoch import take_over
@@ -130,7 +130,7 @@ class Feed:
 
     def _made(self, dataset: Any, settings: dict[str, Any]) -> AnyLoader:
         loader: AnyLoader | None = None
-        if "datasets" in sys.modules:
+        if "datasets" in sys.modules and not self.plan.layout.servers:
             from shoal.data.hf_streams import open_dealt
 
             loader = open_dealt(dataset, self.world.gather_json, self.notice, settings)
@@ -252,7 +252,7 @@ class Feed:
         return {
             "micro_batch": self.plan.micro_batch,
             "seed": self.seed,
-            "rank": self.world.rank,
+            "rank": self.world.rank if self.world.rank < self.plan.layout.data_degree else -1,
             "degree": self.plan.layout.data_degree,
         }
 

@@ -51,7 +51,7 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
 
     whole, rank = bool(allowed.flat), program.world.rank
     buckets = cut_buckets(plan.buckets, plan.placements, plan.layout, rank, whole_parameters=whole)
-    ranks = plan.layout.dp_shard
+    ranks = plan.layout.servers or plan.layout.dp_shard
     lines = [f"{name} steps whole parameters: each has one owner among {ranks} ranks"]
     return replace(plan, buckets=buckets), lines if whole else []
 

@@ -41,9 +41,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.base.compression import Compression
 from shoal.base.errors import BugError
 from shoal.base.plan import Bucket
-from shoal.base.policies import Compression
 from shoal.base.shards import Shard
 from shoal.fabric import Traffic, World
 from shoal.fabric.coded_sums import (

@@ -1,0 +1,76 @@
+"""Parameter servers by the real command: deaths, bounds, samples, and another layout that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import served_case as case
+from cli_run import CommandLine, final_hashes, trajectory
+
+
+def test_a_worker_that_dies_is_left_out_and_no_gradient_is_too_stale(tmp_path: Path) -> None:
+    """Two servers, three workers of which one is slow and one is killed; then ddp goes on."""
+    command = case.start(
+        tmp_path,
+        "launch.processes=5", "layout.servers=2", "layout.updates=bounded-stale",
+        "layout.staleness=3", "train.steps=60", "checkpoint.every=20", "launch.restarts=0",
+        "model.sleep_s=0.02",
+    )  # fmt: skip
+    command.wait_for(lambda: command.steps() >= 12)
+    command.kill(1)
+    code, output = command.finish()
+    assert code == 0, output
+    assert not command.events("worker_died")
+    (left_out,) = command.events("worker_left_out")
+    assert (left_out["rank"], left_out["left"]) == (1, [0, 2])
+    assert "rank 1 was killed by SIGKILL, and the others go on without it" in output
+    told = case.staleness(command.run)
+    assert told["largest"] == told["largest_of_rows"] <= told["bound"] == 3
+    assert sum(told["counts"].values()) == 60
+    assert case.each_once(command.run, 60)
+    assert "accuracy" in output or "validation" in output
+    more = ("layout.strategy=ddp", "layout.servers=0", "layout.updates=", "layout.staleness=0")
+    again = CommandLine(
+        tmp_path, "--resume", "runs/run", *more, "launch.processes=2", "train.steps=64",
+        "train.micro_batch=8", "--force",
+    )  # fmt: skip
+    code, output = again.finish()
+    assert code == 0, output
+    assert command.steps() == 64
+    assert case.each_once(command.run, 64)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("updates", ["asynchronous", "bounded-stale"])
+def test_a_server_that_dies_is_resumed_from_its_checkpoint(tmp_path: Path, updates: str) -> None:
+    command = case.start(
+        tmp_path, "launch.processes=3", f"layout.updates={updates}", "train.steps=60",
+        "checkpoint.every=10", "model.sleep_s=0.02",
+    )  # fmt: skip
+    command.wait_for(lambda: command.steps() >= 25)
+    command.kill(2)
+    code, output = command.finish()
+    assert code == 0, output
+    (resumed,) = command.events("resumed")
+    assert resumed["step"] >= 10
+    assert len(command.events("restarting")) == 1
+    assert case.each_once(command.run, 60)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_synchronous_server_survives_bit_for_bit(tmp_path: Path, victim: int) -> None:
+    """SIGKILL of a worker, of the server: all start again from the last checkpoint."""
+    words = ("launch.processes=3", "train.micro_batch=4", "train.steps=30", "checkpoint.every=5")
+    unbroken = case.start(tmp_path / "whole", *words, "model.sleep_s=0.01")
+    killed = case.start(tmp_path / "killed", *words, "model.sleep_s=0.01")
+    killed.wait_for(lambda: killed.steps() >= 12)
+    killed.kill(victim)
+    for command in (unbroken, killed):
+        code, output = command.finish()
+        assert code == 0, output
+    assert [event["rank"] for event in killed.events("worker_died")] == [victim]
+    assert trajectory(killed.run) == trajectory(unbroken.run)
+    assert final_hashes(killed.run) == final_hashes(unbroken.run)
