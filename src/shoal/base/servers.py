@@ -157,8 +157,8 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
         )
     if free_running(layout) and plan.spikes == "rewind":
         raise PlanError(
-            f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way that "
-            f"no rank takes back; nearest: train.spikes=skip"
+            f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way, "
+            f"which no rank takes back; nearest: train.spikes=skip"
         )
     if free_running(layout) and plan.compute == "fp16":
         raise PlanError(
