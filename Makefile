@@ -76,6 +76,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/manifest_mutations.py --write docs/proof/manifest_mutations.json
 	$(BIN)/python tests/proof/hangs.py
 	$(BIN)/python tests/proof/hangs.py --simulated
+	$(BIN)/python tests/proof/hangs_nodes.py
 	$(BIN)/python tests/proof/slow_ranks.py
 	$(BIN)/python tests/proof/servers.py
 	$(BIN)/python tests/proof/faults.py

@@ -100,7 +100,8 @@ class Ours(subprocess.Popen):
 
     def __init__(self, args: Any, **settings: Any) -> None:
         words = list(args)
-        self.forked = words[1:2] == ["-m"] and words[2].startswith("shoal.")
+        ours = words[1:2] == ["-m"] and words[2].startswith("shoal.")
+        self.forked = ours and "preexec_fn" in settings
         if not self.forked:
             super().__init__(args, **settings)
             return

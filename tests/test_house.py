@@ -291,6 +291,20 @@ def test_what_a_rank_of_a_divided_model_loads(
     assert sum(len(path.read_text().splitlines()) for path in files) <= 24_800
 
 
+def test_the_simulated_device_is_small() -> None:
+    """Lines that hold more than a comment (decision 22), of what takes the place of CUDA."""
+    simulator = ROOT / "tests" / "simgpu"
+    native = [*(simulator / "simulated" / "csrc").iterdir()]
+    python = [simulator / "simulated" / "build.py", *(simulator / "site").glob("*.py")]
+    count = 0
+    for paths, comment in ((native, "//"), (python, "#")):
+        assert len(paths) > 2
+        for path in paths:
+            lines = (line.strip() for line in path.read_text().splitlines())
+            count += sum(bool(line) and not line.startswith(comment) for line in lines)
+    assert 2_000 < count <= 2_500
+
+
 def test_the_picture_of_the_house_is_the_contract() -> None:
     """Rooms of docs/architecture.md stand in the order that import-linter holds."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]

@@ -20,7 +20,7 @@ LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     ("words", "processes", "line"),
     [
         ({"servers": 3}, 3, "nearest: launch.processes=4, or layout.servers=2"),
-        ({}, 1, "leaves none of 1 processes to compute gradients; nearest: launch.processes=2"),
+        ({"servers": 1}, 1, "leaves none of 1 processes to compute gradients; nearest: launch.pro"),
         ({"updates": "async"}, 3, "nearest: asynchronous"),
         ({"staleness": 3}, 3, "nearest: layout.updates=bounded-stale"),
         (

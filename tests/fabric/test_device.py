@@ -29,6 +29,7 @@ MAY = {
     "neighbours/without_cuda.py": "answers what scripts ask of it where it is not",
     "neighbours/deepspeed.py": "the same, by DeepSpeed's names for it",
     "neighbours/accelerate.py": "the name of the file above",
+    "neighbours/accelerate_state.py": "Accelerate's own names for kinds of runs",
     "parallel/spmd/sequence.py": "names of every attribute of a tensor that moves no data",
 }
 """Files outside of fabric that spell a vendor's name in code, and why."""

@@ -8,7 +8,8 @@ PROGRAM = """
 import _thread, threading
 import torch
 import torch.distributed as dist
-from shoal.base.watch_page import PAGE_VARIABLE, Page, Watched
+from shoal.base.watch_page import PAGE_VARIABLE, Page
+from shoal.launch.page_reader import Watched
 from shoal.fabric.fingerprints import Fingerprints
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

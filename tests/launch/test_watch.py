@@ -18,9 +18,10 @@ import pytest
 
 from shoal.base.phases import DATA, NOWHERE, PASSES, SUM, Phase
 from shoal.base.stacks import collective_of, runs_own_code, stacks
-from shoal.base.watch_page import PAGE_VARIABLE, Page, Told, Watched
+from shoal.base.watch_page import PAGE_VARIABLE, Page
 from shoal.launch import Outcome, supervise, watch
 from shoal.launch.hung import Seen, find_culprit
+from shoal.launch.page_reader import Told, Watched
 from shoal.launch.unlike import find_unlike
 from shoal.launch.watch import FIRST, STEP, Learnt, Watch, kind_of
 

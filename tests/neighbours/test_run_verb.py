@@ -37,7 +37,7 @@ def test_it_inserts_the_line(programs: Any, tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_line(
     programs: Any, tmp_path: Path, words: tuple[str, ...], line: str
 ) -> None:
-    (tmp_path / "mine.py").write_text("from deepspeed import PipelineModule\n")
+    (tmp_path / "mine.py").write_text("import deepspeed\ndeepspeed.PipelineModule(layers=[])\n")
     ended = programs.run("-m", "shoal", "run", *words, cwd=tmp_path)
     assert ended.returncode == 2
     assert line in ended.stderr

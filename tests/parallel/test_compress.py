@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.base.compression import Compression, check_compress
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.base.layout import Layout
 from shoal.base.plan import Bucket, Plan
-from shoal.base.policies import Compression, check_compress
 from shoal.config.load import load
 from shoal.fabric import World
 from shoal.fabric.codecs.feedback import Residual
-from shoal.fabric.coded_sums import Int8Sum, LargestSum, ScatteredInt8Sum, Sender
+from shoal.fabric.coded_sums import CODES, CodedSum, LargestSum, ScatteredSum, Sender
 from shoal.fabric.low_rank import LowRankSum, Matrix
 from shoal.fabric.process_info import Place
 from shoal.parallel.data_parallel import compress
@@ -40,8 +40,8 @@ MATRICES = [Matrix(10, 1210, 30, 40, (40, 1)), Matrix(1210, 2410, 30, 40, (1, 30
 def senders() -> dict[str, Sender]:
     f32 = torch.float32
     return {
-        "int8": Int8Sum(ELEMENTS, f32, ALONE),
-        "scattered": ScatteredInt8Sum((0, ELEMENTS), f32, ALONE),
+        **{code: CodedSum(ELEMENTS, make(f32), ALONE) for code, make in CODES.items()},
+        "scattered": ScatteredSum((0, ELEMENTS), CODES["int8"](f32), ALONE),
         "topk": LargestSum(ELEMENTS, f32, ALONE, 0.05),
         "powersgd": LowRankSum(ELEMENTS, f32, ALONE, MATRICES, 3),
     }
@@ -56,7 +56,7 @@ def through(sender: Sender, flat: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", ["int8", "scattered", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["int8", "one-bit", "scattered", "topk", "powersgd"])
 def test_what_is_decoded_and_what_is_kept_make_the_whole(name: str) -> None:
     sender = senders()[name]
     told, true = torch.zeros(ELEMENTS, dtype=torch.float64), torch.zeros(ELEMENTS)
@@ -71,7 +71,7 @@ def test_what_is_decoded_and_what_is_kept_make_the_whole(name: str) -> None:
     assert float((told + kept - true).norm() / true.norm()) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["int8", "scattered", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["int8", "one-bit", "scattered", "topk", "powersgd"])
 def test_narrow_gradients_are_coded_from_fp32(name: str) -> None:
     """A module that is itself bf16: what a step leaves out is kept in fp32."""
     sender, wide = senders()[name], senders()[name]
@@ -82,7 +82,7 @@ def test_narrow_gradients_are_coded_from_fp32(name: str) -> None:
     assert torch.equal(sender.left.coming, wide.left.coming)
 
 
-@pytest.mark.parametrize("name", ["int8", "scattered", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["int8", "one-bit", "scattered", "topk", "powersgd"])
 def test_without_a_commit_nothing_is_kept(name: str) -> None:
     """A broken step, and then the same as if it had not been: all that the next one starts from."""
     met, never = senders()[name], senders()[name]
@@ -115,6 +115,19 @@ def test_a_step_that_sends_twice_keeps_both() -> None:
     left.add(torch.full((4,), 5.0))
     left.begin()  # that step was skipped
     assert left.add(torch.zeros(4)).tolist() == [0.25] * 4
+
+
+def test_what_pads_a_message_is_zero_in_every_one() -> None:
+    """Signs make something of zeros, and of a broken block NaN: neither may come again."""
+    left = Residual(6, torch.float32, torch.device("cpu"))
+    for value in (1.0, math.nan, 2.0, 3.0):
+        left.begin()
+        numbers = left.add(torch.full((4,), value))
+        assert numbers[4:].tolist() == [0.0, 0.0]
+        numbers.fill_(value)
+        if math.isfinite(value):
+            left.standing.zero_()
+            left.commit()
 
 
 def test_low_rank_finds_a_matrix_of_low_rank() -> None:
@@ -160,7 +173,10 @@ def test_low_rank_of_zeros_recovers() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("int4", "layout.compress = int4: not one of none, int8, powersgd, topk; nearest: int8"),
+        ("int4", "layout.compress = int4: not one of none, int8, one-bit, powersgd, topk; "
+         "nearest: int8"),
+        ("one-bit:x", "layout.compress = one-bit:x: a number of steps is wanted; nearest: "
+         "layout.compress=one-bit:100"),
         ("int8:3", "layout.compress = int8:3: int8 takes no number; nearest: layout.compress=int8"),
         ("powersgd:0", "layout.compress = powersgd:0: a rank of at least 1 is wanted; nearest: "
          "layout.compress=powersgd:1"),
@@ -181,13 +197,13 @@ def test_a_text_that_is_none(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "strategy", "formats", "said"),
     [
-        ("int8", "fsdp", {}, "layout.compress = int8: fsdp gathers weights and sums gradients unit "
-         "by unit inside fully_shard, which cannot encode; nearest: layout.strategy=zero2, or "
+        ("one-bit", "hsdp", {}, "layout.compress = one-bit: hsdp sums its parts over replicas "
+         "inside fully_shard, which cannot encode; nearest: layout.strategy=fsdp, or "
          "layout.compress=none"),
         ("topk", "hsdp", {}, "nearest: layout.strategy=ddp, or layout.compress=none"),
         ("powersgd", "zero1", {}, "layout.compress = powersgd: zero1 cuts gradients where no "
-         "matrix ends and gives each rank its part only, which int8 alone can encode; nearest: "
-         "layout.compress=int8, or layout.strategy=ddp"),
+         "matrix ends and gives each rank its part only, which codes number by number carry; "
+         "nearest: layout.compress=int8, or layout.strategy=ddp"),
         ("int8", "ddp", {"precision": "fp16"}, "nearest: precision.compute=bf16"),
         ("int8", "ddp", {"reduce": "bf16"}, "nearest: precision.reduce=auto"),
     ],
@@ -203,9 +219,9 @@ def test_what_a_layout_cannot_carry(text, strategy, formats, said) -> None:
     ("given", "error"),
     [
         (["layout.compress=int4"], ConfigError),
-        (["layout.compress=int8", "layout.strategy=zero3"], PlanError),
+        (["layout.compress=topk", "layout.strategy=zero3"], PlanError),
         (["layout.compress=topk:0.1", "layout.strategy=zero1"], PlanError),
-        (["layout.compress=int8", "layout.dp_shard=2"], PlanError),
+        (["layout.compress=int8", "layout.dp_shard=2", "layout.dp_replicate=2"], PlanError),
         (["layout.compress=powersgd", "layout.dp_shard=2", "layout.zero=2"], PlanError),
         (["layout.compress=int8", "precision.compute=fp16"], PlanError),
     ],
@@ -215,6 +231,7 @@ def test_the_key_is_looked_at_before_any_process(given: list[str], error: type) 
         load(None, given)
     assert load(None, ["layout.compress=topk:0.1"]).config.layout.compress == "topk:0.1"
     load(None, ["layout.compress=int8", "layout.dp_shard=2", "layout.zero=1"])
+    load(None, ["layout.compress=one-bit", "layout.dp_shard=2"])
 
 
 def test_one_process_says_that_nothing_travels(tmp_path: Path) -> None:
@@ -256,8 +273,8 @@ def test_it_goes_between_reducer_and_world_and_says_so() -> None:
     assert done.reducer.worlds[0].traffic is program.world.traffic
     assert (len(done.on_begin), len(done.on_update)) == (1, 1)
     assert done.notices == [
-        "layout.compress = int8: what one step leaves out is added in the next and is not saved, so "
-        "a resumed run is close to the uninterrupted one, not equal"
+        "layout.compress = int8: what one step leaves out is added in the next; checkpoints keep it "
+        "for this layout, and a resume on another starts without it"
     ]
     untouched = program_of("none", Buckets())
     assert compress.apply(untouched) is untouched

@@ -6,12 +6,13 @@ import json
 
 import pytest
 
+from shoal.base.compression import check_compress
 from shoal.base.degrees import BUILT_AXES, check_degrees
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import AXES, PIPELINES, STRATEGIES, Layout
 from shoal.base.plan import Plan
-from shoal.base.policies import TensorPolicy, check_compress
+from shoal.base.policies import TensorPolicy
 from shoal.base.schedules import (
     SCHEDULES,
     SPLIT_BACKWARD,
@@ -39,7 +40,11 @@ def refused(strategy: str, degrees: dict[str, int], processes: int, **given: obj
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("single", "dp")])
+NO_DEGREES = ("single", "dp", "parameter-server")
+"""Strategies that are no degrees of axes; of the last, tests/base/test_servers.py."""
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in NO_DEGREES])
 @pytest.mark.parametrize("processes", [4, 8])
 def test_a_name_and_its_degrees_are_the_same_layout(name: str, processes: int) -> None:
     layout = expand(name, processes)
@@ -243,8 +248,9 @@ def test_halves_of_a_backward_recompute_nothing(schedule: str, recompute: str) -
 
 def test_compress_speaks_of_the_data_parallel_axes() -> None:
     sharded = choose("3d", {"pp": 2, "tp": 2, "dp_shard": 2}, 8)
-    with pytest.raises(PlanError, match="fsdp gathers weights and sums gradients unit by unit"):
-        check_compress("int8", sharded.data_strategy)
+    with pytest.raises(PlanError, match="fsdp cuts gradients where no matrix ends"):
+        check_compress("powersgd", sharded.data_strategy)
+    check_compress("one-bit", sharded.data_strategy)
     check_compress("int8", choose("auto", {"tp": 2, "dp_shard": 2}, 4, zero=2).data_strategy)
     check_compress("powersgd:2", expand("3d", 8).data_strategy)
 

@@ -51,7 +51,7 @@ def test_words_of_a_layout_win_over_the_plans_own() -> None:
          "train.compile = blocks: memory.recompute = selective looks at single operations, which a "
          "compiled block no longer has; nearest: memory.recompute=full"),
         ("zbv", {"recompute": "full"}, "nearest: memory.recompute=none, or layout.schedule=1f1b"),
-        ("fsdp", {"compress": "int8"}, "nearest: layout.strategy=zero2, or layout.compress=none"),
+        ("fsdp", {"compress": "topk"}, "nearest: layout.compress=int8, or layout.strategy=ddp"),
         ("ep", {"compress": "int8"}, "layout.compress = int8: sums over all data-parallel ranks, and "
          "layout.ep = 4 sums experts over some; nearest: layout.compress=none"),
         ("ddp", {"compress": "int8", "compute": "fp16"}, "nearest: precision.compute=bf16"),

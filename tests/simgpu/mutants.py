@@ -48,7 +48,7 @@ NOT_OF_A_DEVICE = (
 HOST = "host: "
 """Rows of `offload_case.py`: what waits on the host."""
 ROWS: dict[str, tuple[str, ...]] = {
-    "fabric/coded_sums.py": ("compress", "topk", "int8 zero"),
+    "fabric/coded_sums.py": ("compress", "topk", "int8 zero", "one-bit fsdp"),
     "fabric/low_rank.py": ("powersgd",),
     "fabric/ring.py": ("cp", "ring"),
     "fabric/point_to_point.py": ("pp", "cp"),

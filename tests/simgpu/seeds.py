@@ -23,7 +23,7 @@ from simulated.build import library
 HERE = Path(__file__).resolve().parent
 FOUR = ("hsdp", "tp fsdp")
 TWO = ("ddp", "zero1", "zero2", "fsdp", "tp", "pp", "cp", "ep", "recompute", "offload activations")
-CODED = ("compress", "powersgd", "topk", "int8 zero", "saved", "bf16 weights")
+CODED = ("compress", "powersgd", "topk", "int8 zero", "one-bit fsdp", "saved", "bf16 weights")
 ROUNDED = ("bf16 weights", "powersgd")
 """Not the CPU's numbers: its autocast has another list; a basis of nearly equal directions turns a last
 digit of step 12 into 3e-6 by step 200. Bits and reports count."""

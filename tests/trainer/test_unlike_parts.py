@@ -10,7 +10,8 @@ import pytest
 
 from shoal.base import phases
 from shoal.base.phases import BACKWARD, DATA, PASSES, UPDATE
-from shoal.base.watch_page import PAGE_VARIABLE, Page, Watched
+from shoal.base.watch_page import PAGE_VARIABLE, Page
+from shoal.launch.page_reader import Watched
 from shoal.trainer.step import update
 
 

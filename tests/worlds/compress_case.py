@@ -15,8 +15,8 @@ from torch import nn
 
 from bytes_case import Stack, count_sent, lo_sent_bytes, squares
 from shoal.base.errors import ShoalError
-from shoal.fabric import World, uneven_collectives
-from shoal.fabric.coded_sums import ScatteredInt8Sum
+from shoal.fabric import World, sharding, uneven_collectives
+from shoal.fabric.coded_sums import CODES, ScatteredSum
 from shoal.fabric.traffic import wire_bytes
 from shoal.planner.buckets import plan_buckets
 from shoal.trainer import parallelize as module
@@ -76,17 +76,21 @@ def leave(run: Run) -> None:
 
 
 def digest(run: Run) -> str:
-    """Of all weights, bit by bit."""
-    whole = b"".join(
-        p.detach().cpu().contiguous().numpy().tobytes() for p in run.model.parameters()
-    )
-    return hashlib.sha256(whole).hexdigest()
+    """Of all weights, bit by bit; of rows that ranks have dealt out the whole."""
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in run.model.parameters()]
+    bits = b"".join(p.detach().cpu().contiguous().numpy().tobytes() for p in whole)
+    return hashlib.sha256(bits).hexdigest()
 
 
 def left(run: Run) -> list[torch.Tensor]:
-    """What this rank keeps, per bucket: of its own gradients, and of sums that it is owner of."""
+    """What this rank keeps, per bucket: of its own gradients, and of sums that it is owner of.
+
+    Under fsdp per unit, as that sends it: [ranks, part], padded.
+    """
     kept = []
-    for sender, bucket in zip(run.program.reducer.worlds[0].senders, run.plan.buckets, strict=True):
+    if run.plan.layout.zero == 3:
+        return [sender.kept()["left"].clone() for sender in run.program.owed.senders]
+    for sender, bucket in zip(run.program.owed.senders, run.plan.buckets, strict=True):
         whole = sender.left.standing.clone()
         if hasattr(sender, "left_of_sum"):
             first = sender.part * run.world.rank
@@ -115,7 +119,7 @@ def telescope(
         batch = {name: torch.cat([one[name] for one in samples]) for name in samples[0]}
         for name, run in runs.items():
             run.forward_backward(batch)
-            now = [one.double().clone() for one in run.program.reducer.sums()]
+            now = [one.double().reshape(-1).clone() for one in run.program.reducer.sums()]
             run.update()
             before = totals.get(name, [torch.zeros_like(one) for one in now])
             totals[name] = [a + b for a, b in zip(before, now, strict=True)]
@@ -123,8 +127,8 @@ def telescope(
     for one in kept:
         world.all_reduce(one)
     reducer = runs[compress].program.reducer
-    own = []
-    for one, bucket in zip(kept, runs[compress].plan.buckets, strict=True):
+    own = own_rows(runs[compress], kept[0], world) if layout == "fsdp" else []
+    for one, bucket in zip(kept, runs[compress].plan.buckets, strict=False) if not own else ():
         cuts = bucket.cuts[world.rank : world.rank + 2] or (0, bucket.elements)
         own.append(one[slice(*cuts)].double())
     made = [a + b for a, b in zip(totals[compress], own, strict=True)]
@@ -139,28 +143,51 @@ def telescope(
     return told
 
 
+def own_rows(run: Run, unit: torch.Tensor, world: World) -> list[torch.Tensor]:
+    """Of the only unit's elements this rank's rows, tensor by tensor as `sums` gives them."""
+    row, found, place = unit.view(world.size, -1)[world.rank], [], 0
+    for name in run.program.reducer.summed():
+        count, whole = run.program.local[name].parameter.numel(), Bare().get_parameter(name)
+        if not whole.ndim:  # no rows: summed whole, not in codes
+            found.append(torch.zeros(1, dtype=torch.float64))
+            continue
+        found.append(row[place : place + count].double())
+        place += -(-len(whole) // world.size) * (whole.numel() // len(whole))
+    return [one.view(-1) for one in found]
+
+
 def far(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     """Distance as a share of the others' norm."""
     one, other = torch.cat(ones), torch.cat(others)
     return float((one - other).norm() / other.norm())
 
 
-def uneven(world: World) -> dict[str, Any]:
-    """Owners of nothing, and of parts that are no multiple of anything."""
+def uneven(world: World, code: str) -> dict[str, Any]:
+    """Owners of nothing, and of parts that are no multiple of anything; twice, in fp64."""
     cuts = (0, 0, 501, 501, 1304)
-    sender = ScatteredInt8Sum(cuts, torch.float32, world)
+    sender = ScatteredSum(cuts, CODES[code](torch.float64), world)
     addends = [
-        torch.randn(1304, generator=torch.Generator().manual_seed(r)).to(world.device)
+        torch.randn(1304, generator=torch.Generator().manual_seed(r)).double().to(world.device)
         for r in range(world.size)
     ]
     low, high = cuts[world.rank : world.rank + 2]
-    arriving = torch.empty(high - low, device=world.device)
-    flight = sender.send(addends[world.rank])
-    flight.turn()
-    flight.result(arriving)
-    true = sum(addends)[low:high]
+    arriving = torch.empty(high - low, device=world.device, dtype=torch.float64)
+    total, first = torch.zeros_like(arriving), 0.0
+    for step in range(2):
+        sender.begin()
+        flight = sender.send(addends[world.rank])
+        flight.turn()
+        flight.result(arriving)
+        sender.commit()
+        total += arriving
+        true = sum(addends)[low:high]
+        if not step:
+            first = max([0.0, *(arriving - true).abs().tolist()])
+    left = sender.kept()["left"].clone()
+    world.all_reduce(left)
+    apart = max([0.0, *(total + left[low:high] - 2 * true).abs().tolist()])
     bound = sum(float(one.abs().max()) for one in addends) / 254
-    return {"own": high - low, "far": max([0.0, *(arriving - true).abs().tolist()]), "bound": bound}
+    return {"own": high - low, "far": first, "bound": bound, "apart": apart}
 
 
 @contextmanager
@@ -190,6 +217,7 @@ def wire(world: World) -> Iterator[list[tuple[str, float]]]:
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
         mock.patch.object(uneven_collectives, "all_gather_single", all_gather),
+        mock.patch.object(sharding, "all_gather_single", all_gather),
     ):
         yield sent
 
@@ -227,6 +255,72 @@ def skip(world: World, compress: str, layout: str) -> dict[str, Any]:
         finite = all(bool(one.isfinite().all()) for one in left(run))
         leave(run)
     return {"digests": digests, "kept": kept, "skipped": skipped, "finite": finite}
+
+
+def resume(
+    world: World, compress: str, layout: str, other: dict[str, Any], folder: str
+) -> dict[str, Any]:
+    """A run, one that goes on from its checkpoint, one that forgets what was left, another layout.
+
+    other   how that one is started
+    """
+
+    def steps(run: Run, first: int) -> str:
+        for step in range(first, first + 3):
+            run.step(gradient(step, world.rank))
+        return digest(run)
+
+    run = start(world, compress, layout)
+    steps(run, 0)
+    run.save(folder)
+    told: dict[str, Any] = {"kept": [float(one.norm()) for one in left(run)]}
+    told["straight"] = steps(run, 3)
+    leave(run)
+    for name in ("resumed", "forgot"):
+        run = start(world, compress, layout)
+        assert run.restore(folder)
+        if name == "resumed":
+            run.save(f"{folder}-again")  # before the first step: nothing of it may be lost
+            leave(run)
+            run = start(world, compress, layout)
+            assert run.restore(f"{folder}-again")
+        else:
+            run.program.owed.load({}, {})
+        told[name], told[f"{name} said"] = steps(run, 3), run.program.owed.dropped
+        leave(run)
+    run = start(world, **{"compress": compress, "layout": layout, **other})
+    assert run.restore(folder)
+    told["lost"] = run.program.owed.dropped
+    told["zero"] = not any(bool(one.any()) for one, _ in run.program.owed.parts().values())
+    leave(run)
+    return told
+
+
+def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any]:
+    """Bytes of the first steps of a run and of one that goes on from its second, by step."""
+
+    def bytes_of(run: Run, step: int) -> int:
+        world.traffic.take()
+        run.forward_backward(gradient(step, world.rank))
+        sent = sum(world.traffic.take()[0].values())
+        run.update()
+        return sent
+
+    told: dict[str, Any] = {}
+    for code in ("none", "one-bit", compress):
+        run = start(world, code, layout)
+        sent = []
+        for step in range(5):
+            if step == 2 and code == compress:
+                run.save(folder)
+            sent.append(bytes_of(run, step))
+        told[code] = sent
+        leave(run)
+    run = start(world, compress, layout)
+    assert run.restore(folder)
+    told["resumed"] = [bytes_of(run, step) for step in (2, 3, 4)]
+    leave(run)
+    return told
 
 
 class Counting:
@@ -276,7 +370,7 @@ def train(
     while len(losses) < steps:
         for batch in run.loader(Counting()):
             losses.append(run.step(batch).loss)
-            for sender in run.program.reducer.worlds[0].senders if forget else ():
+            for sender in run.program.owed.senders if forget else ():
                 sender.left.standing.zero_()
             if len(losses) == steps:
                 break

@@ -31,13 +31,19 @@ STORE = (
 class Nodes:
     """A rendezvous, and agents that come and go; `close` leaves nothing.
 
-    own   a folder of which each node sees one of its own, `disk(node)`; None: all share all
+    own     a folder of which each node sees one of its own, `disk(node)`; None: all share all
+    least   how many nodes the run begins with
     """
 
     def __init__(
-        self, folder: Path, command: list[str], own: Path | None = None, **environment: str
+        self,
+        folder: Path,
+        command: list[str],
+        own: Path | None = None,
+        least: int = 1,
+        **environment: str,
     ) -> None:
-        self.net = Net(3)
+        self.net, self.least = Net(3), least
         self.folder, self.command, self.own = folder, command, own
         if own is not None:
             own.mkdir()
@@ -59,7 +65,7 @@ class Nodes:
         """Start an agent, which starts one worker."""
         timing = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         self.agents[node] = self._start(
-            *(node, sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"),
+            *(node, sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.least}:2"),
             *("--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"),
             *(f"--rdzv-endpoint={self.net.addresses[2]}:{PORT}", "--monitor-interval=0.1"),
             *("--local-addr", self.net.addresses[node], f"--rdzv-conf=is_host=false,{timing}"),

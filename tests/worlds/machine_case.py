@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+
+from shoal.cli.links import measure as measure_all
 from shoal.fabric import World
 from shoal.machine.links import measure_links
 from shoal.machine.measure import Sizes, measure_machine
@@ -22,6 +27,20 @@ def measure(world: World, cache: str) -> dict[str, Any]:
         "second": second,
         "quiet": world.traffic.sent_bytes.total() - sent < 65536,
     }
+
+
+def every(world: World) -> dict[str, Any]:
+    """All collectives in groups of 2 and 4; rank 3 is late to every broadcast to a pair's other."""
+    broadcast, late = World.broadcast, 0.03
+
+    def slow(self: World, tensor: torch.Tensor, source: int = 0) -> None:
+        if world.rank == 3 and self.size == 2:
+            time.sleep(late)
+        broadcast(self, tensor, source)
+
+    asked = {"sizes": [1024, 65536], "groups": [], "repeats": 3}
+    with mock.patch.object(World, "broadcast", slow):
+        return measure_all(world, asked)
 
 
 def axes(world: World) -> dict[str, Any]:

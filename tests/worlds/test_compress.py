@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from netns import told_by
-from shoal.fabric.codecs.int8 import Int8
-from shoal.fabric.coded_sums import BLOCK
+from shoal.fabric.coded_sums import CODES
 
 DEADLINE_S = 100
-DDP = ("int8", "powersgd:2", "topk:0.05")
-ALL = [(codec, "ddp") for codec in DDP] + [("int8", "zero1"), ("int8", "zero2")]
-LONG = [("topk:0.05", "ddp"), ("int8", "zero1")]
+DDP = ("int8", "one-bit", "powersgd:2", "topk:0.05")
+ALL = [(codec, "ddp") for codec in DDP] + [
+    (codec, layout) for codec in CODES for layout in ("zero1", "zero2", "fsdp")
+]
+LONG = [("topk:0.05", "ddp"), ("int8", "zero1"), ("one-bit", "zero1")]
 
 
 def some(rows: list[Any], long: list[Any]) -> list[Any]:
@@ -30,25 +32,33 @@ TELESCOPED, SKIPPED = some(ALL, LONG[1:]), some(ALL, LONG)
 def test_decoded_sums_and_what_is_kept_make_the_true_sums(worlds, codec: str, layout: str) -> None:
     """Over 12 steps of two micro-batches; and what is kept is not nothing."""
     told = worlds(4).call("compress_case:telescope", compress=codec, layout=layout, micro_batches=2)
-    assert told[0]["buckets"] == 3
+    assert told[0]["buckets"] == (3 if layout != "fsdp" else 6)
     assert max(one["apart"] for one in told) <= 1e-6  # fp32: rounding of 12 additions
     assert min(one["without"] for one in told) >= 1e-5
     assert len({one["digest"] for one in told}) == 1, "weights differ between ranks"
 
 
-def test_fp64_keeps_fp64(worlds) -> None:
-    told = worlds(2).call(
-        "compress_case:telescope", compress="int8", layout="ddp", precision="fp64", steps=3
-    )
-    assert max(one["apart"] for one in told) <= 1e-14
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("codec", CODES)
+def test_in_fp64_they_make_them_to_the_last_digits(worlds, codec: str, ranks: int) -> None:
+    """Rows, vectors and buckets that no number of ranks divides, under every layout."""
+    for layout in ("ddp", "zero1", "zero2", "fsdp"):
+        told = worlds(ranks).call(
+            "compress_case:telescope", compress=codec, layout=layout, precision="fp64", steps=3
+        )
+        assert max(one["apart"] for one in told) <= 1e-14, layout
+        assert min(one["without"] for one in told) >= 1e-4, layout
 
 
-def test_owners_of_unequal_parts_and_of_nothing(worlds) -> None:
+@pytest.mark.parametrize("codec", CODES)
+def test_owners_of_unequal_parts_and_of_nothing(worlds, codec: str) -> None:
     """As for optimizers that step whole parameters, each of which has one owner."""
-    told = worlds(4).call("compress_case:uneven")
+    told = worlds(4).call("compress_case:uneven", code=codec)
     assert [one["own"] for one in told] == [0, 501, 0, 803]
-    assert all(one["far"] <= one["bound"] for one in told)
+    assert max(one["apart"] for one in told) <= 1e-13
     assert told[1]["far"] > 0
+    if codec == "int8":
+        assert all(one["far"] <= one["bound"] for one in told)
 
 
 @pytest.mark.parametrize(("codec", "layout"), SKIPPED)
@@ -63,13 +73,60 @@ def test_a_skipped_step_leaves_no_trace(worlds, codec: str, layout: str) -> None
     assert len({one["digests"][0] for one in told}) == 1
 
 
+OTHERS: dict[str, tuple[dict[str, str], str]] = {
+    "fsdp": ({"layout": "zero2"}, "layout was fsdp (dp_shard = 2), is zero2 (dp_shard = 2)"),
+    "zero2": ({"compress": "one-bit"}, "compress was int8, is one-bit"),
+    "ddp": ({"layout": "fsdp"}, "layout was ddp (dp_replicate = 2), is fsdp (dp_shard = 2)"),
+}
+RESUMED = [("int8", "zero2"), ("one-bit", "fsdp"), ("int8", "ddp"), ("powersgd:2", "ddp"),
+           ("one-bit", "zero1"), ("int8", "fsdp")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codec", "layout"), some(RESUMED, RESUMED[4:]))
+def test_what_is_left_survives_a_resume(worlds, codec: str, layout: str, tmp_path: Path) -> None:
+    """Bit for bit on the same layout; on another, or in another code, it is told that it is lost."""
+    other, said = OTHERS.get(layout, OTHERS["ddp"])
+    if codec.startswith("powersgd"):
+        other, said = {"layout": "fsdp", "compress": "int8"}, "compress was powersgd:2, is int8"
+    folder = str(tmp_path / "run")
+    answers = worlds(2).call(
+        "compress_case:resume", compress=codec, layout=layout, other=other, folder=folder
+    )
+    for told in answers:
+        assert min(told["kept"]) > 0
+        assert told["resumed"] == told["straight"] != told["forgot"]
+        assert told["resumed said"] == told["forgot said"] == ""
+        assert told["lost"].startswith(f"layout.compress = {other.get('compress', codec)}: what ")
+        assert "of earlier steps is lost, once: " in told["lost"]
+        assert said in told["lost"] or layout == "zero1"
+        assert told["zero"]
+    assert answers[0]["straight"] == answers[1]["straight"]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
+def test_first_steps_may_travel_whole(worlds, layout: str, tmp_path: Path) -> None:
+    """Three of them; counted on through a resume."""
+    for told in worlds(2).call(
+        "compress_case:warm", compress="one-bit:3", layout=layout, folder=str(tmp_path / "run")
+    ):
+        whole, coded = told["none"][-1], told["one-bit"][-1]
+        assert whole > 2 * coded or layout != "ddp"
+        assert whole > coded
+        # the first step also asks whether something moved
+        assert told["one-bit:3"][1:] == [whole, whole, coded, coded]
+        assert told["resumed"][1:] == [coded, coded]
+        assert told["resumed"][0] >= whole
+
+
 def expected_bytes(codec: str, layout: str, buckets: list[int], ranks: int) -> float:
     """Of one rank, by what the module's docstring promises; for the bare model of the case."""
     hops = (ranks - 1) / ranks
-    if codec == "int8":
+    if codec in CODES:
         halves = 2 if layout == "ddp" else 1
-        codes = Int8(torch.float32, BLOCK)
-        return sum(halves * hops * ranks * codes.size_bytes(-(-n // ranks)) for n in buckets)
+        codes = CODES[codec](torch.float32)
+        # fsdp has one unit here, of which each rank has so many rows of everything
+        parts = buckets if layout != "fsdp" else [ranks * (600 + 8 * 50 + 4 * 72 + 10 + 4)]
+        return sum(halves * hops * ranks * codes.size_bytes(-(-n // ranks)) for n in parts)
     if codec.startswith("topk"):
         return sum((ranks - 1) * 8 * -(-n // 20) for n in buckets)
     thin = 2 * ((40 + 60) + (30 + 50) + (16 + 72))  # the 3 × 4 matrix is small enough as it is
@@ -81,14 +138,16 @@ def test_bytes_counted_are_bytes_given_to_collectives(worlds, codec: str, layout
     for told in worlds(4).call("compress_case:sent", compress=codec, layout=layout):
         assert told["counted"] == sum(size for _, size in told["given"])
         of_gradients = told["given"][:-1]  # the last is the step's own numbers
-        if codec == "int8":
+        if codec in CODES:
             of_gradients = [one for one in of_gradients if one[0] != "all_reduce"]
+        if layout == "fsdp":  # whose weights are gathered as ever
+            of_gradients = [one for one in of_gradients if one[0] != "all_gather"]
         gradients = sum(size for _, size in of_gradients)
         assert gradients == expected_bytes(codec, layout, told["buckets"], 4)
 
 
 TRAINED = [("int8", "ddp", 0.01), ("int8", "zero2", 0.01), ("powersgd:8", "ddp", 0.05),
-           ("topk:0.1", "ddp", 0.05)]  # fmt: skip
+           ("topk:0.1", "ddp", 0.05), ("one-bit", "fsdp", 0.05)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("codec", "layout", "tolerance"), some(TRAINED, TRAINED[1:2]))
@@ -119,12 +178,11 @@ def test_it_is_error_feedback_that_does_it(worlds, plain: float) -> None:
 @pytest.mark.parametrize(
     ("codec", "layout", "said"),
     [
-        ("int8", "fsdp", "layout.compress = int8: fsdp gathers weights and sums gradients unit by "
-         "unit inside fully_shard, which cannot encode; nearest: layout.strategy=zero2, or "
-         "layout.compress=none"),
-        ("topk", "zero2", "nearest: layout.compress=int8, or layout.strategy=ddp"),
-        ("int4", "ddp", "layout.compress = int4: not one of none, int8, powersgd, topk; nearest: "
-         "int8"),
+        ("topk", "fsdp", "layout.compress = topk: fsdp cuts gradients where no matrix ends and "
+         "gives each rank its part only, which codes number by number carry; nearest: "
+         "layout.compress=int8, or layout.strategy=ddp"),
+        ("int4", "ddp", "layout.compress = int4: not one of none, int8, one-bit, powersgd, topk; "
+         "nearest: int8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_on_every_rank(worlds, codec: str, layout: str, said: str) -> None:
@@ -134,7 +192,8 @@ def test_what_cannot_be_is_said_on_every_rank(worlds, codec: str, layout: str, s
 
 
 KERNEL = [(2, "int8", "zero2"), (4, "none", "ddp"), (4, "int8", "ddp"), (4, "powersgd:4", "ddp"),
-          (4, "topk:0.01", "ddp")]  # fmt: skip
+          (4, "topk:0.01", "ddp"), (4, "one-bit", "ddp"), (4, "int8", "fsdp"),
+          (4, "one-bit", "fsdp"), (4, "one-bit", "zero2")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from netns import Forbidden, Net, skip
 from shoal.checkpoint.listing import find, read_manifest
 from shoal.islands.methods.noloco import pairs
 from shoal.trainer.island_join import rounds_held
-from worlds import Islands
+from worlds import Failed, Islands
 
 DILOCO = {"method": "diloco", "period": 3}
 
@@ -110,6 +110,14 @@ def test_who_goes_on_from_anothers_checkpoint_brings_nothing(islands, tmp_path: 
     other = {**asked, "fragments": 1}
     again = two.call("island_case:train", rounds=3, **other)
     assert [island[0]["committed"] for island in again] == [[True]] * 2, "as one part from now on"
+    manifests = sorted(tmp_path.glob("island-*/checkpoints/step-*/manifest.json"))
+    assert len(manifests) >= 2
+    for manifest in manifests:
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+    rows = (tmp_path / "island-0" / "metrics.jsonl").read_bytes()
+    with pytest.raises(Failed, match="to begin anew move these folders away"):
+        two.call("island_case:train", rounds=3, **other)
+    assert (tmp_path / "island-0" / "metrics.jsonl").read_bytes() == rows, "nothing began anew"
 
 
 LAYOUTS = [

@@ -231,9 +231,7 @@ class Layout:
         ('pp (pp = 2, schedule = 1f1b)', '3d (pp = 2, dp_replicate = 2, tp = 2)')
         """
         if self.servers:
-            from shoal.base.servers import text_of
-
-            return text_of(self)
+            return self._served_text()
         shown = {**self.degrees, "ep": self.ep, "threads": self.threads}
         if self.strategy == "3d" and self.zero:
             shown["zero"] = self.zero
@@ -243,3 +241,15 @@ class Layout:
         if self.chunks > 1:
             words.append(f"chunks = {self.chunks}")
         return f"{self.strategy} ({', '.join(words)})" if words else self.strategy
+
+    def _served_text(self) -> str:
+        """The same of a parameter server.
+
+        >>> Layout(dp_shard=4, servers=1, updates="bounded-stale", staleness=6).text()
+        'parameter-server (workers = 3, servers = 1, updates = bounded-stale, staleness = 6)'
+        """
+        workers = self.dp_replicate * self.dp_shard - self.servers
+        shown: dict[str, int | str] = {"workers": workers, "servers": self.servers}
+        shown |= {"updates": self.updates} if self.updates not in ("", "synchronous") else {}
+        shown |= {"staleness": self.staleness} if self.staleness else {}
+        return f"parameter-server ({', '.join(f'{key} = {value}' for key, value in shown.items())})"

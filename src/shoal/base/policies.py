@@ -25,7 +25,8 @@ OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
 
 COMPILE = ("none", "blocks")
 REDUCTIONS = ("auto", "fp32", "bf16")
-COMPRESS = ("none", "int8", "powersgd", "topk")
+BY_NUMBER = ("int8", "one-bit")
+COMPRESS = ("none", *BY_NUMBER, "powersgd", "topk")
 SPLITS = ("whole", "column", "row")
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 CONTEXT = ("auto", "ring", "ulysses", "gather")
@@ -282,53 +283,11 @@ class CheckpointPolicy(KeepPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressPolicy:
-    """What gradients travel as between data ranks: none, int8, powersgd:RANK, topk:SHARE."""
+    """What gradients travel as: none, int8, one-bit:STEPS, powersgd:RANK, topk:SHARE."""
 
     compress: str = "none"
-    """what gradients travel as: none, int8 (ddp, zero1, zero2), powersgd:RANK, topk:SHARE (ddp)"""
-
-
-@dataclass(frozen=True)
-class Compression:
-    """The method that `layout.compress` names, and its number; `Compression.parse(text)` reads one.
-
-    method   none, int8, powersgd, topk · rank  powersgd: columns of the two thin matrices
-    share    topk: share of the elements that a rank sends
-    """
-
-    method: str = "none"
-    """none, int8, powersgd, topk"""
-    rank: int = 4
-    """powersgd: columns of the two thin matrices that stand for one gradient"""
-    share: float = 0.01
-    """topk: share of the elements that a rank sends"""
-
-    @staticmethod
-    def parse(text: str) -> Compression:
-        """Parse the text of `layout.compress`.
-
-        Errors: ConfigError with the nearest right spelling.
-
-        >>> Compression.parse("powersgd:2").rank, Compression.parse("topk").share
-        (2, 0.01)
-        """
-        method, colon, number = text.partition(":")
-        if method not in COMPRESS:
-            raise ConfigError(one_of("layout.compress", text, COMPRESS))
-        if not colon:
-            return Compression(method)
-        if method == "powersgd":
-            if number.isdecimal() and int(number) >= 1:
-                return Compression(method, rank=int(number))
-            wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
-        elif method == "topk":
-            share = _number(number)
-            if 0 < share <= 1:
-                return Compression(method, share=share)
-            wanted = "a share above 0 and up to 1 is wanted; nearest: layout.compress=topk:0.01"
-        else:
-            wanted = f"{method} takes no number; nearest: layout.compress={method}"
-        raise ConfigError(f"layout.compress = {text}: {wanted}")
+    """what gradients travel as: none; int8, one-bit:STEPS (ddp, zero1, zero2, fsdp; the first STEPS
+    travel whole); powersgd:RANK, topk:SHARE (ddp)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,55 +497,3 @@ def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
         f"{what}, and optimizer.name = {name} {why}; nearest: layout.strategy={nearest}, or "
         f"optimizer.name=adamw"
     )
-
-
-def check_compress(
-    text: str, strategy: str, precision: str = "", reduce: str = "", ep: int = 1
-) -> None:
-    """Refuse a `layout.compress` that a layout or a number format cannot carry.
-
-    text        as the user wrote it · ep  of the layout; above 1 nothing can be compressed
-    strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
-                zero3, fsdp and hsdp carry none, zero1 and zero2 int8 alone; other words carry all
-    precision, reduce   the formats of matrix products and of sums: not fp16, not bf16
-    Errors      ConfigError for a text that is no method; PlanError with the nearest right choice
-    """
-    method = Compression.parse(text).method
-    if method == "none":
-        return
-    if ep > 1:
-        raise PlanError(
-            f"layout.compress = {text}: sums over all data-parallel ranks, and layout.ep = {ep} "
-            f"sums experts over some; nearest: layout.compress=none"
-        )
-    if strategy in ("zero3", "fsdp", "hsdp"):
-        nearest = "zero2" if method == "int8" else "ddp"
-        raise PlanError(
-            f"layout.compress = {text}: {strategy} gathers weights and sums gradients unit by unit "
-            f"inside fully_shard, which cannot encode; nearest: layout.strategy={nearest}, or "
-            f"layout.compress=none"
-        )
-    if strategy in ("zero1", "zero2") and method != "int8":
-        raise PlanError(
-            f"layout.compress = {text}: {strategy} cuts gradients where no matrix ends and gives "
-            f"each rank its part only, which int8 alone can encode; nearest: layout.compress=int8, "
-            f"or layout.strategy=ddp"
-        )
-    if precision == "fp16":
-        raise PlanError(
-            f"layout.compress = {text}: fp16's loss scale changes between steps, and what one step "
-            f"leaves out would be added in the next in another scale; nearest: "
-            f"precision.compute=bf16"
-        )
-    if reduce == "bf16":
-        raise PlanError(
-            f"layout.compress = {text}: precision.reduce = bf16 would round what error feedback "
-            f"must see whole; nearest: precision.reduce=auto"
-        )
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

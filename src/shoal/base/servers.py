@@ -47,20 +47,6 @@ def spare_ranks(layout: Layout) -> range:
     return range(workers_of(layout) if layout.servers and free_running(layout) else 0)
 
 
-def text_of(layout: Layout) -> str:
-    """Write a server's layout as `Layout.text` does.
-
-    >>> text_of(with_servers(4, updates="bounded-stale"))
-    'parameter-server (workers = 3, servers = 1, updates = bounded-stale, staleness = 6)'
-    """
-    words: dict[str, Any] = {"workers": workers_of(layout), "servers": layout.servers}
-    if free_running(layout):
-        words["updates"] = layout.updates
-    if layout.staleness:
-        words["staleness"] = layout.staleness
-    return f"parameter-server ({', '.join(f'{key} = {value}' for key, value in words.items())})"
-
-
 def words_of_servers(layout: Layout) -> dict[str, Any]:
     """Spell a server's layout out as keys of [layout], as `settle.words_of` does."""
     keys = ("servers", "updates", "staleness")

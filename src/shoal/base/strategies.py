@@ -54,7 +54,7 @@ def expand(
     if strategy not in STRATEGIES:
         raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES, *PLANNED]))
     _check_beside(strategy, threads, zero)
-    if strategy == "parameter-server":
+    if strategy == "parameter-server" and (processes > 1 or any(served.values())):
         from shoal.base.servers import with_servers
 
         settle_schedule(schedule, chunks, 1)  # refuses a schedule

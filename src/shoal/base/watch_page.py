@@ -3,7 +3,7 @@
 A process that is stopped, or whose C code keeps Python's lock, answers nobody; what it wrote before
 can still be read. So the launcher makes one page per rank, in memory that no disk can delay, and
 tells the rank where (`PAGE_VARIABLE`). The rank writes, the launcher reads; it asks for stacks in
-the same page (`stacks.py`).
+the same page (`stacks.py`). The reading end: `launch/page_reader.py`.
 
     bytes 0–127      16 words of 8 bytes, native order: `PAGE`, `PID`, …, below
     bytes 128–1023   the open phases as text: its length in 2 bytes, then UTF-8
@@ -20,15 +20,13 @@ that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.base import phases
@@ -204,117 +202,6 @@ def tell_page(page: Page) -> None:
     phases.listen(page.hear)
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a page said when it was read; the fields are the words of the same names.
-
-    live     its rank has opened it · phases  as text, "" where none is open
-    """
-
-    live: bool
-    changes: int
-    changed_s: float
-    step: int
-    part: int
-    begun: int
-    ended: int
-    last: str
-    last_bytes: int
-    waits: bool
-    phases: str
-
-    @property
-    def doing(self) -> str:
-        """What it is in, in words, apart from the step."""
-        part = PARTS[self.part] if 0 <= self.part < len(PARTS) else ""
-        return self.phases or part or "the start"
-
-
-class Watched:
-    """The reading end: one rank's page, made here; `path` is what its process is told.
-
-    Errors   OSError where there is no memory for it
-    """
-
-    def __init__(self, name: str) -> None:
-        self._file = _shared_file(name)
-        os.truncate(self._file, PAGE_BYTES)
-        self._memory = mmap.mmap(self._file, PAGE_BYTES)
-        # Of this process, which outlives the rank: nothing is left behind, whoever is killed.
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._requests = 0
-
-    def read(self) -> Told:
-        """What it says now."""
-        words = struct.unpack_from("=3qd12q", self._memory)
-        (length,) = struct.unpack_from("=H", self._memory, TEXT_AT)
-        raw = self._memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
-        last = words[LAST_BEGUN]
-        return Told(
-            live=words[PAGE] == FORMAT,
-            changes=words[CHANGES],
-            changed_s=words[CHANGED_S],
-            step=words[STEP],
-            part=words[PART],
-            begun=words[BEGUN],
-            ended=words[ENDED],
-            last=KINDS[last] if 0 <= last < len(KINDS) else "",
-            last_bytes=words[LAST_BYTES],
-            waits=words[WAITS] > 0,
-            phases=raw.decode(errors="replace"),
-        )
-
-    def ask(self) -> None:
-        """Ask the rank for its stacks."""
-        self._requests += 1
-        struct.pack_into("=q", self._memory, 8 * ASKED, self._requests)
-
-    def answer(self) -> dict[str, Any] | None:
-        """What it answered to the newest request; None while it has not."""
-        (answered,) = struct.unpack_from("=q", self._memory, 8 * ANSWERED)
-        if answered != self._requests or not self._requests:
-            return None
-        (length,) = struct.unpack_from("=I", self._memory, ANSWER_AT)
-        raw = self._memory[ANSWER_AT + 4 : ANSWER_AT + 4 + length]
-        try:
-            told = json.loads(raw)
-        except ValueError:  # cut, or written by something else
-            return {}
-        return told if isinstance(told, dict) else {}
-
-    def calls(self, known: Container[int]) -> dict[int, bytes]:
-        """The collectives of each step that is kept, but for those of `known` steps.
-
-        Those of a step under way have its number with a minus.
-        """
-        found = {}
-        for at in range(CALLS_AT, PAGE_BYTES, SLOT_BYTES):
-            step, length = struct.unpack_from("=qq", self._memory, at)
-            if step and step not in known:
-                lines = self._memory[at + 16 : at + 16 + length]
-                if struct.unpack_from("=qq", self._memory, at) == (step, length):
-                    found[step] = lines
-        return found
-
-    def steps(self) -> dict[int, tuple[float, ...]]:
-        """Of the last steps, by number: seconds by part without waiting; the last, waiting.
-
-        Signs as in the page.
-        """
-        rows = ROW.iter_unpack(self._memory[STEPS_AT:PAGE_BYTES])
-        return {row[0]: row[1:] for row in rows if row[0]}
-
-    def close(self) -> None:
-        """Give the memory back."""
-        with contextlib.suppress(BufferError):
-            self._memory.close()
-        os.close(self._file)
-
-
 def can_watch() -> bool:
     """Whether this system has memory that two processes reach by a name in /proc: Linux."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-
-
-def _shared_file(name: str) -> int:
-    return os.memfd_create(name)

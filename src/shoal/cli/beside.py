@@ -1,13 +1,17 @@
 """Watches, from outside of them, the ranks of a run that somebody else's launcher started.
 
-    python -m shoal.cli.beside        started by rank 0 of the run (trainer/beside.py)
+    python -m shoal.cli.beside COUNT [ADDRESS …]     started on each node by its first rank
+                                                     (trainer/beside.py)
 
-It makes a page for each rank (base/watch_page.py) and writes their paths as one line of JSON; it
-reads one line, {"folder", "pids"}, and watches until those processes, or its input, have ended.
-What hangs is written to the run folder's events.jsonl and to standard error. A loop of the user's
-own may do anything between two steps, for as long as it likes: a rank that is busy is told, and
-never ended. One that cannot come back by itself is killed, and the launcher ends or restarts the
-others; those that are left after `REST_S` are killed too.
+It makes a page for each of COUNT ranks (base/watch_page.py) and writes their paths as one line of
+JSON; it reads one line, who the ranks of all nodes are, and watches until this node's processes, or
+its input, have ended. With addresses it is node 0's of several, listens at the first of them, and
+watches all ranks; those of the other nodes tell it of theirs (launch/nodes.py).
+
+What hangs is written to the run folder's events.jsonl and to standard error, on several nodes to
+that of its own node too. A loop of the user's own may do anything between two steps, for as long as
+it likes: a rank that is busy is told, and never ended. One that cannot come back by itself is
+killed, and the launcher ends or restarts the others; those left after `REST_S` are killed too.
 """
 
 from __future__ import annotations
@@ -18,18 +22,20 @@ import math
 import os
 import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.base.errors import ShoalError
 from shoal.base.events import EventLog
+from shoal.base.sealed import Connection
 from shoal.launch.hung import Hang
-from shoal.launch.watch import EVERY_S, Watch
+from shoal.launch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
+from shoal.launch.watch import EVERY_S
 from shoal.view.events import event_text
-
-REST_S = 10.0
 
 
 class Other:
@@ -50,55 +56,216 @@ class Other:
             signal.pidfd_send_signal(self._file, signal.SIGKILL)
 
 
-def main() -> int:
-    """Watch until the ranks have ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, who may have to save
-    count = int(sys.argv[1])
-    watch = Watch(Path(), lambda event, **fields: None, math.inf, twice=True)
-    sys.stdout.write(f"{json.dumps(watch.begin(count))}\n")
-    sys.stdout.flush()
-    asked = json.loads(sys.stdin.readline() or "{}")
-    if not asked:
-        return 0
-    folder = Path(asked["folder"]) if asked["folder"] else None
-    watch.folder, watch.emit = folder or Path(os.devnull), _telling(folder)
-    watch.slow.emit = watch.emit
-    try:
-        ranks = [Other(rank, pid) for rank, pid in enumerate(asked["pids"])]
-    except OSError:  # one has ended already
-        return 0
-    while any(rank.code is None for rank in ranks):
-        if select.select([sys.stdin], [], [], EVERY_S)[0]:  # nobody writes: it has ended
-            return 0
-        if hang := watch.look(ranks):
-            _end(ranks, hang)
-            return 0
-    return 0
+class Input:
+    """What the rank says that started this process, line by line; `ended` once it has ended."""
+
+    def __init__(self) -> None:
+        self._come, self.ended = b"", False
+
+    def look(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """The next line; None where none has come within the time."""
+        until_s = time.monotonic() + wait_s
+        while b"\n" not in self._come and not self.ended:
+            left_s = max(0.0, until_s - time.monotonic())
+            if not select.select([0], [], [], left_s)[0]:
+                return None
+            more = os.read(0, 1 << 16)
+            self._come, self.ended = self._come + more, not more
+        line, found, self._come = self._come.partition(b"\n")
+        return json.loads(line) if found else None
 
 
-def _telling(folder: Path | None) -> Callable[..., None]:
-    """How it reports: an event, and a line that a person sees."""
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
-    log = EventLog(folder / "events.jsonl" if folder else None, None)
+class Teller:
+    """Writes events where this node keeps them, and lines that a person sees.
 
-    def emit(event: str, **fields: Any) -> None:
-        log.emit(event, **fields)
+    ranks   of this node · keeps  whether the folder's events are this node's to write
+    """
+
+    def __init__(self, folder: Path | None, ranks: Sequence[int], *, keeps: bool) -> None:
+        self.folder, self.ranks, self.keeps = folder, ranks, keeps
+        self._log: EventLog | None = None
+        if keeps:
+            self._make_room()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Write an event to the run folder, if this node keeps it, and its line to stderr."""
+        self._write(event, fields)
+        self._show(event, fields)
+
+    def order(self, order: dict[str, Any]) -> None:
+        """The same as node 0 orders it: a line where the rank is one of this node's."""
+        event, fields, accounts = order["say"], order["fields"], order.get("accounts", "")
+        if self.keeps and accounts and self.folder is not None:
+            with contextlib.suppress(OSError):
+                self._make_room()
+                (self.folder / "logs" / Path(fields["stacks"]).name).write_text(accounts)
+        self._write(event, fields)
+        if fields.get("rank") in self.ranks or order.get("own"):
+            self._show(event, fields)
+
+    def _make_room(self) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        if self.keeps and self.folder is not None:
+            if self._log is None:
+                self._make_room()
+                self._log = EventLog(self.folder / "events.jsonl", None)
+            self._log.emit(event, **fields)
+
+    def _show(self, event: str, fields: dict[str, Any]) -> None:
         if text := event_text({"event": event, **fields}):
             sys.stderr.write(f"shoal: {text}\n")
             sys.stderr.flush()
 
-    return emit
+
+def main() -> int:
+    """Watch until the ranks have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, who may have to save
+    count, addresses = int(sys.argv[1]), sys.argv[2:]
+    watch = NodesWatch(Path(os.devnull), lambda event, **fields: None, math.inf, twice=True)
+    listener = listen(addresses)
+    at = None if listener is None else listener.getsockname()[:2]
+    sys.stdout.write(f"{json.dumps({'paths': watch.begin(count), 'at': at})}\n")
+    sys.stdout.flush()
+    said = Input()
+    asked = None
+    while asked is None and not said.ended:
+        asked = said.look(JOIN_S)
+    if not asked:
+        return 0
+    nodes = [Node(tuple(o["ranks"]), tuple(o["pids"]), o["host"]) for o in asked["nodes"]]
+    here = nodes[asked["number"]]
+    folder = Path(asked["folder"]) if asked["folder"] else None
+    teller = Teller(folder, here.ranks, keeps=asked["number"] == 0)
+    try:
+        ranks = [Other(rank, pid) for rank, pid in zip(here.ranks, here.pids, strict=True)]
+    except OSError:  # one has ended already
+        return 0
+    token = str(asked["token"]).encode()
+    watch.folder = folder or Path(os.devnull)
+    if asked["number"] > 0:
+        if connection := _connect(tuple(asked["at"]), token, ranks, teller.tell):
+            number = asked["number"]
+            follower = Follower(connection, number, nodes, watch.pages, ranks, teller.order)
+            _follow(follower, ranks, teller, said)
+    elif listener is not None:
+        _watch_all(watch, ranks, Hub(listener, token, nodes), teller, said)
+    else:
+        _watch(watch, ranks, teller, said)
+    return 0
 
 
-def _end(ranks: list[Other], hang: Hang) -> None:
-    """Kill the rank that hangs; the others where the launcher has not ended them."""
-    ranks[hang.rank].kill()
+def listen(addresses: Sequence[str]) -> socket.socket | None:
+    """Listen at the first of the addresses that is this machine's; None where none is."""
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            return socket.create_server((str(found[0]), 0), family=family, backlog=1024)
+    return None
+
+
+def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -> None:
+    """Watch the ranks of one node that are alone."""
+    watch.emit = watch.slow.emit = teller.tell
+    while not said.ended and any(rank.code is None for rank in ranks):
+        said.look(EVERY_S)
+        if hang := watch.look(ranks):
+            _end(ranks, hang)
+            return
+
+
+def _watch_all(
+    watch: NodesWatch, ranks: list[Other], hub: Hub, teller: Teller, said: Input
+) -> None:
+    """Node 0: watch the ranks of all nodes."""
+
+    def emit(event: str, **fields: Any) -> None:
+        teller.tell(event, **fields)
+        accounts = ""
+        if fields.get("stacks"):
+            with contextlib.suppress(OSError):
+                accounts = Path(fields["stacks"]).read_text()
+        hub.order({"say": event, "fields": fields, "accounts": accounts})
+
+    watch.emit = watch.slow.emit = emit
+    watch.join(hub)
+    both: dict[int, Other | Far] = {**{one.rank: one for one in ranks}, **hub.far}
+    everyone = [both[rank] for rank in sorted(both)]
+    while not said.ended and any(rank.code is None for rank in ranks):
+        hub.serve(EVERY_S)
+        said.look()
+        if not hub.ready:
+            if what := hub.lacking():
+                _unwatched(emit, what)
+                return
+        elif hang := watch.look(everyone):
+            hub.order({"end": vars(hang)})
+            hub.hand_out(1.0)
+            _end(ranks, hang)
+            return
+    hub.close()
+
+
+def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input) -> None:
+    """Another node: tell node 0 of its ranks."""
+    while not follower.over and any(rank.code is None for rank in ranks):
+        if not said.ended and (told := said.look()) is not None:
+            teller.keeps = bool(told.get("keeps"))
+        try:
+            hang = follower.turn()
+        except OSError:  # node 0's has ended, as this node's ranks will, if all is well
+            if _rest(ranks):
+                host = follower.nodes[0].host
+                _unwatched(teller.tell, f"the watch on {host} has ended")
+            return
+        if hang is not None:
+            _end(ranks, hang)
+            return
+    follower.close()
+
+
+def _connect(
+    at: tuple[str, int], token: bytes, ranks: Sequence[Other], tell: Callable[..., None]
+) -> Connection | None:
+    """Connect to node 0; None where it is not reached, which is told, or the ranks have ended."""
+    until_s = time.monotonic() + JOIN_S
+    while any(rank.code is None for rank in ranks):
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            _unwatched(tell, f"nobody answers at {at[0]}:{at[1]}, where node 0 watches")
+            return None
+        try:
+            made = socket.create_connection(at, timeout=left_s)
+            return Connection(made, token, f"{at[0]}:{at[1]}")
+        except (OSError, ShoalError):
+            time.sleep(EVERY_S)
+    return None
+
+
+def _unwatched(emit: Callable[..., None], what: str) -> None:
+    emit("notice", text=f"hangs of this run are not watched from now on: {what}")
+
+
+def _rest(ranks: Sequence[Other]) -> bool:
+    """Wait until the ranks have ended, for REST_S; whether one has not."""
     until_s = time.monotonic() + REST_S
-    while time.monotonic() < until_s and any(rank.code is None for rank in ranks):
+    while left := any(rank.code is None for rank in ranks):
+        if time.monotonic() > until_s:
+            break
         time.sleep(EVERY_S)
+    return left
+
+
+def _end(ranks: Sequence[Other], hang: Hang) -> None:
+    """Kill the rank that hangs; the others where the launcher has not ended them."""
+    for rank in ranks:
+        if rank.rank == hang.rank:
+            rank.kill()
+    _rest(ranks)
     for rank in ranks:
         rank.kill()
 

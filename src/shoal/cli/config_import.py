@@ -2,15 +2,16 @@
 
     shoal config import ds_config.json --processes 8 --era 0.19.8
 
-reads a DeepSpeed configuration as `shoal.neighbours` does: a key that means nothing here is refused
-in one line. What a run.toml says another way (a schedule's first steps, weight decay on matrices)
-is written as the nearest, and told as a difference.
+reads a DeepSpeed configuration as `shoal.neighbours` does, and default_config.yaml of Accelerate's
+likewise: a key that means nothing here is refused in one line. What a run.toml says another way (a
+schedule's first steps, weight decay on matrices) is written as the nearest, and told.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,15 @@ from shoal.base.errors import ConfigError, nearest, short
 
 if TYPE_CHECKING:
     from shoal.neighbours.deepspeed_config import Settings
+    from shoal.neighbours.written import Verdict
 
 app = typer.Typer(help="Bring another library's configuration.", no_args_is_help=True)
-FILE = typer.Argument(..., metavar="FILE|BASE64", help="A DeepSpeed configuration, JSON or HJSON.")
-PROCESSES = typer.Option(0, "--processes", min=0, help="Ranks in all; 0: this machine's.")
+FILE = typer.Argument(
+    ..., metavar="FILE|BASE64", help="DeepSpeed's JSON or HJSON; Accelerate's YAML."
+)
+PROCESSES = typer.Option(
+    0, "--processes", min=0, help="Ranks in all; 0: this machine's, or Accelerate's num_processes."
+)
 ERA = typer.Option("", "--era", metavar="VERSION", help="DeepSpeed's version, such as 0.19.8.")
 OUT = typer.Option(Path("run.toml"), "--out", metavar="FILE", help="What to write.")
 
@@ -40,32 +46,51 @@ def options() -> None:
 
 @app.command("import")
 def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: Path = OUT) -> None:
-    """Write a DeepSpeed configuration as a run.toml, with a table of what became of each key.
+    """Write DeepSpeed's or Accelerate's configuration as a run.toml; tell what became of each key.
 
     Exit status: 0 written, 2 a key or a value that is not here, with the nearest that is.
     """
-    from shoal.base.facts import default_processes, this_machine
     from shoal.base.files import write_whole
     from shoal.config.load import load
     from shoal.config.save import toml_value
-    from shoal.neighbours.deepspeed_config import read
 
     if out.exists():
         raise ConfigError(f"--out {out}: exists; nearest: another name, or move it away")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: no folder {out.parent}; nearest: make it first")
-    ranks = processes or default_processes(this_machine())
-    settings = read(file, data_parallel=ranks, era=era)
-    values, differs = translate(settings, ranks)
+    values, lines = _read(file, processes, era)
     words = {key: toml_value(value) for key, value in values.items()}
     load(None, [f"{key}={word}" for key, word in words.items()])  # refuses what no run takes
     write_whole(out, _toml(words))
-    for line in lines_of(settings, differs):
+    for line in lines:
         typer.echo(line)
-    if not processes:
-        typer.echo(f"--processes not given: {ranks}, as this machine has; the batch follows it")
     typer.echo(f"{out}: {' '.join(f'{key}={word}' for key, word in words.items())}")
     typer.echo(f"next: shoal plan {shlex.quote(str(out))} model.build=pkg.mod:function")
+
+
+def _read(file: str, processes: int, era: str) -> tuple[dict[str, Any], list[str]]:
+    """Read a file of either library: (section.key → value, lines on what became of its keys)."""
+    from shoal.base.facts import default_processes, this_machine
+    from shoal.neighbours import accelerate_config
+    from shoal.neighbours.deepspeed_config import read
+
+    if accelerate_config.is_accelerates(file):
+        found = accelerate_config.read(file, processes=processes)
+        values, lines = found.values, _table(found.verdicts, found.differs, found.told)
+        if found.ds_file:
+            settings = read(found.ds_file, data_parallel=found.ranks, era=era)
+            inside, differs = translate(settings, found.ranks)
+            values, lines = {**inside, **values}, [*lines, *lines_of(settings, differs)]
+        else:
+            lines.append("no batch, optimizer or data is in the file: a run's own hold")
+        return values, lines
+    ranks = processes or default_processes(this_machine())
+    settings = read(file, data_parallel=ranks, era=era)
+    values, differs = translate(settings, ranks)
+    lines = lines_of(settings, differs)
+    if not processes:
+        lines.append(f"--processes not given: {ranks}, as this machine has; the batch follows it")
+    return values, lines
 
 
 def _toml(words: dict[str, str]) -> str:
@@ -101,8 +126,12 @@ def lines_of(settings: Settings, differs: list[str]) -> list[str]:
     told     train_micro_batch_size_per_gpu = 1, on 8 data-parallel ranks
     told     gradient_accumulation_steps = 1, on 8 data-parallel ranks
     """
+    return _table(settings.verdicts, differs, settings.told)
+
+
+def _table(verdicts: Iterable[Verdict], differs: list[str], told: Iterable[str]) -> list[str]:
     rows = []
-    for one in settings.verdicts:
+    for one in verdicts:
         if one.fate == "honoured" and not isinstance(one.value, dict):
             left = one.words == FACADE
             words = "in no run.toml" if left else one.words
@@ -111,7 +140,7 @@ def lines_of(settings: Settings, differs: list[str]) -> list[str]:
     return [
         *rows,
         *(f"differs  {line}" for line in differs),
-        *(f"told     {line}" for line in settings.told),
+        *(f"told     {line}" for line in told),
     ]
 
 

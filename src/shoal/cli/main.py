@@ -17,6 +17,7 @@ from shoal.cli import (
     doctor,
     find,
     launch,
+    links,
     plan,
     prove,
     run,
@@ -33,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-STARTING = ("train", "compare", "doctor", "prove")
+STARTING = ("train", "compare", "doctor", "links", "prove")
 """Verbs that start processes, and so stand on what only some systems have."""
 
 
@@ -57,6 +58,7 @@ app.command("train", epilog=_keys())(train.train)
 app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
 app.command("doctor")(doctor.doctor)
+app.command("links")(links.links)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("run")(run.run)

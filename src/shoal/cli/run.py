@@ -1,7 +1,8 @@
 """`shoal run --as deepspeed -- script.py …`: a script of another library's, answered by Shoal.
 
-The same as the line `import shoal.neighbours.deepspeed` before the script's own. Under torchrun or
-srun every process runs the same command; `--processes` starts them by torchrun.
+The same as the line `import shoal.neighbours.deepspeed` before the script's own, and `--exact` as
+`shoal.neighbours.exact.install()` after it. Under torchrun or srun every process runs the same
+command; `--processes` starts them by torchrun.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ def run(
     words: list[str] = WORDS,
     library: str = typer.Option(..., "--as", help="deepspeed, or accelerate."),
     processes: int = typer.Option(0, help="Start as many, by torchrun; 0: this one."),
+    exact: bool = typer.Option(
+        False, "--exact", help="Weigh losses by their counts of targets, not each mean alike."
+    ),
 ) -> None:
     """Run a script of another library's as it is: Shoal answers its import."""
     if library not in NEIGHBOURS:
@@ -37,9 +41,12 @@ def run(
         raise ConfigError(f"{script}: there is no such script{found}")
     if processes > 0:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        again = ["-m", "shoal", "run", "--as", library, "--", *words]
+        weighs = ["--exact"] if exact else []
+        again = ["-m", "shoal", "run", "--as", library, *weighs, "--", *words]
         os.execv(sys.executable, [sys.executable, *start, *again])
     importlib.import_module(f"shoal.neighbours.{library}")
+    if exact:
+        importlib.import_module("shoal.neighbours.exact").install()
     sys.argv = list(words)
     sys.path.insert(0, str(script.resolve().parent))
     try:

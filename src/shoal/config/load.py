@@ -18,11 +18,11 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from shoal.base.compression import check_compress
 from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES
 from shoal.base.policies import (
     check_compile,
-    check_compress,
     check_value,
     check_whole_steps,
 )

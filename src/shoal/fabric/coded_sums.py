@@ -2,7 +2,8 @@
 
 A sender serves one tensor that is summed again and again, and knows three moments: `begin` of a
 step, `send`, which gives a flight that a later `result` brings home, and `commit`, when the step
-counted. Why errors are kept, and what that promises, is in `data_parallel/compress.py`.
+counted. What it keeps goes into checkpoints (`kept`) and comes back from them (`take`). Why errors
+are kept, and what that promises, is in `data_parallel/compress.py`.
 
 Source: pairwise all-to-all, Thakur et al. 2005
 """
@@ -10,7 +11,7 @@ Source: pairwise all-to-all, Thakur et al. 2005
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,15 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.base.errors import BugError
 from shoal.fabric.codecs.base import Codec
 from shoal.fabric.codecs.feedback import Residual, encode_rest
 from shoal.fabric.codecs.int8 import Int8
+from shoal.fabric.codecs.sign import Sign
+from shoal.fabric.device import is_accelerator
+from shoal.fabric.sharding import ScatterGradients
 from shoal.fabric.traffic import REDUCE_SCATTER
+from shoal.fabric.uneven_collectives import let_go
 from shoal.fabric.world import World
 
 BLOCK = 1024
 """Gradients that share a scale. A bucket holds many layers, and their sizes differ by magnitudes,
 so blocks are short; scales are 0.4 % of the bytes."""
+BIT_BLOCK = 128
+"""The same for one bit, where a number's size is nothing but its block's: within a row of a layer,
+whose numbers are alike. Scales are a fifth of the bytes; in blocks of 1024 a small Llama lagged
+twice as far behind."""
+
+CODES: dict[str, Callable[[torch.dtype], Codec]] = {
+    "int8": lambda dtype: Int8(dtype, BLOCK),
+    "one-bit": lambda dtype: Sign(dtype, BIT_BLOCK),
+}
+"""Codes of gradients number by number, by the name that users write."""
 
 
 @dataclass
@@ -85,6 +101,9 @@ class Sender(Protocol):
     begin()     a step begins: what an uncommitted one left behind is forgotten
     commit()    the step counted: what its codes left out is added to the next message (error
                 feedback)
+    kept()      what a checkpoint needs to go on alike, by name, as of the last commit; not copies
+    take(kept)  go on from that
+    nothing()   the same as of a run that begins
     """
 
     def send(self, flat: torch.Tensor) -> Flight:
@@ -96,39 +115,70 @@ class Sender(Protocol):
     def commit(self) -> None:
         """The step counted: what was kept is valid."""
 
+    def kept(self) -> dict[str, Tensor]:
+        """What a checkpoint needs to go on alike, by name; not copies."""
 
-class Int8Sum:
-    """A Sender: an all-reduce (sum) in int8 codes; `Int8Sum(elements, dtype, world)`.
+    def take(self, kept: Mapping[str, Tensor]) -> None:
+        """Go on from what `kept` gave."""
+
+    def nothing(self) -> dict[str, Tensor]:
+        """What `kept` gives where nothing is left."""
+
+
+class Keeping:
+    """The moments of a Sender whose memory is residuals only: `rests`, by name."""
+
+    rests: Mapping[str, Residual]
+
+    def begin(self) -> None:
+        """See `Sender.begin`."""
+        for rest in self.rests.values():
+            rest.begin()
+
+    def commit(self) -> None:
+        """See `Sender.commit`."""
+        for rest in self.rests.values():
+            rest.commit()
+
+    def kept(self) -> dict[str, Tensor]:
+        """See `Sender.kept`."""
+        return {name: rest.standing for name, rest in self.rests.items()}
+
+    def take(self, kept: Mapping[str, Tensor]) -> None:
+        """See `Sender.take`."""
+        for name, rest in self.rests.items():
+            rest.standing.copy_(kept[name])
+            rest.begin()
+
+    def nothing(self) -> dict[str, Tensor]:
+        """See `Sender.nothing`; where no residual is, as it is now."""
+        zeros = {name: torch.zeros_like(rest.standing) for name, rest in self.rests.items()}
+        return {**self.kept(), **zeros}
+
+
+class CodedSum(Keeping):
+    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world)`.
 
     Codes of each part go to the rank that owns it, which adds up and sends a code of the sum to
     all; every rank ends with the same bits. Parts are equal, so the buffer is padded to a multiple
     of the ranks. Each rank keeps what its codes left out, the owner also that of the second code.
     """
 
-    def __init__(self, elements: int, dtype: torch.dtype, world: World) -> None:
-        self.world, self.codec = world, Int8(dtype, BLOCK)
+    def __init__(self, elements: int, codec: Codec, world: World) -> None:
+        self.world, self.codec = world, codec
         self.part = -(-elements // world.size)
-        self.left = Residual(self.part * world.size, dtype, world.device)
-        self.left_of_sum = Residual(self.part, dtype, world.device)
+        self.left = Residual(self.part * world.size, codec.dtype, world.device)
+        self.left_of_sum = Residual(self.part, codec.dtype, world.device)
+        self.rests = {"left": self.left, "left_of_sum": self.left_of_sum}
 
     def send(self, flat: torch.Tensor) -> Flight:
         """Send every owner the codes of its part."""
         parts = self.left.add(flat).view(self.world.size, self.part)
-        return _Int8Flight(self, _send_parts(self.codec, parts.unbind(), self.world))
-
-    def begin(self) -> None:
-        """See `Sender.begin`."""
-        self.left.begin()
-        self.left_of_sum.begin()
-
-    def commit(self) -> None:
-        """See `Sender.commit`."""
-        self.left.commit()
-        self.left_of_sum.commit()
+        return _CodedFlight(self, _send_parts(self.codec, parts.unbind(), self.world))
 
 
-class _Int8Flight:
-    def __init__(self, sender: Int8Sum, rows: PendingRows) -> None:
+class _CodedFlight:
+    def __init__(self, sender: CodedSum, rows: PendingRows) -> None:
         self.sender, self.rows = sender, rows
         size_bytes = sender.codec.size_bytes(sender.part)
         self.cuts = [size_bytes * rank for rank in range(sender.world.size + 1)]
@@ -160,16 +210,17 @@ class _Int8Flight:
             out.copy_(total[: out.numel()])
 
 
-class ScatteredInt8Sum:
-    """A Sender: a reduce-scatter in int8 codes; `ScatteredInt8Sum(cuts, dtype, world)`.
+class ScatteredSum(Keeping):
+    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world)`.
 
-    Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in `dtype`; the
-    others' parts travel to their owners. Each rank keeps what its codes left out.
+    Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in the codec's
+    format; the others' parts travel to their owners. Each rank keeps what its codes left out.
     """
 
-    def __init__(self, cuts: Sequence[int], dtype: torch.dtype, world: World) -> None:
-        self.world, self.codec, self.cuts = world, Int8(dtype, BLOCK), cuts
-        self.left = Residual(cuts[-1], dtype, world.device)
+    def __init__(self, cuts: Sequence[int], codec: Codec, world: World) -> None:
+        self.world, self.codec, self.cuts = world, codec, cuts
+        self.left = Residual(cuts[-1], codec.dtype, world.device)
+        self.rests = {"left": self.left}
 
     def send(self, flat: torch.Tensor) -> Flight:
         """Send every owner the codes of its part."""
@@ -177,17 +228,9 @@ class ScatteredInt8Sum:
         parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         return _ScatteredFlight(self, _send_parts(self.codec, parts, self.world))
 
-    def begin(self) -> None:
-        """See `Sender.begin`."""
-        self.left.begin()
-
-    def commit(self) -> None:
-        """See `Sender.commit`."""
-        self.left.commit()
-
 
 class _ScatteredFlight:
-    def __init__(self, sender: ScatteredInt8Sum, rows: PendingRows) -> None:
+    def __init__(self, sender: ScatteredSum, rows: PendingRows) -> None:
         self.sender, self.rows = sender, rows
 
     def turn(self) -> None:
@@ -200,6 +243,80 @@ class _ScatteredFlight:
         _add_up(self.sender.codec, self.rows.result(), total)
         if total is not out:
             out.copy_(total)
+
+
+class CodedScatter:
+    """A reduce-scatter in codes for one unit of `fully_shard`; made of a `ScatterGradients`.
+
+    plain   its traffic and norms are used, and its buffers · code  one of CODES
+    world   the ranks of the unit · whole  not in codes, for now
+    It is a Sender's memory too: what there is to keep it knows from its first call on.
+    """
+
+    def __init__(self, plain: ScatterGradients, code: str, world: World) -> None:
+        self.plain, self.code, self.world = plain, code, world
+        self.allocate = plain.allocate
+        self.sum: ScatteredSum | None = None
+        self.whole = False
+        self.held: Mapping[str, Tensor] = {}
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum over the ranks of the unit; as codes it waits for that."""
+        if self.whole:
+            return self.plain(output_tensor, input_tensor, group, op, async_op)
+        self.plain.norms.append(torch.linalg.vector_norm(input_tensor))
+        if self.sum is None:
+            part = output_tensor.numel()
+            wide = torch.float64 if input_tensor.dtype == torch.float64 else torch.float32
+            cuts = [part * rank for rank in range(self.world.size + 1)]
+            self.sum = ScatteredSum(cuts, CODES[self.code](wide), self.world)
+            if self.held:
+                self.sum.take(self.held)
+            self.held = {}
+        if input_tensor.numel() != self.sum.cuts[-1] or group.size() != self.world.size:
+            raise BugError(
+                f"a unit sends {input_tensor.numel()} gradients to {group.size()} ranks, and sent "
+                f"{self.sum.cuts[-1]} to {self.world.size}: what codes left out fits no more"
+            )
+        with self.plain.traffic.waiting():
+            flight = self.sum.send(input_tensor)
+            flight.turn()
+            flight.result(output_tensor)
+        if not is_accelerator(input_tensor.device):
+            let_go(input_tensor)  # as `ScatterGradients` does
+        return None
+
+    def begin(self) -> None:
+        """See `Sender.begin`."""
+        if self.sum is not None:
+            self.sum.begin()
+
+    def commit(self) -> None:
+        """See `Sender.commit`."""
+        if self.sum is not None:
+            self.sum.commit()
+
+    def kept(self) -> dict[str, Tensor]:
+        """See `Sender.kept`."""
+        return dict(self.held) if self.sum is None else self.sum.kept()
+
+    def take(self, kept: Mapping[str, Tensor]) -> None:
+        """See `Sender.take`."""
+        if self.sum is None:
+            self.held = kept
+        else:
+            self.sum.take(kept)
+
+    def nothing(self) -> dict[str, Tensor]:
+        """See `Sender.nothing`."""
+        return {} if self.sum is None else self.sum.nothing()
 
 
 def _send_parts(codec: Codec, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
@@ -217,7 +334,7 @@ def _add_up(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
         codec.decode(packed, out, add=place > 0)
 
 
-class LargestSum:
+class LargestSum(Keeping):
     """A Sender: an all-reduce (sum) of each rank's largest magnitudes only (top-k).
 
     Takes   elements, dtype, world · share  of the elements that a rank sends, at least one of them;
@@ -229,6 +346,7 @@ class LargestSum:
         self.world, self.dtype = world, dtype
         self.count = max(1, math.ceil(share * elements))
         self.left = Residual(elements, dtype, world.device)
+        self.rests = {"left": self.left}
 
     def send(self, flat: torch.Tensor) -> Flight:
         """Send the largest with their places to all."""
@@ -240,14 +358,6 @@ class LargestSum:
         gathered = own.new_empty(cuts[-1])
         gathered[cuts[world.rank] : cuts[world.rank + 1]] = own
         return _LargestFlight(self, gathered, world.all_gather_parts(gathered, cuts))
-
-    def begin(self) -> None:
-        """See `Sender.begin`."""
-        self.left.begin()
-
-    def commit(self) -> None:
-        """See `Sender.commit`."""
-        self.left.commit()
 
 
 class _LargestFlight:

@@ -15,13 +15,13 @@ instead of Gram and Schmidt, since it also completes a basis that zeros leave wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.coded_sums import Flight, Residual
+from shoal.fabric.coded_sums import Flight, Keeping, Residual
 from shoal.fabric.world import World
 
 FIRST_SEED = 0x5A0A1
@@ -61,14 +61,14 @@ class Matrix:
         return self.rank(asked) * (self.rows + self.columns) < self.rows * self.columns
 
 
-class LowRankSum:
+class LowRankSum(Keeping):
     """A Sender: an all-reduce (sum) of matrices as products of two thin ones (PowerSGD).
 
     Takes   elements, dtype, world · rank  columns of the thin matrices, at most
             matrices  parts of [elements]; those worth it are sent as two thin ones, and all other
             elements as they are
     Gives   every rank the same sum; what a rank's thin matrices left out comes with its next
-            message, once `commit` said that this one counts; no checkpoint keeps it
+            message, once `commit` said that this one counts
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class LowRankSum:
         self.matrices = [one for one in matrices if one.pays(rank)]
         self.ranks = [one.rank(rank) for one in self.matrices]
         self.left = Residual(elements, dtype, world.device)
+        self.rests = {"left": self.left}
         self.whole = _gaps(elements, self.matrices)
         generator = torch.Generator().manual_seed(FIRST_SEED)
         total = sum(r * one.columns for one, r in zip(self.matrices, self.ranks, strict=True))
@@ -105,14 +106,23 @@ class LowRankSum:
 
     def begin(self) -> None:
         """See `Sender.begin`."""
-        self.left.begin()
+        super().begin()
         self.next_start = None
 
     def commit(self) -> None:
         """See `Sender.commit`."""
-        self.left.commit()
+        super().commit()
         if self.next_start is not None:
             self.start, self.next_start = self.next_start, None
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """See `Sender.kept`: where the next power iteration starts, too."""
+        return {**super().kept(), "start": self.start}
+
+    def take(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """See `Sender.take`."""
+        super().take(kept)
+        self.start, self.next_start = kept["start"].to(self.start, copy=True), None
 
     def columns_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The Q [columns, rank] of every matrix, views of one flat tensor."""

@@ -69,6 +69,22 @@ def resume_point(held: Sequence[Held]) -> Resume | None:
     return Resume(newest, tuple(i if one else holders[0] for i, one in enumerate(held)))
 
 
+def refuse_damaged(folders: Sequence[str]) -> None:
+    """Refuse to begin a new run where one was: that must be somebody's decision.
+
+    folders  by island: of checkpoints that cannot be read, not one of them; "" where none is
+    Errors   CheckpointError, the same on all islands, naming them
+
+    >>> refuse_damaged(["", ""])
+    """
+    if lost := [folder for folder in folders if folder]:
+        raise CheckpointError(
+            f"no island holds a round that can be read, and the manifests of all checkpoints in "
+            f"{', '.join(lost)} are damaged; nearest: bring one of them back from a copy; to begin "
+            f"anew move these folders away"
+        )
+
+
 def to_bytes(held: Held) -> bytes:
     """Encode what this island holds, round → digest, as JSON for the other islands."""
     return json.dumps({str(round_): digest for round_, digest in held.items()}).encode()

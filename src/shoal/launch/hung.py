@@ -11,18 +11,22 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.base.units import bytes_text
-from shoal.base.watch_page import PARTS, Told
+from shoal.base.watch_page import PARTS
+from shoal.launch.page_reader import Told
 
 STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as the kernel calls them."""
 PASSES = tuple(map(PARTS.index, ("forward and backward", "sum over ranks", "backward")))
 ONE_TO_ONE = ("send", "receive")
 """Messages, of which ranks of a pipeline have unlike numbers."""
+LATE_S, AWAY_S = 1.5, 10.0
+"""A machine that is silent for so long is late · is told to be away."""
+GONE = "nothing is heard from its machine: it is down, or the link to it"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Seen:
 
     told     by its page · answer  to the request for stacks; None: it did not
     state    of its process, by the kernel: `kernel_state`
+    host     its machine · away_s  since when nothing was heard from there
     """
 
     rank: int
@@ -38,6 +43,8 @@ class Seen:
     told: Told
     answer: dict[str, Any] | None
     state: dict[str, str]
+    host: str = field(default_factory=lambda: os.uname().nodename)
+    away_s: float = 0.0
 
     @property
     def letter(self) -> str:
@@ -94,6 +101,7 @@ class Hang:
     why       what its rank does instead · collective  in which the others wait, or its last one
     kind      whose deadline has passed · certain  it will not come back by itself
     unlike    it does not hang: it makes other collectives than the others, and `why` says which
+    away      nothing is heard from its machine
     """
 
     rank: int
@@ -106,6 +114,7 @@ class Hang:
     deadline_s: float
     certain: bool
     unlike: bool = False
+    away: bool = False
 
     @property
     def line(self) -> str:
@@ -132,21 +141,29 @@ class Culprit:
         """As it is told."""
         one = self.of
         return Hang(
-            one.rank, one.pid, os.uname().nodename, one.phase, self.collective, self.why, kind,
-            deadline_s, self.certain,
+            one.rank, one.pid, one.host, one.phase, self.collective, self.why, kind, deadline_s,
+            self.certain, away=one.away_s >= AWAY_S,
         )  # fmt: skip
 
 
 def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
-    """The rank that the others wait for; None while a debugger holds one.
+    """The rank that the others wait for; None while it cannot be known.
+
+    That is while a debugger holds one, or one's machine is silent for less than AWAY_S: what it
+    does now, nobody knows.
 
     seen   every rank that runs, at least one
     """
     if any(one.letter == DEBUGGED or one.state.get("TracerPid", "0") != "0" for one in seen):
         return None
-    waiting = [one for one in seen if one.waits]
+    away = [one for one in seen if one.away_s > LATE_S]
+    if away and max(one.away_s for one in away) < AWAY_S:
+        return None
+    waiting = [one for one in seen if one.waits and one not in away]
     collective = Counter(one.collective for one in waiting if one.collective).most_common(1)
     others = collective[0][0] if collective else ""
+    if away:
+        return Culprit(max(away, key=lambda one: one.away_s), GONE, others, False)
     if stopped := [one for one in seen if one.letter == STOPPED]:
         return Culprit(_least(stopped), "its process is stopped (SIGSTOP)", others, True)
     if silent := [one for one in seen if one.answer is None and not one.waits]:
@@ -204,7 +221,7 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
 
 
 def kernel_state(pid: int) -> dict[str, str]:
-    """What the kernel says of a process: State, TracerPid, Threads, wchan; empty if it is gone."""
+    """What Linux says of a process: State, TracerPid, Threads, wchan, stack; empty: it is gone."""
     found: dict[str, str] = {}
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
@@ -213,6 +230,7 @@ def kernel_state(pid: int) -> dict[str, str]:
             if name in ("State", "TracerPid", "Threads"):
                 found[name] = value.strip()
         found["wchan"] = (process / "wchan").read_text().strip("0\n ")
+        found["stack"] = (process / "stack").read_text().rstrip()  # for root alone
     return found
 
 
@@ -227,13 +245,12 @@ def write_stacks(path: Path, seen: Sequence[Seen]) -> str:
 def _account(one: Seen) -> str:
     told = one.told
     head = (
-        f"rank {one.rank} (pid {one.pid}): {one.phase}; {told.step} steps done; collectives: "
-        f"{told.begun} enqueued, {told.ended} completed, the last one {one.collective or 'none'}; "
+        f"rank {one.rank} (pid {one.pid} on {one.host}): {one.phase}; {told.step} steps done; "
+        f"collectives: {told.begun} enqueued, {told.ended} completed, the last one "
+        f"{one.collective or 'none'}; "
         f"{'waits' if one.waits else 'does not wait'}"
     )
     if one.answer:
         return f"{head}\n{one.answer.get('stacks', '')}"
     lines = [f"{name}: {value}" for name, value in one.state.items() if value]
-    with contextlib.suppress(OSError):
-        lines.append(Path(f"/proc/{one.pid}/stack").read_text().rstrip())
     return "\n".join([head, "did not answer; the kernel says of it:", *lines, ""])

@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ranks = []
     for local in range(asked.processes):
         place = {"RANK": first + local, "WORLD_SIZE": size, "LOCAL_RANK": local}
-        place["LOCAL_WORLD_SIZE"] = asked.processes
+        place |= {"LOCAL_WORLD_SIZE": asked.processes, "SHOAL_NODE": asked.node}
         environ = {**os.environ, **{key: str(value) for key, value in place.items()}}
         ranks.append(
             subprocess.Popen(

@@ -18,10 +18,10 @@ time to spare eats that first.
 In two windows in a row it is told, once; again only after it was like the others for as long. One
 long step changes no median, and where all ranks are disturbed alike none waits least for it.
 
-Limits   ranks of this machine only · the sum over ranks is taken for waiting, whole · steps in
-         which ranks have unequal numbers of micro-batches are not compared where that counts · on a
-         GPU the host's time counts: kernels that are slow are waited for in the sum, unseen
-         · what takes long in fewer than half of the steps is not told
+Limits   the sum over ranks is taken for waiting, whole · steps in which ranks have unequal numbers
+         of micro-batches are not compared where that counts · on a GPU the host's time counts:
+         kernels that are slow are waited for in the sum, unseen · what takes long in fewer than
+         half of the steps is not told
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from statistics import median, median_low
 
 from shoal.base.events import Emit
 from shoal.base.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE
-from shoal.base.watch_page import PARTS, WAIT, Watched
+from shoal.base.watch_page import PARTS, WAIT
+from shoal.launch.page_reader import PageRead
 
 STEPS, WINDOWS = 16, 2
 """Steps of a window · windows in a row: a rank is told within 50 steps wherever it began."""
@@ -150,8 +151,9 @@ class SlowRanks:
         self._in_a_row: dict[tuple[int, int], int] = {}
         self._calm: deque[Usual] = deque(maxlen=CALM)
         self._next = 0
+        self._hosts: list[str] = []
 
-    def look(self, pages: Sequence[Watched], steps: Sequence[int]) -> None:
+    def look(self, pages: Sequence[PageRead], steps: Sequence[int]) -> None:
         """Compare, if all ranks have done a window's steps more; `steps` done by each."""
         done = min(steps)
         if len(pages) < 2 or not done:
@@ -159,6 +161,7 @@ class SlowRanks:
         if not self._next or done < self._next - STEPS:  # first steps, or steps done again
             self._next = done + STEPS
         if done >= self._next:
+            self._hosts = [page.host for page in pages]
             self.compare([page.steps() for page in pages], done)
 
     def compare(self, kept: Sequence[Mapping[int, Row]], last: int) -> None:
@@ -189,7 +192,7 @@ class SlowRanks:
                 "slow_rank",
                 rank=one.rank,
                 step=last,
-                host=os.uname().nodename,
+                host=self._hosts[one.rank] if self._hosts else os.uname().nodename,
                 phase="forward" if separate and one.part == PASSES else PARTS[one.part],
                 extra_s=round(one.extra_s, 6),
                 share=round(one.share, 4),

@@ -19,19 +19,19 @@ deadline of its kind is never below what that took.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.base.events import Emit
 from shoal.base.lines import is_number, read_object
 from shoal.base.phases import DATA, HOOKS, NOWHERE
-from shoal.base.watch_page import Told, Watched, can_watch
+from shoal.base.watch_page import can_watch
 from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
+from shoal.launch.page_reader import PageRead, Told, Watched
 from shoal.launch.slow import SlowRanks
 from shoal.launch.unlike import find_unlike
 
@@ -61,6 +61,9 @@ MORE_S = {
     HOOK: 600.0,  # a user's own, now and then a long one
 }
 """Patience with what cannot be learnt from the times before."""
+
+AWAY_PATIENCE_S = 45.0
+"""How long a machine is waited for after it was told to be away."""
 
 _BY_PHASE = {
     "compile, first step": FIRST,
@@ -188,7 +191,7 @@ class Watch:
         self.twice = twice
         self.learnt = Learnt(first_s)
         self.slow = SlowRanks(emit)
-        self.pages: list[Watched] = []
+        self.pages: list[PageRead] = []
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
         self._told: list[Told] = []
@@ -198,18 +201,21 @@ class Watch:
     def begin(self, processes: int) -> list[str]:
         """Make a page for each rank of an attempt; their paths, none where this cannot be had."""
         self.close()
+        made: list[Watched] = []
         if can_watch():
             try:
                 for rank in range(processes):
-                    self.pages.append(Watched(f"shoal rank {rank}"))
+                    made.append(Watched(f"shoal rank {rank}"))
             except OSError:  # no files left to open: the run goes on unwatched
-                self.close()
+                while made:
+                    made.pop().close()
+        self.pages = list(made)
         self.slow.begin()
         self._told = []
         self._compared = set[int]()
         self._step = (0, self.clock_s)
         self._quiet()
-        return [page.path for page in self.pages]
+        return [page.path for page in made]
 
     def close(self) -> None:
         """Give the pages back."""
@@ -263,7 +269,7 @@ class Watch:
             self._unlike_told = step
             self.emit("collectives_differ", rank=rank, step=abs(step), text=line)
             if unlike.certain:
-                pid, host = workers[rank].pid, os.uname().nodename
+                pid, host = workers[rank].pid, self.pages[rank].host
                 return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True)
             self.emit("notice", text=line)
         return None
@@ -310,7 +316,8 @@ class Watch:
             self._take_answers(workers, silence_s)
         elif self._found is None or silence_s >= self._next_s:
             least_s = min(self.learnt.deadline_s(kind_of(one)) for one in self._told)
-            if silence_s >= max(self._next_s, least_s - ASK_S):
+            ask_s = ASK_S + self.twice * (ANSWER_S + AGAIN_S)
+            if silence_s >= max(self._next_s, least_s - ask_s):
                 self._asked_s = self.clock_s
                 for page in self.pages:
                     page.ask()
@@ -337,11 +344,7 @@ class Watch:
             if before != self._stood:
                 self._found, self._next_s = None, silence_s + AGAIN_S
                 return
-        seen = [
-            Seen(rank, worker.pid, self._told[rank], answers[rank], kernel_state(worker.pid))
-            for worker in workers
-            for rank in [worker.rank]
-        ]
+        seen = [self.seen(worker, self._told[worker.rank], answers) for worker in workers]
         culprit = find_culprit(seen)
         if culprit is None:  # somebody looks at a rank with a debugger
             self._next_s = silence_s + ANSWER_S
@@ -358,11 +361,19 @@ class Watch:
         self._found_seen = seen
         self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
 
+    def seen(
+        self, worker: Watchable, told: Told, answers: Mapping[int, dict[str, Any] | None]
+    ) -> Seen:
+        """What is known of a rank."""
+        return Seen(worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid))
+
     def _tell(self, hang: Hang, silence_s: float) -> Hang | None:
         """Say who hangs; the hang itself if it is not worth waiting for."""
         self._number += 1
         path = self.folder / "logs" / f"hang-{self._number}.txt"
         wait_s = 0.0 if hang.certain else self.learnt.patience_s(hang.kind, self.least_s)
+        if hang.away:  # the kernel ends ranks over a dead link before, where it can
+            wait_s = AWAY_PATIENCE_S
         self._late, self._ended_s = hang, silence_s + wait_s
         self.emit(
             "hang",

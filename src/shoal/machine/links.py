@@ -2,7 +2,8 @@
 
 Formula   seconds = rounds·α + sent·β, fitted to several sizes so that relative errors are least
           all-reduce       rounds 2(n−1), sent 2(n−1)/n · M
-          reduce-scatter, all-gather   rounds n−1, sent (n−1)/n · M
+          reduce-scatter, all-gather, all-to-all   rounds n−1, sent (n−1)/n · M
+          broadcast        rounds ⌈log2 n⌉, sent M
 Axes      inside: the ranks of one machine; across: one rank of each machine
 Protocol  every rank runs the same calls; a size's time is the best round's, of the slowest rank
 Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
@@ -10,6 +11,7 @@ Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +19,14 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
+from shoal.fabric.all_to_all import to_each
 from shoal.fabric.axes import along
 from shoal.fabric.device import synchronize
+from shoal.planner.collectives import rounds as doublings
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+"""Those that a plan reckons with."""
+EVERY = (*KINDS, "broadcast", "all_to_all")
 REPEATS = 5
 
 
@@ -59,8 +65,63 @@ def best_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[st
     return found
 
 
+def look_at_groups(
+    world: World, groups: dict[str, World], message_bytes: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Time every collective in some groups, all groups of one name at once; same on all ranks.
+
+    groups   by name this rank's own
+    Gives    per group its name, ranks, how many talk at once, and by kind `fit_line` of medians
+             with points: bytes, median_s and best_s of the slowest rank, model_s, bus_bytes_per_s
+    """
+    found = []
+    for name, group in groups.items():
+        links: dict[str, Any] = {}
+        for kind in EVERY:
+            times = {
+                size: slowest(round_seconds(world, group, kind, size, repeats))
+                for size in message_bytes
+            }
+            medians = {size: statistics.median(taken) for size, taken in times.items()}
+            line = fit_line(list(medians.items()), group.size, kind)
+            rounds, share = _terms(kind, group.size)
+            points = [
+                {
+                    "bytes": size,
+                    "median_s": medians[size],
+                    "best_s": min(taken),
+                    "model_s": rounds * line["latency_s"] + share * size / line["bytes_per_s"],
+                    "bus_bytes_per_s": share * size / medians[size],
+                }
+                for size, taken in times.items()
+            ]
+            links[kind] = {**line, "points": points}
+        at_once = world.size // group.size
+        found.append({"name": name, "ranks": group.size, "at_once": at_once, "links": links})
+    return found
+
+
+def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Of every round the time of the rank that took longest.
+
+    >>> slowest([[1.0, 4.0], [2.0, 3.0]])
+    [2.0, 4.0]
+    """
+    return [max(times) for times in zip(*by_rank, strict=True)]
+
+
 def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
     """Shortest time of one collective; of the slowest rank, so that all fit the same points."""
+    return max(min(own) for own in round_seconds(world, group, kind, size_bytes, REPEATS))
+
+
+def round_seconds(
+    world: World, group: World, kind: str, size_bytes: int, repeats: int
+) -> list[list[float]]:
+    """Seconds of some calls of one collective after another, by rank; the same on all ranks.
+
+    size_bytes   M: what is summed, gathered, broadcast, or what a rank holds for all others
+    """
     count = max(group.size, size_bytes // 4 // group.size * group.size)
     tensor = torch.zeros(count, device=world.device)
     part = count // group.size
@@ -68,12 +129,12 @@ def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
     call()
     world.barrier()
     taken: list[float] = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began_s = time.perf_counter()
         call()
         synchronize(world.device)
         taken.append(time.perf_counter() - began_s)
-    return float(max(world.gather_json(min(taken))))
+    return [list(map(float, own)) for own in world.gather_json(taken)]
 
 
 def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> Callable[[], object]:
@@ -86,7 +147,20 @@ def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> C
         return lambda: group.all_reduce(tensor)
     if kind == "reduce_scatter":
         return lambda: group.reduce_scatter(tensor, cuts).result()
+    if kind == "broadcast":
+        return lambda: group.broadcast(tensor)
+    if kind == "all_to_all":
+        equal = [cuts[1]] * group.size
+        return lambda: to_each(group, tensor, equal, equal)
     return gather
+
+
+def _terms(kind: str, ranks: int) -> tuple[float, float]:
+    """(rounds, share of the message that a rank sends)."""
+    if kind == "broadcast":
+        return float(doublings(ranks)), 1.0
+    both = 2 if kind == "all_reduce" else 1
+    return float(both * (ranks - 1)), both * (ranks - 1) / ranks
 
 
 def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> dict[str, float]:
@@ -100,9 +174,8 @@ def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> di
     >>> round(told["latency_s"], 8), round(told["bytes_per_s"]), round(told["error"], 6)
     (0.0001, 500000000, 0.0)
     """
-    both = 2 if kind == "all_reduce" else 1
-    rounds = float(both * (ranks - 1))
-    rows = [(rounds / s, both * (ranks - 1) / ranks * m / s) for m, s in points]
+    rounds, share = _terms(kind, ranks)
+    rows = [(rounds / s, share * m / s) for m, s in points]
     aa = sum(a * a for a, _ in rows)
     bb = sum(b * b for _, b in rows)
     ab = sum(a * b for a, b in rows)
@@ -114,7 +187,7 @@ def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> di
         alpha, beta = 0.0, b1 / bb
     elif beta <= 0:
         size, seconds = max(points)
-        beta = seconds / (both * (ranks - 1) / ranks * size)
+        beta = seconds / (share * size)
         alpha = max(0.0, (a1 - beta * ab) / aa)
     error = sum(abs(alpha * a + beta * b - 1) for a, b in rows) / len(rows)
     return {"latency_s": alpha, "bytes_per_s": 1 / beta, "error": error}

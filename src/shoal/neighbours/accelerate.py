@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from logging import getLogger  # `accelerate.logging` takes the module's name
+from logging import LoggerAdapter, getLogger  # `accelerate.logging` takes the module's name
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -33,6 +31,7 @@ from shoal.neighbours.accelerate_data import (
     tensor_of,
     text_of,
 )
+from shoal.neighbours.accelerate_state import UTILS, PartialState
 from shoal.neighbours.free_loop import FreeLoop
 from shoal.trainer.parallelize import parallelize
 
@@ -48,6 +47,25 @@ ELSEWHERE = {
     "dynamo_backend": 'shoal.parallelize(…, compile="blocks")',
 }
 """What `Accelerator` takes and Shoal says otherwise."""
+NEAREST = {
+    "LocalSGD": "an island for each process, runs of `shoal train` with islands.* keys",
+    "init_empty_weights": "a function that builds the model, handed to shoal.parallelize",
+    "DeepSpeedPlugin": "import shoal.neighbours.deepspeed, and DeepSpeed's own calls",
+    "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
+    "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
+}
+"""What is refused where it is used."""
+
+
+class Logger(LoggerAdapter):
+    """`accelerate.logging`: lines of the first process, unless a call says otherwise."""
+
+    def log(self, level: int, msg: object, *args: Any, **named: Any) -> None:
+        """Log a line; `main_process_only=False`: from every process."""
+        named.pop("in_order", None)
+        if start_world().is_first or not named.pop("main_process_only", True):
+            named.pop("main_process_only", None)
+            super().log(level, msg, *args, **named)
 
 
 class Prepared(nn.Module):
@@ -69,6 +87,11 @@ class Prepared(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._modules["module"], name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around passes whose gradients need not travel yet: they travel in the update."""
+        yield
 
     def state_dict(self, *args: Any, **named: Any) -> Any:
         """The user's module's own."""
@@ -144,7 +167,7 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **named)
 
 
-class Accelerator:
+class Accelerator(PartialState):
     """The object that a script of Accelerate's asks for everything."""
 
     def __init__(
@@ -163,14 +186,14 @@ class Accelerator:
         gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Any = None,
-        **others: Any,
+        **elsewhere: Any,
     ) -> None:
-        for name, value in others.items():
+        for name, value in elsewhere.items():
             if name not in ELSEWHERE:
                 raise ConfigError(f"Accelerator: {name} is no argument of accelerate 1.15")
             if value is not None:
                 raise ConfigError(f"Accelerator: {name}: nearest: {ELSEWHERE[name]}")
-        self.world = start_world()
+        super().__init__()
         said = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         if said not in PRECISIONS:
             raise ConfigError(f"mixed_precision = {said}: not one of no, bf16, fp16; nearest: bf16")
@@ -198,14 +221,13 @@ class Accelerator:
         self.custom: list[Any] = []
         self.trackers: list[Any] = []
         self.log_with = log_with
-        self.device, self.num_processes = self.world.device, self.world.size
-        self.process_index, self.local_process_index = self.world.rank, self.world.local_rank
-        self.is_main_process = self.process_index == 0
-        self.is_local_main_process = self.local_process_index == 0
-        self.is_last_process = self.process_index == self.num_processes - 1
-        self.use_distributed = self.num_processes > 1
-        self.state = self
-        unread = {"kwargs_handlers": kwargs_handlers, "rng_types": rng_types}
+        self.state, self.project_configuration = self, project_config
+        self.by_fsdp, self.triggered = bool(by_fsdp) and self.world.size > 1, False
+        self.handlers = [one for one in kwargs_handlers or [] if "Profile" in type(one).__name__]
+        unread = {
+            "kwargs_handlers": len(kwargs_handlers or []) > len(self.handlers),
+            "rng_types": rng_types,
+        }
         unread["fsdp_plugin"] = fsdp_plugin
         for name, value in unread.items():
             if value:
@@ -332,12 +354,6 @@ class Accelerator:
         self.world.all_reduce(total)
         return total / self.num_processes if reduction == "mean" else total
 
-    def print(self, *values: object, **named: Any) -> None:
-        """A line on standard output, from the first process of this machine."""
-        if self.is_local_main_process:
-            file, end = named.get("file") or sys.stdout, named.get("end", "\n")
-            file.write(named.get("sep", " ").join(map(str, values)) + end)
-
     def unwrap_model(self, model: Any, *_args: Any, **_named: Any) -> nn.Module:
         """The user's own module."""
         return model.module if isinstance(model, Prepared) else model
@@ -357,30 +373,6 @@ class Accelerator:
             return
         with run.program.autocast():
             yield
-
-    def wait_for_everyone(self) -> None:
-        """A barrier."""
-        self.world.barrier()
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """The first process runs what is inside before the others do."""
-        if not self.is_main_process:
-            self.world.barrier()
-        yield
-        if self.is_main_process:
-            self.world.barrier()
-
-    local_main_process_first = main_process_first
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs on the first process alone."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **named: Any) -> Any:
-            return function(*args, **named) if self.is_main_process else None
-
-        return call
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Tell where the values of `log` go."""
@@ -444,10 +436,68 @@ class Accelerator:
         """The same loader without its first batches."""
         return skip_first_batches(loader, num_batches)
 
-    def free_memory(self, *objects: Any) -> tuple[None, ...]:
+    def free_memory(self, *objects: Any) -> list[None]:
         """Let go of what was prepared."""
         self.models, self.optimizers, self.schedulers, self.loaders = [], [], [], []
-        return (None,) * len(objects)
+        self.step = 0
+        return [None for _ in objects]
+
+    clear = free_memory
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every process."""
+        self.triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether a process raised its flag; all are down again then. Every rank must call it."""
+        told = torch.tensor(float(self.triggered), device=self.device)
+        self.world.all_reduce(told)
+        self.triggered = self.triggered and not told
+        return bool(told)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether fp16 overflowed in the last update."""
+        return any(one.step_was_skipped for one in self.optimizers)
+
+    @contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """Around what torch's profiler is to see; its trace goes to `output_trace_dir`."""
+        handler = next((h for h in [profile_handler, *self.handlers] if h is not None), None)
+        named = dict(vars(handler)) if handler is not None else {}
+        folder, schedule = named.pop("output_trace_dir", None), named.pop("schedule_option", None)
+        kinds = torch.profiler.ProfilerActivity
+        named["activities"] = [getattr(kinds, k.upper()) for k in named.get("activities") or []]
+        named = {name: value for name, value in named.items() if value}
+        if schedule is not None:
+            named["schedule"] = torch.profiler.schedule(**schedule)
+        with torch.profiler.profile(**named) as seen:
+            yield seen
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            seen.export_chrome_trace(str(Path(folder) / f"profile_{self.process_index}.json"))
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object to a file, from the first process."""
+        if not safe_serialization:
+            raise ConfigError(
+                "accelerator.save: no pickle is written; nearest: safe_serialization=True"
+            )
+        from safetensors.torch import save_file
+
+        if self.is_main_process:
+            save_file({name: one.contiguous() for name, one in obj.items()}, f)
+
+    def save_model(self, model: Any, save_directory: Any, **_named: Any) -> None:
+        """Write a model's weights as `model.safetensors`; every rank must call it."""
+        told = self.get_state_dict(model)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        self.save(told, Path(save_directory) / "model.safetensors", safe_serialization=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise stand_in.Lacking(f"Accelerator.{name} is not answered by Shoal")
 
     def end_training(self) -> None:
         """Leave the other processes."""
@@ -455,47 +505,20 @@ class Accelerator:
             loop.run.close()
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed random, numpy and torch."""
-    seed += start_world().rank if device_specific else 0
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-
-
-class _Settings:
-    """Arguments kept as attributes: `ProjectConfiguration`, `DataLoaderConfiguration`, …"""
-
-    def __init__(self, project_dir: Any = None, **named: Any) -> None:
-        self.project_dir = project_dir
-        self.__dict__.update(named)
-
-
-class GradientAccumulationPlugin:
-    """How gradients are accumulated."""
-
-    def __init__(
-        self, num_steps: int = 1, adjust_scheduler: bool = True, sync_with_dataloader: bool = True
-    ) -> None:
-        self.num_steps, self.adjust_scheduler = num_steps, adjust_scheduler
-        self.sync_with_dataloader = sync_with_dataloader
-
-
-DataLoaderConfiguration = ProjectConfiguration = _Settings
-_utils = {
-    "set_seed": set_seed,
-    "ProjectConfiguration": _Settings,
-    "DataLoaderConfiguration": _Settings,
-    "GradientAccumulationPlugin": GradientAccumulationPlugin,
-}
+DataLoaderConfiguration = UTILS["DataLoaderConfiguration"]
 stand_in.answer(
     "accelerate",
     sys.modules[__name__],
     {
-        "utils": _utils,
-        "logging": {"get_logger": lambda name, log_level=None: getLogger(name)},
+        "utils": UTILS,
+        "utils.dataclasses": UTILS,
+        "utils.memory": UTILS,
+        "utils.random": UTILS,
+        "state": {"PartialState": PartialState, "AcceleratorState": PartialState},
+        "accelerator": {"Accelerator": Accelerator},
+        "logging": {"get_logger": lambda name, log_level=None: Logger(getLogger(name), {})},
         "data_loader": {"skip_first_batches": skip_first_batches},
     },
+    NEAREST,
 )
+globals().update(UTILS)

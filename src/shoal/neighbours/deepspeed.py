@@ -7,11 +7,11 @@ is read key by key (`deepspeed_config.py`); what DeepSpeed has beyond that is re
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.neighbours import stand_in
+from shoal.neighbours import deepspeed_engine, stand_in
 from shoal.neighbours import without_cuda as without_cuda
-from shoal.neighbours.deepspeed_engine import Engine, initialize, installed
+from shoal.neighbours.deepspeed_engine import Engine, installed
 
 __version__ = installed() or "0.19.8"
 logger = logging.getLogger("DeepSpeed")
 
-REFUSED = {
+NEAREST = {
     "PipelineModule": 'the module as it is, and shoal.parallelize(…, layout="pp", sample=…)',
     "init_inference": "run.predict(inputs), or a library that serves",
     "tp_model_init": 'shoal.parallelize(…, layout={"tp": 2}, sample=…)',
@@ -34,10 +34,20 @@ REFUSED = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in REFUSED:
-        raise ConfigError(f"deepspeed.{name} is not answered by Shoal; nearest: {REFUSED[name]}")
-    raise AttributeError(f"module 'deepspeed' has no attribute {name!r} that Shoal answers")
+def init_distributed(dist_backend: str | None = None, *_args: Any, **_named: Any) -> None:
+    """Meet the other processes, as Shoal does; a group that exists is adopted.
+
+    DeepSpeed makes a group of one process, too, and scripts ask torch for it.
+    """
+    if start_world().size == 1 and not dist.is_initialized():
+        vars(dist)[without_cuda.JOIN](store=dist.HashStore(), rank=0, world_size=1)
+
+
+@functools.wraps(deepspeed_engine.initialize)
+def initialize(*args: Any, **named: Any) -> tuple[Engine, Any, Any, Any]:
+    """As `deepspeed_engine.initialize`, in a group of processes."""
+    init_distributed()
+    return deepspeed_engine.initialize(*args, **named)
 
 
 class _Engines(type):
@@ -56,11 +66,6 @@ class DeepSpeedEngine(metaclass=_Engines):
         )
         made[0].run.recorder.notice(said)
         return made
-
-
-def init_distributed(dist_backend: str | None = None, *_args: Any, **_named: Any) -> None:
-    """Meet the other processes, as Shoal does; a group that exists is adopted."""
-    start_world()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -126,11 +131,13 @@ class _Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("device_name", "current_device_name"):
-            return partial(_named, self.current_device())
-        found = getattr(torch.accelerator, name, None) or getattr(torch.cuda, name, None)
-        if found is None:
-            raise AttributeError(f"get_accelerator().{name} is not answered by Shoal")
-        return found
+            return functools.partial(_named, self.current_device())
+        on_cpu = self.current_device().type == "cpu"
+        places = (torch.cuda, torch.cpu) if on_cpu else (torch.accelerator, torch.cuda)
+        for place in places:
+            if not name.startswith("_") and hasattr(place, name):
+                return getattr(place, name)
+        raise stand_in.Lacking(f"get_accelerator().{name} is not answered by Shoal")
 
     def current_device(self) -> torch.device:
         """The device of this process."""
@@ -142,6 +149,12 @@ class _Accelerator:
     def communication_backend_name(self) -> str:
         """nccl on CUDA, else gloo."""
         return "nccl" if self.current_device().type == "cuda" else "gloo"
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed this process's generators."""
+        torch.manual_seed(seed)
+
+    manual_seed = manual_seed_all
 
     def is_available(self) -> bool:
         """A CPU is always there."""
@@ -193,6 +206,12 @@ def _fused_adam(
     return _adam(params, adam_w_mode, bias_correction, amsgrad=amsgrad, **named)
 
 
+def _see_memory(message: str, force: bool = False, ranks: Any = None) -> None:
+    """`see_memory_usage`: a line where it is asked for by force."""
+    if force:
+        _log_dist(f"{message}: {torch.cuda.memory_allocated()} bytes on the device", ranks)
+
+
 def _local_rank() -> int:
     return start_world().local_rank
 
@@ -206,6 +225,7 @@ stand_in.answer(
     {
         "zero": _zero,
         "runtime.zero": _zero,
+        "runtime.utils": {"set_random_seed": torch.manual_seed, "see_memory_usage": _see_memory},
         "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
         "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
         "utils": {"logger": logger, "log_dist": _log_dist, "RepeatingLoader": RepeatingLoader},
@@ -214,6 +234,7 @@ stand_in.answer(
         "accelerator": {"get_accelerator": _Accelerator},
         "comm": _comm,
     },
+    NEAREST,
 )
 get_accelerator = _Accelerator
 log_dist = _log_dist

@@ -11,6 +11,7 @@ step once per update, and not where fp16 overflowed. Source: deepspeed/runtime/e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import World, start_world
+from shoal.neighbours import stand_in
 from shoal.neighbours.deepspeed_config import LossScale, Settings, read
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
 from shoal.neighbours.free_loop import FreeLoop
@@ -139,7 +141,10 @@ def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
             f"optimizer.type: {settings.optimizer} is not in torch.optim of {torch.__version__}; "
             f"nearest: AdamW"
         )
-    return lambda trains: made(chosen if chosen is not None else trains, **settings.optimizer_args)
+    args = dict(settings.optimizer_args)
+    if settings.optimizer in ("Adam", "AdamW"):
+        args.setdefault("fused", True)  # one pass over the weights, as DeepSpeed's own is
+    return lambda trains: made(chosen if chosen is not None else trains, **args)
 
 
 def _schedule(settings: Settings, brought: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -152,6 +157,19 @@ def _schedule(settings: Settings, brought: Any, optimizer: torch.optim.Optimizer
     if stock is not None and settings.scheduler not in SCHEDULES:
         return stock(optimizer, **settings.scheduler_args)
     return Schedule(optimizer, settings.scheduler, settings.scheduler_args)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_plain_backward = torch.Tensor.backward
+
+
+def _backward(loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any) -> None:
+    """`loss.backward()` of a script: that of the engine whose forward pass is under way."""
+    begun = [one for one in _engines if one.loop.under_way]
+    if gradient is None and len(begun) == 1 and not loss.dim():
+        begun[0].backward(loss, **named)
+    else:
+        _plain_backward(loss, gradient, *args, **named)
 
 
 class Engine(nn.Module):
@@ -170,6 +188,8 @@ class Engine(nn.Module):
         self.training_dataloader: Loader | None = None
         self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
+        _engines.add(self)
+        torch.Tensor.backward = _backward  # type: ignore[assignment,method-assign]
         world = run.world
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
         self.local_rank, self.dp_world_size = world.local_rank, world.size
@@ -181,7 +201,9 @@ class Engine(nn.Module):
             module = self._modules.get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            raise
+            if name.startswith("_"):
+                raise
+            raise stand_in.Lacking(f"deepspeed: engine.{name} is not answered by Shoal") from None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's own outputs."""
@@ -192,7 +214,8 @@ class Engine(nn.Module):
     ) -> torch.Tensor:
         """Gradients of a loss, divided by the accumulation; gives the loss so divided."""
         share = 1.0 / self.settings.accumulate if scale_wrt_gas else 1.0
-        last = self.is_gradient_accumulation_boundary()
+        # Losses of several engines may come in any number: gradients travel in `step` then.
+        last = self.is_gradient_accumulation_boundary() and len(_engines) == 1
         self.loop.backward(loss, share=share, last=last, retain_graph=retain_graph)
         return loss.detach() * share
 
@@ -340,6 +363,19 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and load_lr_scheduler_states and told["lr_scheduler"]:
             self.lr_scheduler.load_state_dict(told["lr_scheduler"])
         return str(load_dir), dict(told["client_state"])
+
+    def compile(self, *_how: Any, **_named: Any) -> None:
+        """Nothing: blocks are compiled by the run's own key, compile.mode."""
+        self.run.recorder.notice(
+            'deepspeed: engine.compile() changes nothing; nearest: parallelize(compile="blocks")'
+        )
+
+    def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors") -> bool:
+        """Refused: weights are exported from a checkpoint."""
+        raise ConfigError(
+            "save_16bit_model: no pickle is written; nearest: engine.save_checkpoint(folder), and "
+            "shoal checkpoint export FOLDER model.safetensors"
+        )
 
     def destroy(self) -> None:
         """Leave the other processes."""

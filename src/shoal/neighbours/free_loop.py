@@ -5,6 +5,7 @@ Layouts that such a loop can carry hold the whole model in every forward pass: d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from shoal.trainer.free_passes import FreePasses
 from shoal.trainer.run import Run
 from shoal.trainer.step import StepResult
+
+count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+"""Finds how many targets a loss is the mean of, where losses are weighed by that (`exact.py`)."""
 
 
 class FreeLoop:
@@ -24,6 +28,11 @@ class FreeLoop:
         self.run = run
         self.last: StepResult | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward pass waits for its backward."""
+        return self.run.free is not None and self.run.free.under_way
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; in training, as a pass of the step under way."""
         return self._passes().forward(*inputs, **named)
@@ -32,7 +41,9 @@ class FreeLoop:
         self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
     ) -> None:
         """Add the gradients of `share` of a loss; `last`: no pass of this step comes after it."""
-        self._passes().backward(loss, share=share, last=last, retain_graph=retain_graph)
+        count = count_of(loss) if count_of is not None else None
+        passes = self._passes()
+        passes.backward(loss, share=share, last=last, retain_graph=retain_graph, count=count)
 
     def norm(self) -> float:
         """Sum gradients over ranks; gives the norm of the mean gradient. Every rank calls it."""

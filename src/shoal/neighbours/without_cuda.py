@@ -3,7 +3,8 @@
 Importing it is enough, before the script's own lines:
 
 tensor.cuda(), module.cuda()            stay where they are
-torch.cuda.set_device(k)                nothing
+torch.cuda.set_device(k), synchronize   nothing
+tensor.to("cuda:0"), module.to(…)       stay; other arguments of `to` hold
 init_process_group(backend="nccl")      gloo
 DistributedDataParallel(device_ids=…)   without them
 """
@@ -35,9 +36,6 @@ def install() -> None:
         _tell()
         return self
 
-    def set_device(_device: Any) -> None:
-        _tell()
-
     @functools.wraps(init)
     def init_process_group(backend: str | None = None, *args: Any, **named: Any) -> None:
         if backend is not None and "nccl" in backend:
@@ -56,15 +54,48 @@ def install() -> None:
             named.pop("output_device", None)
         wrap(self, module, device_ids, *more, **named)
 
-    set_device._shoal = True  # type: ignore[attr-defined]  # a mark on a function
+    set_device = _nothing()
+    set_device._shoal = True
     for owner, name, value in (
         (torch.Tensor, "cuda", stay),
         (nn.Module, "cuda", stay),
+        (torch.Tensor, "to", _staying(torch.Tensor.to)),
+        (nn.Module, "to", _staying(nn.Module.to)),
         (torch.cuda, "set_device", set_device),
+        (torch.cuda, "synchronize", _nothing()),
+        (torch.cuda, "reset_peak_memory_stats", _nothing()),
         (dist, JOIN, init_process_group),
         (DistributedDataParallel, "__init__", on_the_cpu),
     ):
         setattr(owner, name, value)
+
+
+def _nothing() -> Any:
+    """A function of its own for each name: torch's compiler knows them by that."""
+
+    def told(*_args: Any) -> None:
+        _tell()
+
+    return told
+
+
+def _staying(to: Any) -> Any:
+    """`to`, without a device that is not here."""
+
+    @functools.wraps(to)
+    def moved(self: Any, *where: Any, **how: Any) -> Any:
+        if not any(map(_is_cuda, (*where, *how.values()))):
+            return to(self, *where, **how)
+        _tell()
+        left = [one for one in where if not _is_cuda(one) and not isinstance(one, bool)]
+        named = {name: one for name, one in how.items() if not _is_cuda(one)}
+        return to(self, *left, **named) if left or "dtype" in named else self
+
+    return moved
+
+
+def _is_cuda(one: Any) -> bool:
+    return isinstance(one, str | torch.device) and str(one).startswith("cuda")
 
 
 def _tell() -> None:

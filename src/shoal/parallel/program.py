@@ -145,6 +145,7 @@ class Program:
     autocast      around the forward pass only
     moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
                   (True: and as they were before a step that is skipped)
+    owed          what codes of gradients left out: kept in checkpoints (`compress.Owed`)
     on_begin      called before the first micro-batch of every step
     on_update     called once per committed step, after the reduction: (micro-batches of each rank)
     on_evaluated  called after an evaluation's last forward pass
@@ -179,6 +180,7 @@ class Program:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     moved: Callable[[], bool] = lambda: False
     align: Callable[[bool], None] = lambda skipped: None
+    owed: Any = None
     on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[list[int]], None], ...] = ()
     on_evaluated: tuple[Callable[[], None], ...] = ()

@@ -1,24 +1,32 @@
 """Has the ranks of a run watched from outside where Shoal's launcher is not there to do it.
 
-Under torchrun, or srun on one machine, nobody outside of the ranks knows what they do. So rank 0
-starts a small process without torch (cli/beside.py); every rank tells it, in a page of memory,
-of its steps and collectives, and answers it with stacks.
+Under torchrun, srun and the like nobody outside of the ranks knows what they do. So on each node
+its first rank starts a small process without torch (cli/beside.py); every rank tells it, in a page
+of memory, of its steps and collectives, and answers it with stacks. The processes of several nodes
+talk to that of node 0 (launch/nodes.py).
+
+A node is here what has its own memory, numbers of processes and network: a machine or a container.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from shoal.base import phases
 from shoal.base.frames import OWN_FOLDER
 from shoal.base.stacks import answer_for_stacks
 from shoal.base.watch_page import PAGE_VARIABLE, Page, can_watch, tell_page
 from shoal.fabric import World
+from shoal.fabric.meeting_point import is_loopback
 
 _kept: list[subprocess.Popen[str]] = []
 """Its input ends when this process does."""
@@ -29,36 +37,102 @@ def watch_from_outside(
 ) -> Callable[[], None] | None:
     """Start the watch of a run; every rank calls it once its world is there.
 
-    Gives   what ends it; None where nobody watches: this process has a page already, ranks are on
-            several machines, or the system has no memory that two processes reach by a name
+    Gives   what ends it; None where nobody watches: this process has a page already, or a system
+            has no memory that two processes reach by a name
     """
-    alone = environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_NTASKS")) == str(world.size)
-    may = phases.page is None and alone and can_watch() and hasattr(os, "pidfd_open")
-    paths = _start(world.size) if may and world.is_first else []
-    told = world.gather_json({"pid": os.getpid(), "may": may, "paths": paths})
-    paths = told[0]["paths"]
-    if not (paths and all(one["may"] for one in told)):
+    may = phases.page is None and can_watch() and hasattr(os, "pidfd_open")
+    here = {"may": may, "node": _identity() if may else ""}
+    places = world.gather_json(here)
+    if not all(place["may"] for place in places):
         return None
-    page = Page.open({PAGE_VARIABLE: paths[world.rank]})
+    names = list(dict.fromkeys(place["node"] for place in places))
+    members = [[r for r, one in enumerate(places) if one["node"] == name] for name in names]
+    number = names.index(here["node"])
+    mine = members[number]
+    started: dict[str, Any] = {}
+    if world.rank == mine[0]:
+        hub = world.is_first and len(names) > 1
+        started = _start(len(mine), _own_addresses(environ) if hub else [])
+    told = world.gather_json(
+        {"pid": os.getpid(), "host": os.uname().nodename, **started}
+        | ({"token": secrets.token_hex(32)} if world.is_first else {})
+    )
+    complete = all(told[ranks[0]].get("paths") for ranks in members)
+    if not complete or (len(names) > 1 and not told[0].get("at")):
+        _say({})
+        return None
+    page = Page.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
     if page is None:
         return None
     tell_page(page)
     answer_for_stacks(page)
     world.traffic.page = page
-    if _kept:
-        asked = {"folder": str(folder.absolute()) if folder else "", "pids": []}
-        asked["pids"] = [one["pid"] for one in told]
-        _say(json.dumps(asked))
+    _say(
+        {
+            "folder": str(folder.absolute()) if folder else "",
+            "number": number,
+            "nodes": [
+                {
+                    "ranks": ranks,
+                    "pids": [told[rank]["pid"] for rank in ranks],
+                    "host": told[ranks[0]]["host"],
+                }
+                for ranks in members
+            ],
+            "at": told[0].get("at"),
+            "token": told[0]["token"],
+        }
+    )
     return page.leave
 
 
-def _start(count: int) -> list[str]:
-    """Start it; the paths of the pages that it made, none where it did not start."""
+def tell_disk(world: World) -> None:
+    """Tell this node's watch whether it keeps the events of a disk that rank 0 does not see."""
+    if world.keeps and not world.is_first:
+        _say({"keeps": True})
+
+
+def _identity() -> str:
+    """What processes have in common that reach each other's memory by /proc, and by loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
+    except OSError:
+        return os.uname().nodename
+
+
+def _own_addresses(environ: Mapping[str, str]) -> list[str]:
+    """Addresses of this machine at which other ranks reach it, and then MASTER_ADDR."""
+    return list(dict.fromkeys([*_connected(), *filter(None, [environ.get("MASTER_ADDR")])]))
+
+
+def _connected() -> Iterator[str]:
+    """This end's addresses of connections that leave this machine."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                here, there = (str(end[0]) for end in (one.getsockname(), one.getpeername()))
+        except OSError:  # it listens, has ended, or was closed meanwhile
+            continue
+        here = here.removeprefix("::ffff:")
+        if here != there.removeprefix("::ffff:") and not is_loopback(here):
+            yield here
+
+
+def _start(count: int, addresses: list[str]) -> dict[str, Any]:
+    """Start the process of a node; its pages' `paths`, none where it did not start.
+
+    addresses   at the first of which it is to hear other nodes, `at`; none: there are no others
+    """
     root = str(Path(OWN_FOLDER).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         one = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli.beside", str(count)],
+            [sys.executable, "-m", "shoal.cli.beside", str(count), *addresses],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,17 +140,18 @@ def _start(count: int) -> list[str]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         _kept[:] = [one]
-        found = json.loads(one.stdout.readline()) if one.stdout else []
+        found = json.loads(one.stdout.readline()) if one.stdout else {}
     except (OSError, ValueError):
-        return []
-    return [str(path) for path in found]
+        return {}
+    return dict(found)
 
 
-def _say(line: str) -> None:
-    (one,) = _kept
-    if one.stdin is not None:
-        try:
-            one.stdin.write(f"{line}\n")
-            one.stdin.flush()
-        except OSError:  # it has ended: the run goes on unwatched
-            _kept.clear()
+def _say(words: Mapping[str, Any]) -> None:
+    """Say something to the process, where this rank started one."""
+    for one in _kept:
+        if one.stdin is not None:
+            try:
+                one.stdin.write(f"{json.dumps(words)}\n")
+                one.stdin.flush()
+            except OSError:  # it has ended: the run goes on unwatched
+                _kept.clear()

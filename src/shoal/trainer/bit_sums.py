@@ -120,7 +120,7 @@ class BitSums:
                 elsewhere.setdefault(tensor.device, []).append(place)
                 continue
             memory = (tensor.data_ptr(), tensor.nbytes)
-            if not all(memory):
+            if not (memory[0] and memory[1]):
                 continue
             eights, rest = words.get(memory) or _words(tensor)
             host[place] = add(eights)

@@ -7,8 +7,9 @@
     run.update()
 
 The gradient is the mean over data-parallel ranks of what each adds up, as with torch's DDP and its
-neighbours: a mean of means, so that unequal counts of targets weigh as they weigh there. Generators
-are the process's own, in the order in which the loop draws from them.
+neighbours: a mean of means, so that unequal counts of targets weigh as they weigh there; unless all
+passes come with their counts, by which they are weighed then (design §6). Generators are the
+process's own, in the order in which the loop draws from them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ class FreePasses:
         _, self._sums = begin_passes(program, [], nobody, step, 0, None, "single", scale)
         self._at: MicroBatch | None = None
         self._sent, self._tally = False, cast("Tally | None", None)
+        self._weighs = self._whole = False
         self._around = ExitStack()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun whose gradients did not come."""
+        return self._at is not None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model, in the run's format, on the run's device."""
@@ -63,11 +70,19 @@ class FreePasses:
             return module(*inputs, **named)
 
     def backward(
-        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+        self,
+        loss: torch.Tensor,
+        *,
+        share: float,
+        last: bool,
+        retain_graph: bool = False,
+        count: torch.Tensor | None = None,
     ) -> None:
         """Add the gradients of `share` of a loss to this rank's.
 
         loss    without dims · last  no pass of this step comes after it: sums may travel at once
+        count   of what the loss is the mean of: its weight among the passes of the step, whose
+                shares then add up to 1 where they are less than 1 each
         Errors  ConfigError for a loss that has dims, or no gradient
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
@@ -81,10 +96,16 @@ class FreePasses:
         self._sent = last
         reducer = reducer_of(self.program)
         reducer.arm(last)
-        total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
+        if count is None:
+            total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
+        else:
+            # A mean of nothing is not a number, and weighs nothing.
+            summed = torch.where(count > 0, loss * count.to(loss), torch.zeros_like(loss))
+            total = self._enter().weighed(summed, count)
+            self._weighs, self._whole = True, share == 1.0
         phases.part(phases.BACKWARD)
         with torch.autocast(loss.device.type, enabled=False):
-            total.backward(retain_graph=retain_graph)
+            torch.autograd.backward(total, retain_graph=retain_graph)
         phases.part(phases.PASSES)
         reducer.passed(True)
         self.count += 1
@@ -105,7 +126,10 @@ class FreePasses:
                 f"step {self.step + 1}: rank {few} made {int(counts[few])} backward passes and "
                 f"rank {many} {int(counts[many])}; every rank makes as many as any other"
             )
-        self._tally = replace(tally, said=said, count=float(self.program.data.size))
+        weight = float(self.program.data.size)
+        if self._weighs:  # a loop that divides a loss itself makes several passes of share 1
+            weight = tally.count / (self.count if self._whole else 1)
+        self._tally = replace(tally, said=said, count=weight)
         return self._tally
 
     def _enter(self) -> MicroBatch:

@@ -37,7 +37,7 @@ from shoal.fabric.rendezvous import meet
 from shoal.fabric.second_group import leave, twin
 from shoal.islands.admission import Admission, Refusals
 from shoal.islands.deadline import Patience
-from shoal.islands.history import Resume, from_bytes, resume_point, to_bytes
+from shoal.islands.history import Resume, from_bytes, refuse_damaged, resume_point, to_bytes
 from shoal.islands.method import Method
 from shoal.islands.methods import find_method
 from shoal.islands.residuals import Leftovers
@@ -263,9 +263,11 @@ def _go_on(run: Run, joined: Joined) -> None:
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
     here: dict[str, Any] = {}
+    damaged = ""
     if folder is not None and run.world.is_first:
         here = rounds_held(folder, policy.period, run.recorder.events.emit)
-    here = joined.inner.broadcast_json(here)
+        damaged = str(folder / "checkpoints") if not here and find(folder / "checkpoints") else ""
+    here, damaged = joined.inner.broadcast_json([here, damaged])
     while True:
         message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
         told = plane.gather(message, deadline_s=MEET_S)
@@ -275,6 +277,8 @@ def _go_on(run: Run, joined: Joined) -> None:
         if point is None or restored(run, plane, here, point.round):
             break
     if point is None:
+        told = plane.gather(json.dumps(damaged).encode(), deadline_s=MEET_S)
+        refuse_damaged([str(json.loads(one)) for one in told])
         run.recorder.cut(0)
     else:
         digest, step = here[str(point.round)]

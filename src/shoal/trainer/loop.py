@@ -12,51 +12,38 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.base import phases
 from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.facts import usable_cores
-from shoal.base.files import cache_folder, write_whole
-from shoal.base.lines import is_number, read_object
+from shoal.base.files import cache_folder
 from shoal.base.phases import phase
 from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
-from shoal.base.units import count_text, flops_text
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout, plan_of
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
-from shoal.data.step import StepBatch
 from shoal.fabric import World, start_world
-from shoal.machine.matmul import distrust, matmul_flops_per_s
 from shoal.machine.measure import measure_machine, quick
 from shoal.machine.memory import forget_peak
 from shoal.parallel.compose import check_here
-from shoal.parallel.program import dtype_of
 from shoal.parallel.spmd.passed import checked_once
 from shoal.planner.settle import Words, is_open
-from shoal.trace.flops import backward_flops
-from shoal.trainer.contract import (
-    batch_length,
-    call_model,
-    cut_batch,
-    split_batch,
-    sum_and_count,
-)
 from shoal.trainer.finish import finish
 from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
 from shoal.trainer.job import import_object, open_run, steps_of
 from shoal.trainer.oom import fitted, within_memory
+from shoal.trainer.opening import count_flops, describe
 from shoal.trainer.predict import (
     FindFacts,
     Learner,
@@ -182,98 +169,6 @@ def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
     return train_served(config, source, folder, world, plan, proven)
 
 
-def describe(
-    run: Run, plan: Plan, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
-) -> None:
-    """plan.json and the lines a user sees before the first step.
-
-    plan   of all ranks; `run` may be some of them
-    told   what plan.json says beside the plan: whether its layout was left open, what is foreseen
-    """
-    rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
-    run.recorder.machine_flops_per_s = rate
-    run.recorder.passed = partial(distrust, run.world, run.plan.compute, cache_folder())
-    if not run.world.keeps:
-        return
-    known = _known_flops(folder)
-    details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
-    unit = "tokens" if source.kind == "tokens" else "samples"
-    about = {"unit": unit, "device": run.world.device.type}
-    _write_plan(folder, plan, {**details, **about, **told})
-    run.recorder.flops_per_sample = known
-    formats = _formats(run)
-    emit = run.recorder.events.emit
-    if run.step_count == 0:
-        emit("notice", text=f"data: {source.description}")
-        emit("notice", text=plan.why)
-        emit(
-            "notice",
-            text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
-            f"{plan.arithmetic()}; {total_steps} steps",
-        )
-        emit(
-            "notice",
-            text=f"formats: products {run.plan.compute}, weights read as {formats['read']} and "
-            f"stepped as {formats['stepped']}, gradients summed in {formats['summed']}",
-        )
-    emit(
-        "compute_started",
-        step=run.step_count,
-        parameters=run.plan.parameters,
-        dtypes=formats,
-        compute=run.plan.compute,
-        threads=torch.get_num_threads(),
-        device=str(run.world.device),
-        matmul=flops_text(rate),
-    )
-
-
-def _formats(run: Run) -> dict[str, str]:
-    """The number formats that are really in use, as text."""
-
-    def names(tensors: Iterable[torch.Tensor]) -> str:
-        return " and ".join(sorted({dtype_of(tensor) for tensor in tensors}))
-
-    stepped = names(one.parameter for one in run.program.local.values())
-    stepped = stepped or " and ".join(sorted({one.dtype for one in run.plan.buckets}))  # by others
-    reduced = {"fp32": "float32", "bf16": "bfloat16"}.get(run.plan.sums, stepped)
-    return {"read": names(run.model.parameters()), "stepped": stepped, "summed": reduced}
-
-
-def _write_plan(folder: Path, plan: Plan, beside: Mapping[str, Any]) -> None:
-    """Write plan.json, which others read; on a full disk the run goes on without."""
-    with contextlib.suppress(OSError):
-        write_whole(folder / "plan.json", plan.to_json(beside))
-
-
-def _known_flops(folder: Path) -> float | None:
-    known = read_object(folder / "plan.json").get("flops_per_sample")
-    return known if is_number(known) else None
-
-
-def _count_flops(run: Run, batch: StepBatch) -> None:
-    """FLOP per sample, once per run: who keeps a disk counts on two samples, for plan.json."""
-    folder = run.recorder.folder
-    if not run.world.keeps or run.recorder.flops_per_sample or not len(batch) or not folder:
-        return
-    program = run.program
-    few = next(cut_batch(batch.micro_batches[0].value, 2))
-    for prepare in program.prepare:
-        few = prepare(few)
-
-    def loss_sum(module: nn.Module, value: Any) -> torch.Tensor:
-        inputs, targets = split_batch(value)
-        with program.autocast():
-            outputs = call_model(module, inputs, run.plan.call)
-            return sum_and_count(run.loss(outputs, targets), targets)[0]
-
-    flops = backward_flops(program.twin or run.model, few, loss_sum)
-    if flops:
-        run.recorder.flops_per_sample = flops / batch_length(few)
-        told = {"flops_per_sample": run.recorder.flops_per_sample}
-        _write_plan(folder, run.plan, {**read_object(folder / "plan.json"), **told})
-
-
 def _stop_on_signal(run: Run) -> dict[int, Any]:
     def ask(number: int, frame: object) -> None:
         run.request_stop()
@@ -292,7 +187,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     while run.step_count < total_steps:
         for batch in loader:
             if run.step_count == first_step:
-                _count_flops(run, batch)
+                count_flops(run, batch)
                 run.recorder.restart_clock()
                 compiled = run.plan.asks(CompilePolicy)
                 with phase("compile, first step" if compiled else "first step"):

@@ -210,7 +210,7 @@ def start_run(
     install().world = world
     check_sums(world)
     leave = None
-    if not {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"}.isdisjoint(os.environ):
+    if not {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SHOAL_NODE"}.isdisjoint(os.environ):
         from shoal.trainer.beside import watch_from_outside
 
         leave = watch_from_outside(world, folder)
@@ -272,6 +272,8 @@ def _keep_in(folder: Path, run: Run) -> None:
     from shoal.trainer.run_state import model_parts
 
     run.lease = own(folder, run.world, run.recorder.notice)
+    if beside := sys.modules.get("shoal.trainer.beside"):
+        beside.tell_disk(run.world)
     run.saving.prepare()
     model_parts(run)  # refuses now what the first save could not write
     if run.world.is_first:

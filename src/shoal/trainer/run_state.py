@@ -181,8 +181,8 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         for name, tensor in run.average.tensors().items():
             shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
             parts[AVERAGE + name] = (tensor, shard)
-    if run.beside is not None:
-        parts.update(run.beside.parts())
+    for one in _beside(run):
+        parts.update(one.parts())
     plan = run.program.plan
     record = {
         "step": run.step_count,
@@ -197,7 +197,7 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         **({"average_updates": run.average.updates} if run.average else {}),
         **run.spikes.state(),
         **run.skips.state(),
-        **(run.beside.record() if run.beside is not None else {}),
+        **{key: told for one in _beside(run) for key, told in one.record().items()},
         **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
         **run.extra_record,
     }
@@ -206,6 +206,17 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
 
         record["data"] = with_looks(run.feed, record["data"])
     return parts, record
+
+
+def _beside(run: Kept) -> list[Beside]:
+    return [one for one in (run.beside, run.program.owed) if one is not None]
+
+
+def _load_beside(run: Kept, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+    for one in _beside(run):
+        one.load(tensors, record)
+    if run.program.owed is not None and run.program.owed.dropped:
+        run.recorder.notice(run.program.owed.dropped)
 
 
 def _data_state(feed: Feed) -> list[dict[str, Any]]:
@@ -243,7 +254,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         shards = _wanted(manifest, here, local)
         if run.average is not None and "average_updates" in manifest.record:
             shards += _averages(manifest, local)
-        return shards + (run.beside.wanted(manifest) if run.beside is not None else [])
+        return shards + [shard for one in _beside(run) for shard in one.wanted(manifest)]
 
     if run.program.world.keepers:
         from shoal.trainer.own_disks import bring
@@ -286,8 +297,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         run.loss_scale.load(record["loss_scale"])
     run.spikes.load(record)
     run.skips.lost = int(record.get("unreadable", 0))
-    if run.beside is not None:
-        run.beside.load(loaded.tensors, record)
+    _load_beside(run, loaded.tensors, record)
     run.step_count = int(record["step"])
     here_now = folder == run.recorder.folder  # a tag may be only looked at
     (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)

@@ -29,7 +29,7 @@ from shoal.trainer import served
 from shoal.trainer.finish import finish
 from shoal.trainer.free_passes import FreePasses
 from shoal.trainer.job import steps_of
-from shoal.trainer.loop import describe
+from shoal.trainer.opening import describe
 from shoal.trainer.predict import cluster_here, facts_of, foresee, held_now_bytes
 from shoal.trainer.run import Run
 from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading

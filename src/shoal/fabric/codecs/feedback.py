@@ -48,6 +48,7 @@ class Residual:
             before = torch.mul(self.standing, self.keeps, out=self.coming)
         count = numbers.numel()
         torch.add(before[:count], numbers, out=self.coming[:count])
+        self.coming[count:] = 0  # what a code made of padding is nobody's, and may be NaN
         self.written = True
         return self.coming
 

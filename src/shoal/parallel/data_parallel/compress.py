@@ -6,22 +6,28 @@ for the last e: nothing is lost, only late. Per bucket, with n ranks and M eleme
 
     int8       each rank gets everybody's codes of its part, adds them up decoded, and gives all
                others a code of the sum, whose own error it keeps as well: 2(n−1)/n · M bytes
-               (zero1, zero2: the first half only)
+               (zero1, zero2, and fsdp unit by unit: the first half only)
+    one-bit    the same with signs, and the mean magnitude of every 128: 0.156 M instead of M. An
+               optimizer that divides by what it remembers of squares (Adam) learns magnitudes from
+               the first steps of a run, so those may travel whole: one-bit:STEPS
     powersgd   a matrix [m, k] is summed as two thin ones: 2(n−1)/n · r(m + k) numbers instead of
                m · k. Vectors, and matrices that this would not make smaller, travel as they are
     topk       each rank's largest numbers with their places go to all: (n−1) · 8 bytes for each
 
 All ranks decode the same bytes in the same order, so their sums are equal bit for bit. A step that
 is skipped leaves no trace: what is kept becomes valid with the update. Numbers that are not finite
-are told by the reducer's norms, taken before anything is encoded.
+are told by the reducer's norms, taken before anything is encoded. What is kept lies in checkpoints,
+rank by rank: the same layout goes on with it, bit for bit; another cuts other parts, and is told
+that it is lost.
 
-Source: Seide et al. 2014 (error feedback); Tang et al. 2021 and DeepSpeed's compressed all-reduce
-(both ends keep their error); Wang et al. 2023 (ZeRO++, all-to-all of codes); Lin et al. 2018
-(top-k); Vogels et al. 2019 (PowerSGD), where a rank keeps its distance from the MEAN of all ranks:
-ours keeps what of its own the two matrices do not hold, which has the same sum over ranks and does
-not grow with how much ranks differ
-Limits: what is kept takes 8 bytes per element and rank, and is not in checkpoints. It is dropped
-        with the gradient of a parameter that no rank used in the step that would have brought it.
+Source: Seide et al. 2014 (one bit, error feedback); Tang et al. 2021 and DeepSpeed's compressed
+all-reduce (both ends keep their error); Wang et al. 2023 (ZeRO++, all-to-all of codes); Lin et al.
+2018 (top-k); Vogels et al. 2019 (PowerSGD), where a rank keeps its distance from the MEAN of all
+ranks: ours keeps what of its own the two matrices do not hold, which has the same sum over ranks
+and does not grow with how much ranks differ
+Limits: what is kept takes 8 bytes per element of the model on every rank, under fsdp too, and 4
+        in checkpoints. It is dropped with the gradient of a parameter that no rank used in the step
+        that would have brought it.
         powersgd: equal bits need ranks of one machine type and number of threads
 """
 
@@ -29,19 +35,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shoal.base.compression import Compression
 from shoal.base.errors import BugError
 from shoal.base.plan import Bucket
-from shoal.base.policies import Compression
+from shoal.base.shards import Shard
 from shoal.fabric import Traffic, World
-from shoal.fabric.coded_sums import Flight, Int8Sum, LargestSum, ScatteredInt8Sum, Sender
+from shoal.fabric.coded_sums import (
+    CODES,
+    CodedScatter,
+    CodedSum,
+    Flight,
+    LargestSum,
+    ScatteredSum,
+    Sender,
+)
 from shoal.fabric.low_rank import LowRankSum, Matrix
+from shoal.fabric.uneven_collectives import PendingSum
 from shoal.parallel.data_parallel.buckets import places
-from shoal.parallel.program import Program
+from shoal.parallel.program import Part, Program, dtype_of
+
+FEEDBACK = "feedback"
 
 
 def apply(program: Program) -> Program:
@@ -55,30 +74,44 @@ def apply(program: Program) -> Program:
             f"layout.compress = {compress}: one process sends no gradients, so none is compressed"
         )
         return program
-    if not isinstance(program.reducer, Sends):
+    if isinstance(program.reducer, Scatters):
+        senders: list[Any] = program.reducer.scatter_by(
+            lambda plain: CodedScatter(plain, policy.method, program.data)
+        )
+        sums = CompressedSums(program.data, senders, policy.whole, units=True)
+    elif isinstance(program.reducer, Sends):
+        buckets = program.plan.buckets
+        senders = [_sender(policy, one, program.parameters, program.data) for one in buckets]
+        sums = CompressedSums(program.data, senders, policy.whole)
+        program.reducer.worlds = [sums] * len(senders)
+    else:
         raise BugError(f"layout.compress met a reducer without buckets: {program.plan.layout}")
-    senders = [
-        _sender(policy, bucket, program.parameters, program.data) for bucket in program.plan.buckets
-    ]
-    sums = CompressedSums(program.data, senders)
-    program.reducer.worlds = [sums] * len(senders)
     program.notices.append(
-        f"layout.compress = {compress}: what one step leaves out is added in the next and is not "
-        f"saved, so a resumed run is close to the uninterrupted one, not equal"
+        f"layout.compress = {compress}: what one step leaves out is added in the next; checkpoints "
+        f"keep it for this layout, and a resume on another starts without it"
     )
     return replace(
         program,
+        owed=Owed(sums, program),
         on_begin=(*program.on_begin, sums.begin),
         on_update=(*program.on_update, sums.commit),
     )
 
 
 class CompressedSums:
-    """Stands before the world where a reducer sums buckets: the same calls, fewer bytes."""
+    """Stands before the world where a reducer sums buckets: the same calls, fewer bytes.
 
-    def __init__(self, world: World, senders: Sequence[Sender]) -> None:
+    whole_steps   at the start of a run, in which gradients travel as they are · step  that comes
+    units         senders stand in units of `fully_shard`, which call them
+    """
+
+    def __init__(
+        self, world: World, senders: Sequence[Any], whole_steps: int = 0, *, units: bool = False
+    ) -> None:
         self.world = world
         self.senders = senders
+        self.whole_steps, self.units = whole_steps, units
+        self.step, self.whole = 0, False
         self.sent = 0
         self.flying: list[Flight] = []
 
@@ -92,20 +125,30 @@ class CompressedSums:
         """The world's own counters."""
         return self.world.traffic
 
-    def all_reduce(self, tensor: torch.Tensor, *, wait: Literal[False]) -> Arriving:
+    def all_reduce(
+        self, tensor: torch.Tensor, *, wait: Literal[False]
+    ) -> Arriving | dist.Work | None:
         """Begin to sum the next bucket over all ranks, in place."""
+        if self.whole:
+            return self.world.all_reduce(tensor, wait=False)
         return Arriving(self._send(tensor), tensor, self._turn)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving | PendingSum:
         """Sum the next bucket; this rank gets the elements from cuts[rank] to cuts[rank + 1]."""
+        if self.whole:
+            return self.world.reduce_scatter(tensor, cuts)
         own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
         return Arriving(self._send(tensor), own, self._turn)
 
     def begin(self) -> None:
         """A step begins with the first bucket."""
         self.sent, self.flying = 0, []
+        self.whole = self.step < self.whole_steps
+        self.step += 1
         for sender in self.senders:
             sender.begin()
+            if self.units:
+                sender.whole = self.whole
 
     def commit(self, micro_batches: list[int]) -> None:
         """The step moved the weights: what codes left out of it is valid."""
@@ -126,11 +169,81 @@ class CompressedSums:
             flight.turn()
 
 
+class Owed:
+    """What codes left out until now, on its way to checkpoints and back; `Owed(sums, program)`.
+
+    dropped   a line where a checkpoint held some that belongs to another layout or code, else ""
+    """
+
+    def __init__(self, sums: CompressedSums, program: Program) -> None:
+        self.sums, self.senders, self.dropped = sums, sums.senders, ""
+        self.own = f"{FEEDBACK}.{program.world.rank}."
+        plan = program.plan
+        # Buckets are a stage's own, and the record is one for all: their sizes are compared below.
+        self.whose = {"layout": plan.layout.text(), "compress": plan.compress}
+
+    def parts(self) -> dict[str, Part]:
+        """What is left, by its name in a checkpoint, each tensor whole on this rank."""
+        found = {}
+        for place, sender in enumerate(self.senders):
+            for key, tensor in sender.kept().items():
+                name = f"{self.own}{place}.{key}"
+                found[name] = (tensor, Shard.whole(name, tuple(tensor.shape), dtype_of(tensor)))
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Whose it is: the same on every rank."""
+        return {FEEDBACK: self.whose}
+
+    def wanted(self, manifest: Any) -> list[Shard]:
+        """This rank's of a checkpoint's, if they fit."""
+        if manifest.record.get(FEEDBACK) != self.whose:
+            return []
+        return [
+            Shard.whole(name, tuple(stored.shape), stored.dtype)
+            for name, stored in manifest.tensors.items()
+            if name.startswith(self.own)
+        ]
+
+    def load(self, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
+        """Take it back; where it does not fit, nothing is owed, and `dropped` says so."""
+        self.sums.step, fits = int(record.get("step", 0)), True
+        for place, sender in enumerate(self.senders):
+            begins = f"{self.own}{place}."
+            mine = {n.removeprefix(begins): t for n, t in tensors.items() if n.startswith(begins)}
+            now = sender.kept()
+            if now and {name: one.shape for name, one in mine.items()} != {
+                name: one.shape for name, one in now.items()
+            }:
+                fits, mine = fits and not mine, sender.nothing()
+            if now or mine:
+                sender.take(mine)
+        kept, self.dropped = record.get(FEEDBACK), ""
+        if kept is not None and (kept != self.whose or not fits):
+            what = ", ".join(
+                f"{key} was {kept.get(key)}, is {value}"
+                for key, value in self.whose.items()
+                if kept.get(key) != value
+            )
+            self.dropped = (
+                f"layout.compress = {self.whose['compress']}: what codes left out of earlier steps "
+                f"is lost, once: {what or 'gradients travel in other buckets'}"
+            )
+
+
 @runtime_checkable
 class Sends(Protocol):
     """A reducer that hands whole buckets to their worlds, always in the plan's order."""
 
     worlds: Sequence[World | CompressedSums]
+
+
+@runtime_checkable
+class Scatters(Protocol):
+    """A reducer whose units reduce-scatter by themselves, each by what `make` gives for it."""
+
+    def scatter_by(self, make: Callable[[Any], Any]) -> list[Any]:
+        """Give every unit one of its own, made of the plain one; all of them, in units' order."""
 
 
 @dataclass
@@ -164,9 +277,10 @@ def _sender(
     if policy.method == "powersgd":
         matrices = _matrices(bucket, parameters)
         return LowRankSum(bucket.elements, wide, world, matrices, policy.rank)
+    codec = CODES[policy.method](wide)
     if bucket.cuts:
-        return ScatteredInt8Sum(bucket.cuts, wide, world)
-    return Int8Sum(bucket.elements, wide, world)
+        return ScatteredSum(bucket.cuts, codec, world)
+    return CodedSum(bucket.elements, codec, world)
 
 
 def _matrices(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Matrix]:

@@ -342,6 +342,15 @@ class ShardedGradients:
         once = unit.register_forward_pre_hook(first)
         return early, once
 
+    def scatter_by(self, make: Callable[[ScatterGradients], Any]) -> list[Any]:
+        """Give every unit a reduce-scatter of its own, made of the plain one; all, in order."""
+        made = []
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                made.append(make(self.scatters[0]))
+                part.set_custom_reduce_scatter(made[-1])
+        return made
+
     def begin(self, rounds: int) -> None:
         """No gradients."""
         for parameter in self.parameters.values():

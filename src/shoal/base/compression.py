@@ -1,0 +1,111 @@
+"""What `layout.compress` says: the method by which gradients travel, and which layouts carry it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.policies import BY_NUMBER, COMPRESS
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The method that `layout.compress` names, and its number; `Compression.parse(text)` reads one.
+
+    method   none, int8, one-bit, powersgd, topk
+    rank     powersgd: columns of the two thin matrices
+    share    topk: share of the elements that a rank sends
+    whole    one-bit: steps at the start of a run in which gradients travel as they are
+    """
+
+    method: str = "none"
+    """none, int8, one-bit, powersgd, topk"""
+    rank: int = 4
+    """powersgd: columns of the two thin matrices that stand for one gradient"""
+    share: float = 0.01
+    """topk: share of the elements that a rank sends"""
+    whole: int = 0
+    """one-bit: steps at the start of a run in which gradients travel as they are"""
+
+    @staticmethod
+    def parse(text: str) -> Compression:
+        """Parse the text of `layout.compress`.
+
+        Errors: ConfigError with the nearest right spelling.
+
+        >>> Compression.parse("powersgd:2").rank, Compression.parse("topk").share
+        (2, 0.01)
+        """
+        method, colon, number = text.partition(":")
+        if method not in COMPRESS:
+            raise ConfigError(one_of("layout.compress", text, COMPRESS))
+        if not colon:
+            return Compression(method)
+        if method == "powersgd":
+            if number.isdecimal() and int(number) >= 1:
+                return Compression(method, rank=int(number))
+            wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
+        elif method == "one-bit":
+            if number.isdecimal():
+                return Compression(method, whole=int(number))
+            wanted = "a number of steps is wanted; nearest: layout.compress=one-bit:100"
+        elif method == "topk":
+            share = _number(number)
+            if 0 < share <= 1:
+                return Compression(method, share=share)
+            wanted = "a share above 0 and up to 1 is wanted; nearest: layout.compress=topk:0.01"
+        else:
+            wanted = f"{method} takes no number; nearest: layout.compress={method}"
+        raise ConfigError(f"layout.compress = {text}: {wanted}")
+
+
+def check_compress(
+    text: str, strategy: str, precision: str = "", reduce: str = "", ep: int = 1
+) -> None:
+    """Refuse a `layout.compress` that a layout or a number format cannot carry.
+
+    text        as the user wrote it · ep  of the layout; above 1 nothing can be compressed
+    strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
+                hsdp carries none, zero1, zero2, zero3 and fsdp those that code number by number;
+                other words carry all
+    precision, reduce   the formats of matrix products and of sums: not fp16, not bf16
+    Errors      ConfigError for a text that is no method; PlanError with the nearest right choice
+    """
+    method = Compression.parse(text).method
+    if method == "none":
+        return
+    if ep > 1:
+        raise PlanError(
+            f"layout.compress = {text}: sums over all data-parallel ranks, and layout.ep = {ep} "
+            f"sums experts over some; nearest: layout.compress=none"
+        )
+    if strategy == "hsdp":
+        nearest = "fsdp" if method in BY_NUMBER else "ddp"
+        raise PlanError(
+            f"layout.compress = {text}: hsdp sums its parts over replicas inside fully_shard, "
+            f"which cannot encode; nearest: layout.strategy={nearest}, or layout.compress=none"
+        )
+    if strategy in ("zero1", "zero2", "zero3", "fsdp") and method not in BY_NUMBER:
+        raise PlanError(
+            f"layout.compress = {text}: {strategy} cuts gradients where no matrix ends and gives "
+            f"each rank its part only, which codes number by number carry; nearest: "
+            f"layout.compress=int8, or layout.strategy=ddp"
+        )
+    if precision == "fp16":
+        raise PlanError(
+            f"layout.compress = {text}: fp16's loss scale changes between steps, and what one step "
+            f"leaves out would be added in the next in another scale; nearest: "
+            f"precision.compute=bf16"
+        )
+    if reduce == "bf16":
+        raise PlanError(
+            f"layout.compress = {text}: precision.reduce = bf16 would round what error feedback "
+            f"must see whole; nearest: precision.reduce=auto"
+        )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

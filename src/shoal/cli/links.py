@@ -1,0 +1,318 @@
+"""`shoal links`: how fast processes talk, collective by collective, beside the α–β model.
+
+Alone it starts as many processes as a run would; under torchrun or srun the same command runs on
+every rank, and rank 0 tells. Timed are the calls that runs make (`machine/links.py`), so on gloo a
+reduce-scatter is an all-to-all and a sum, as there. Groups are neighbours, all groups of a size at
+once as in a run, and one rank of each machine; pairs talk one pair at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from shoal.fabric import World
+    from shoal.teach.drawings.plot import Chart
+
+Document = dict[str, Any]
+NAMES = {
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "broadcast": "broadcast",
+    "all_to_all": "all-to-all",
+}
+DOUBLINGS = tuple(2**power for power in range(1, 20))
+USUAL = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30} | {"k": 2**10, "m": 2**20}
+LEAST_BYTES, MOST_BYTES = 256, 2**32
+
+PROCESSES = typer.Option(0, "--processes", help="As launch.processes; 0: as many as a run starts.")
+SIZES = typer.Option("", "--sizes", metavar="4KiB,1MiB,…", help="Whole messages, two or more.")
+GROUPS = typer.Option("", "--groups", metavar="2,4,…", help="Ranks of a group; default: doublings.")
+REPEATS = typer.Option(20, "--repeats", help="Calls that are timed of each size.")
+PLOT = typer.Option(False, "--plot", help="Also draw the times in the terminal.")
+HTML = typer.Option(None, "--html", metavar="FILE", help="Also write table and pictures there.")
+AS_JSON = typer.Option(False, "--json", help="Print the data instead, as one JSON document.")
+
+
+def links(
+    processes: int = PROCESSES,
+    sizes: str = SIZES,
+    groups: str = GROUPS,
+    repeats: int = REPEATS,
+    plot: bool = PLOT,
+    html: Path = HTML,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Measure all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, and every pair.
+
+    Exit status: 0 measured, 1 processes did not talk, 2 wrong input.
+    """
+    from shoal.base.facts import default_processes, this_machine
+    from shoal.cli.torchrun import launched
+
+    asked: Document = {"sizes": _sizes(sizes), "groups": _groups(groups), "repeats": repeats}
+    for name, value, least, most in (
+        ("--processes", processes, 0, 1024),
+        ("--repeats", repeats, 1, 10_000),
+    ):
+        if not least <= value <= most:
+            nearest = most if value > most else least
+            raise ConfigError(f"{name} {value}: from {least} to {most}; nearest: {nearest}")
+    if html is not None and not html.parent.is_dir():
+        raise ConfigError(f"--html {html}: {html.parent} is no folder")
+    if launched():
+        document = _on_all_ranks(asked)
+    else:
+        document = _here(processes or max(2, default_processes(this_machine())), asked)
+    if document is None:  # another rank tells
+        return
+    if html is not None:
+        html.write_text(page(document))
+    if as_json:
+        typer.echo(json.dumps(document))
+        return
+    lines = table(document)
+    if plot:
+        from shoal.teach.drawings.plot import plot_lines
+
+        lines += [line for chart in charts(document) for line in ["", *plot_lines(chart)]]
+    if html is not None:
+        lines += ["", f"written: {html}"]
+    typer.echo("\n".join(lines))
+
+
+def _sizes(text: str) -> list[int]:
+    """Bytes of messages, as a user writes them; the usual ones for ""."""
+    if not text:
+        return list(USUAL)
+    found = []
+    for word in text.split(","):
+        bare = word.strip().lower()
+        digits = bare.rstrip("bgikm")
+        unit = bare[len(digits) :]
+        if unit not in UNITS or not digits.isdecimal():
+            raise ConfigError(f"--sizes {word.strip()}: bytes are written 4096, 32KiB, 1MiB, 1GiB")
+        size = int(digits) * UNITS[unit]
+        if not LEAST_BYTES <= size <= MOST_BYTES:
+            nearest = f"{LEAST_BYTES}" if size < LEAST_BYTES else "4GiB"
+            raise ConfigError(f"--sizes {word.strip()}: from 256 bytes to 4GiB; nearest: {nearest}")
+        found.append(size)
+    if len(set(found)) < 2:
+        raise ConfigError(f"--sizes {text}: a line needs two sizes; nearest: {text},16MiB")
+    return sorted(set(found))
+
+
+def _groups(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")] if text else []
+    for word in words:
+        if not word.isdecimal() or int(word) < 2:
+            raise ConfigError(f"--groups {word}: a group has two ranks or more; nearest: 2")
+    return sorted({int(word) for word in words})
+
+
+def _here(processes: int, asked: Document) -> Document:
+    """What processes of this machine measure, which are started for it."""
+    from shoal.base.events import EventLog
+    from shoal.launch import supervise
+
+    if processes < 2:
+        raise ConfigError(f"--processes {processes}: one process has no links; nearest: 2")
+    _check_groups(asked["groups"], processes)
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        outcome = supervise(
+            [sys.executable, "-m", "shoal.cli.links", json.dumps(asked)],
+            processes=processes,
+            folder=place,
+            restarts=0,
+            emit=EventLog(place / "events.jsonl", rank=None).emit,
+            environ=dict(os.environ),
+            imports=("shoal.fabric", "shoal.machine.fit_links"),
+        )
+        if outcome.status == "stopped":
+            raise typer.Exit(outcome.exit_code)
+        if outcome.exit_code:
+            line = " ".join(outcome.message.split())
+            raise ClusterError(f"{processes} processes did not talk: {line}")
+        return dict(json.loads((place / "links.json").read_text()))
+
+
+def _on_all_ranks(asked: Document) -> Document | None:
+    """As a rank of a launcher; None on all but the first."""
+    from shoal.fabric import start_world
+
+    world = start_world()
+    if world.size < 2:
+        world.close()
+        raise ConfigError("shoal links: one process has no links; nearest: --nproc-per-node=2")
+    _check_groups(asked["groups"], world.size)
+    document = measure(world, asked)
+    first = world.is_first
+    world.close()
+    return document if first else None
+
+
+def _check_groups(groups: list[int], ranks: int) -> None:
+    for size in groups:
+        if ranks % size:
+            fit = [n for n in range(2, ranks + 1) if not ranks % n]
+            near = min(fit, key=lambda n: abs(n - size))
+            raise ConfigError(
+                f"--groups {size}: {ranks} ranks make no such groups; nearest: {near}"
+            )
+
+
+def measure(world: World, asked: Document) -> Document:
+    """All that is measured, as one document; the same on every rank, each of which calls it."""
+    from itertools import combinations
+
+    import torch
+
+    from shoal.fabric.axes import along
+    from shoal.fabric.device import backends
+    from shoal.fabric.point_to_point import PointToPoint
+    from shoal.machine.fit_links import MOST_RANKS, measure_pairs
+    from shoal.machine.links import look_at_groups
+
+    size, hosts = world.size, world.gather_json(socket.gethostname())
+    wanted = asked["groups"] or [n for n in DOUBLINGS if n < size and not size % n] + [size]
+    groups: dict[str, World] = {}
+    for ranks in wanted:
+        name = f"all {size} ranks" if ranks == size else f"{ranks} neighbours"
+        groups[name] = along(world, {"apart": size // ranks, "inside": ranks}, ["inside"])
+    firsts = sorted({host: hosts.index(host) for host in hosts}.values())
+    local = world.local_size
+    if len(firsts) > 1 and size == local * len(firsts) and local > 1:
+        groups["one rank of each machine"] = along(
+            world, {"across": len(firsts), "inside": local}, ["across"]
+        )
+    members = range(size) if size <= MOST_RANKS else firsts
+    return {
+        "ranks": size,
+        "hosts": hosts,
+        "device": world.device.type,
+        "backend": backends(world.device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "repeats": asked["repeats"],
+        "groups": look_at_groups(world, groups, asked["sizes"], asked["repeats"]),
+        "pairs": measure_pairs(world, PointToPoint(world), list(combinations(members, 2))),
+    }
+
+
+def table(document: Document) -> list[str]:
+    """The document as lines of at most 100 columns."""
+    machines = len(set(document["hosts"]))
+    where = f"{machines} machine{'s' * (machines > 1)}, {document['backend']}, {document['device']}"
+    lines = [
+        f"{document['ranks']} ranks on {where}; medians of {document['repeats']} calls, of the "
+        f"slowest rank"
+    ]
+    for group in document["groups"]:
+        several = f", {group['at_once']} groups at once" if group["at_once"] > 1 else ""
+        for kind, told in group["links"].items():
+            lines += [
+                "",
+                f"{NAMES[kind]} · {group['name']}{several} · model: {_short(told['latency_s'])} a "
+                f"round, {bytes_text(told['bytes_per_s'])}/s, off by {told['error']:.0%}",
+                f"{'message':>12}{'median':>12}{'best':>12}{'model':>12}{'sent by a rank':>18}",
+            ]
+            lines += [
+                f"{bytes_text(one['bytes']):>12}{_short(one['median_s']):>12}"
+                f"{_short(one['best_s']):>12}{_short(one['model_s']):>12}"
+                f"{bytes_text(one['bus_bytes_per_s']) + '/s':>18}"
+                for one in told["points"]
+            ]
+    return [*lines, "", "pairs, one at a time:", *_pairs(document)]
+
+
+def _pairs(document: Document) -> Iterator[str]:
+    many = len(set(document["hosts"])) > 1
+    for pair in document["pairs"]:
+        a, b = int(pair["a"]), int(pair["b"])
+        names = (
+            f"{a} ({document['hosts'][a]}) – {b} ({document['hosts'][b]})" if many else f"{a} – {b}"
+        )
+        rate = f"{bytes_text(pair['bytes_per_s'])}/s"
+        yield f"{names:>12}{_short(pair['latency_s']):>12}{rate:>18}"
+
+
+def _short(seconds: float) -> str:
+    """Seconds, below a millisecond in microseconds.
+
+    >>> _short(0.00004213), _short(0.0042)
+    ('42.1 us', '4.2 ms')
+    """
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else seconds_text(seconds)
+
+
+def charts(document: Document) -> list[Chart]:
+    """One per collective: medians as dots, the model's line beside them, for every group."""
+    from shoal.teach.drawings.plot import Axis, Chart, Series
+
+    found = []
+    for kind, name in NAMES.items():
+        lines, dots = [], []
+        for group in document["groups"][-3:]:  # as many as there are colours for
+            points = group["links"][kind]["points"]
+            lines.append(
+                Series(
+                    f"{group['name']}, model",
+                    tuple((p["bytes"] / 1024, p["model_s"] * 1e3) for p in points),
+                )
+            )
+            dots.append(
+                Series(
+                    f"{group['name']}, measured",
+                    tuple((p["bytes"] / 1024, p["median_s"] * 1e3) for p in points),
+                    dots=True,
+                )
+            )
+        axes = Axis("message, KiB", log=True, base=2), Axis("ms", log=True)
+        found.append(Chart(*axes, (*dots, *lines), title=name))
+    return found
+
+
+def page(document: Document) -> str:
+    """Table and pictures as one HTML document that needs nothing else."""
+    from shoal.teach.drawings.plot_svg import plot_svg
+
+    text = escape("\n".join(table(document)))
+    pictures = "\n".join(plot_svg(chart) for chart in charts(document))
+    return (
+        '<!doctype html>\n<meta charset="utf-8">\n<title>shoal links</title>\n'
+        f"<body>\n{pictures}\n<pre>{text}</pre>\n</body>\n"
+    )
+
+
+def main() -> int:
+    """One of the talking processes; rank 0 writes what they found."""
+    from shoal.fabric import start_world
+
+    world = start_world()
+    document = measure(world, json.loads(sys.argv[1]))
+    if world.is_first:
+        (Path(os.environ["SHOAL_RUN_FOLDER"]) / "links.json").write_text(json.dumps(document))
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    from shoal.launch import end_with
+
+    end_with(main)

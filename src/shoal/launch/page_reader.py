@@ -1,0 +1,161 @@
+"""The reading end of a page in which a rank says what it is doing (`base/watch_page.py`).
+
+A rank never loads this: it is of who watches, the launcher or a process beside torchrun's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.base.watch_page import (
+    ANSWER_AT,
+    ANSWERED,
+    ASKED,
+    BEGUN,
+    CALLS_AT,
+    CHANGED_S,
+    CHANGES,
+    ENDED,
+    FORMAT,
+    KINDS,
+    LAST_BEGUN,
+    LAST_BYTES,
+    PAGE,
+    PAGE_BYTES,
+    PART,
+    PARTS,
+    ROW,
+    SLOT_BYTES,
+    STEP,
+    STEPS_AT,
+    TEXT_AT,
+    WAITS,
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a page said when it was read; the fields are the words of the same names.
+
+    live     its rank has opened it · phases  as text, "" where none is open
+    """
+
+    live: bool
+    changes: int
+    changed_s: float
+    step: int
+    part: int
+    begun: int
+    ended: int
+    last: str
+    last_bytes: int
+    waits: bool
+    phases: str
+
+    @property
+    def doing(self) -> str:
+        """What it is in, in words, apart from the step."""
+        part = PARTS[self.part] if 0 <= self.part < len(PARTS) else ""
+        return self.phases or part or "the start"
+
+
+class PageRead:
+    """The reading end of a page, wherever its bytes lie.
+
+    memory   PAGE_BYTES of it · host  the machine of its rank
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray, host: str) -> None:
+        self.memory, self.host = memory, host
+        self._requests = 0
+
+    def read(self) -> Told:
+        """What it says now."""
+        words = struct.unpack_from("=3qd12q", self.memory)
+        (length,) = struct.unpack_from("=H", self.memory, TEXT_AT)
+        raw = self.memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
+        last = words[LAST_BEGUN]
+        return Told(
+            live=words[PAGE] == FORMAT,
+            changes=words[CHANGES],
+            changed_s=words[CHANGED_S],
+            step=words[STEP],
+            part=words[PART],
+            begun=words[BEGUN],
+            ended=words[ENDED],
+            last=KINDS[last] if 0 <= last < len(KINDS) else "",
+            last_bytes=words[LAST_BYTES],
+            waits=words[WAITS] > 0,
+            phases=raw.decode(errors="replace"),
+        )
+
+    def ask(self) -> None:
+        """Ask the rank for its stacks."""
+        self._requests += 1
+        struct.pack_into("=q", self.memory, 8 * ASKED, self._requests)
+
+    def answer(self) -> dict[str, Any] | None:
+        """What it answered to the newest request; None while it has not."""
+        (answered,) = struct.unpack_from("=q", self.memory, 8 * ANSWERED)
+        if answered != self._requests or not self._requests:
+            return None
+        (length,) = struct.unpack_from("=I", self.memory, ANSWER_AT)
+        raw = self.memory[ANSWER_AT + 4 : ANSWER_AT + 4 + length]
+        try:
+            told = json.loads(raw)
+        except ValueError:  # cut, or written by something else
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    def calls(self, known: Container[int]) -> dict[int, bytes]:
+        """The collectives of each step that is kept, but for those of `known` steps.
+
+        Those of a step under way have its number with a minus.
+        """
+        found = {}
+        for at in range(CALLS_AT, STEPS_AT, SLOT_BYTES):
+            step, length = struct.unpack_from("=qq", self.memory, at)
+            if step and step not in known:
+                lines = bytes(self.memory[at + 16 : at + 16 + length])
+                if struct.unpack_from("=qq", self.memory, at) == (step, length):
+                    found[step] = lines
+        return found
+
+    def steps(self) -> dict[int, tuple[float, ...]]:
+        """Of the last steps, by number: seconds by part without waiting; the last, waiting.
+
+        Signs as in the page.
+        """
+        rows = ROW.iter_unpack(self.memory[STEPS_AT:PAGE_BYTES])
+        return {row[0]: row[1:] for row in rows if row[0]}
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class Watched(PageRead):
+    """The reading end of one rank's page, made here; `path` is what its process is told.
+
+    Errors   OSError where there is no memory for it
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = os.memfd_create(name)
+        os.truncate(self._file, PAGE_BYTES)
+        self._whole = mmap.mmap(self._file, PAGE_BYTES)
+        super().__init__(self._whole, os.uname().nodename)
+        # Of this process, which outlives the rank: nothing is left behind, whoever is killed.
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with contextlib.suppress(BufferError):
+            self._whole.close()
+        os.close(self._file)

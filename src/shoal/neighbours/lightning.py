@@ -1,0 +1,399 @@
+"""Shoal as a strategy of Lightning's: its Trainer keeps the loop, a run of Shoal makes the steps.
+
+    import lightning.pytorch, shoal.neighbours.lightning      Lightning first
+    Trainer(strategy="shoal", devices=4)                      or "shoal_zero2", "shoal_fsdp", …
+    Trainer(strategy=ShoalStrategy(layout="fsdp", recompute="full"))
+
+The numbers are those of Lightning's "ddp": means of means over ranks, a loss divided by
+`accumulate_grad_batches`, the last window of an epoch cut short. Its `.ckpt` files stay its own:
+weights and the optimizer's state are whole in them, so another layout, or Lightning alone, goes on
+from there. Optimization by hand is refused. Source: lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, nearest
+from shoal.base.policies import POLICIES
+from shoal.fabric import World, start_world
+from shoal.neighbours.free_loop import FreeLoop
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.run_state import OPTIMIZER, run_state
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""Names under which Lightning is installed; their classes do not know each other."""
+LAYOUTS = ("auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
+DEGREES = ("dp_replicate", "dp_shard", "zero", "strategy")
+PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+OWN = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "process_group_backend", "timeout", "start_method"),
+)
+"""Arguments of Lightning's strategies that mean here what they mean there."""
+ELSEWHERE = {
+    "clip": "Trainer(gradient_clip_val=…)",
+    "compute": "Trainer(precision=…)",
+    "find_unused_parameters": "leave it out: unused parameters need no word",
+    "static_graph": "leave it out: nothing is rebuilt",
+    "gradient_as_bucket_view": "leave it out: it is so",
+    "ddp_comm_hook": 'compress="int8"',
+    "cpu_offload": 'offload="parameters"',
+    "activation_checkpointing_policy": 'recompute="full"',
+    "sharding_strategy": 'layout="fsdp"',
+    "stage": 'layout="zero2"',
+}
+_in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that a fit under fsdp left in parts."""
+TRUE = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
+
+
+class Carrier(nn.Module):
+    """Runs a method of the user's module inside one forward pass, as Lightning's wrappers do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *inputs: Any, **named: Any) -> Any:
+        """What the method gives."""
+        return getattr(self.module, method)(*inputs, **named)
+
+
+class _Methods:
+    """What Shoal's strategy does otherwise than the ddp strategy of Lightning's, its base."""
+
+    package: ClassVar[Any]
+    lightning_module: Any
+    optimizers: Any
+
+    def __init__(self, layout: Any = "auto", **named: Any) -> None:
+        check_layout(layout)
+        policies = named.keys() & (POLICIES.keys() - ELSEWHERE.keys())
+        for name in named.keys() - policies - {*OWN}:
+            known = [*OWN, *POLICIES]
+            near = ELSEWHERE.get(name) or nearest(name, known) or "a key of docs/configuration.md"
+            raise ConfigError(f"ShoalStrategy: {name} is no argument of it; nearest: {near}")
+        self.policies = {name: named.pop(name) for name in policies}
+        super().__init__(**named)
+        self.layout = layout
+        self.loop: FreeLoop | None = None
+        self.carrier: Carrier | None = None
+        self.world: World | None = None
+        self._names: list[list[str]] = []
+        self._states: Any = None
+        self._more, self._norm = False, 0.0
+
+    @classmethod
+    def register_strategies(cls, registry: Any) -> None:
+        """Let Trainer find it by name."""
+        for name in LAYOUTS:
+            said = "shoal" if name == "auto" else f"shoal_{name}"
+            told = f"Shoal, layout {name}"
+            registry.register(said, cls, description=told, override=True, layout=name)
+
+    # What a Trainer asks before it trains
+
+    def setup(self, trainer: Any) -> None:
+        """Move the module to its device; to fit, begin a run of it and its optimizer."""
+        compute = self._compute()
+        if self.lightning_module in _in_parts:
+            raise ConfigError(
+                "LightningModule: since a fit under fsdp it holds this rank's parts of its "
+                "weights; nearest: a new one, and ckpt_path="
+            )
+        super().setup(trainer)  # type: ignore[misc]  # of the ddp strategy
+        if trainer.state.fn != "fit":
+            return
+        module, optimizers = self.lightning_module, self.optimizers
+        if not module.automatic_optimization:
+            raise ConfigError(
+                "LightningModule.automatic_optimization = False: a run makes each step whole; "
+                "nearest: True, or shoal.parallelize in a loop of your own (run.micro_batches)"
+            )
+        if type(module).backward is not self.package.LightningModule.backward:
+            raise ConfigError(
+                "LightningModule.backward is overridden: gradients of a pass are the run's; "
+                "nearest: leave it out, and give training_step's loss the factor"
+            )
+        if not any(group["params"] for one in optimizers for group in one.param_groups):
+            raise ConfigError(
+                "configure_optimizers: no optimizer that steps a weight; nearest: one, over "
+                "self.parameters()"
+            )
+        self._begin(optimizers[0], compute)
+
+    def _begin(self, optimizer: torch.optim.Optimizer, compute: str) -> None:
+        carrier = Carrier(self.lightning_module)
+        if self._states:  # of a checkpoint: whole, and cut with the parameters
+            optimizer.load_state_dict(self._states[0])
+        names = {id(one): name for name, one in carrier.named_parameters()}
+        groups = optimizer.param_groups
+        self._names = [[names[id(one)] for one in group["params"]] for group in groups]
+        run = parallelize(
+            carrier,
+            optimizer,
+            layout=self.layout if self._world().size > 1 else "single",
+            precision=compute,
+            world=self._world(),
+            **{"clip": 0.0, **self.policies},
+        )
+        vars(optimizer)["zero_grad"] = _nothing  # a step begins without gradients
+        plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
+        vars(plugin)["clip_gradients"] = self._clip
+        if hasattr(plugin, "scaler"):
+            plugin.scaler = None  # the run scales the loss
+        self.carrier, self.loop = carrier, FreeLoop(run)
+
+    def _world(self) -> World:
+        if self.world is None:
+            self.world = start_world()  # adopts the group that Lightning made
+        return self.world
+
+    def _compute(self) -> str:
+        plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
+        if plugin.precision not in PRECISIONS:
+            near = TRUE.get(plugin.precision, "bf16-mixed")
+            raise ConfigError(
+                f"Trainer(precision={plugin.precision!r}): weights are stepped in fp32; nearest: "
+                f"{near}"
+            )
+        return PRECISIONS[plugin.precision]
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """The module as it is: a run sums gradients, no wrapper does."""
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        """None: nothing is wrapped."""
+
+    # Steps
+
+    def training_step(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own, as a pass of the step under way."""
+        return self._inside("training_step", *inputs, **named)
+
+    def validation_step(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own, in the run's format."""
+        return self._inside("validation_step", *inputs, **named)
+
+    def _inside(self, method: str, *inputs: Any, **named: Any) -> Any:
+        loop = self.loop
+        if loop is None:
+            return getattr(super(), method)(*inputs, **named)
+        if method == "training_step":
+            return loop.forward(method, *inputs, **named)
+        with loop.run.program.autocast():
+            return loop.run.model(method, *inputs, **named)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a pass that others of the same step come after."""
+        self._more = True
+        yield
+        self._more = False
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **named: Any) -> Any:
+        """Gradients of a loss, which Lightning has divided by the accumulation."""
+        if self.loop is None:
+            raise ConfigError("backward: no fit is under way; nearest: Trainer.fit")
+        plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
+        loss = plugin.pre_backward(closure_loss, self.lightning_module)
+        self.loop.backward(loss, share=1.0, last=not self._more, **named)
+        return plugin.post_backward(loss, self.lightning_module)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
+        """Run the last pass of a step, then update; hooks and clipping see the mean gradient."""
+        if self.loop is None:
+            raise ConfigError("optimizer.step: no fit is under way; nearest: Trainer.fit")
+        found, run = closure(), self.loop.run
+        if run.free is None or not run.free.count:
+            return found  # training_step gave None
+        plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
+        run.adjust = partial(plugin._after_closure, model or self.lightning_module, optimizer)
+        self._norm = self.loop.norm()
+        try:
+            self.loop.update()
+        finally:
+            run.adjust = None
+        return found
+
+    def _clip(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "") -> None:
+        """In the place of the plugin's: by the norm over all ranks' parts, or by value."""
+        if not clip_val:
+            return
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        if getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) == "value":
+            torch.nn.utils.clip_grad_value_(held, clip_val)
+            return
+        parts = [one.grad for one in held if one.grad is not None]
+        factor = float(clip_val) / (self._norm + 1e-6)
+        if parts and factor < 1.0:
+            torch._foreach_mul_(parts, factor)
+
+    # Checkpoints
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> Any:
+        """Lightning's file; its pickle may hold tensors and plain values, unless told otherwise."""
+        found = super().load_checkpoint(  # type: ignore[misc]  # of the ddp strategy
+            checkpoint_path, weights_only=True if weights_only is None else weights_only
+        )
+        self._states = found.get("optimizer_states")
+        return found
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Nothing: the run began with it."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's tensors by its own names; every rank calls it."""
+        if self.loop is None or not self.loop.run.plan.layout.zero:
+            return dict(self.lightning_module.state_dict())
+        told = self.loop.run.state_dict()
+        return {name.removeprefix("module."): value for name, value in told.items()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As the optimizer's own `state_dict` over the whole module; every rank calls it."""
+        own = optimizer.state_dict()
+        if self.loop is None or not self.loop.run.plan.layout.zero:
+            return dict(own)
+        from shoal.parallel.full_state import assembled
+
+        run = self.loop.run
+        parts, record = run_state(run)
+        kept = {name: part for name, part in parts.items() if name.startswith(OPTIMIZER)}
+        places = {name: place for place, name in enumerate(chain(*self._names))}
+        state: dict[int, dict[str, Any]] = {}
+        for full, tensor in assembled(kept, run.world).items():
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            state.setdefault(places[name], {})[key] = tensor
+        for name, values in record["optimizer"]["scalars"].items():
+            state.setdefault(places[name], {}).update(values)
+        groups, first = [], 0
+        for group, names in zip(own["param_groups"], self._names, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(names)))})
+            first += len(names)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    # What ranks tell each other
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Plain values and tensors of one rank to all, as JSON and bytes: never as a pickle."""
+        world = self._world()
+        if world.size == 1:
+            return obj
+        said = world.broadcast_json(_written(obj) if world.rank == src else None, src)
+        return _read(said)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let go of the run: the other processes may not be there to end it with this one."""
+        super().on_exception(exception)  # type: ignore[misc]  # of the ddp strategy
+        if self.loop is not None and self._world().size > 1:
+            self.loop = None
+
+    def teardown(self) -> None:
+        """End the run; the module keeps its weights, under fsdp this rank's parts."""
+        if self.loop is not None:
+            self.loop.run.close()
+            if self.loop.run.plan.layout.zero == 3:
+                _in_parts.add(self.lightning_module)
+        self.loop = self.carrier = self.world = None
+        super().teardown()  # type: ignore[misc]  # of the ddp strategy
+
+
+def check_layout(layout: Any) -> None:
+    """Errors: ConfigError for a layout whose passes Lightning's loop cannot make.
+
+    >>> check_layout("zero2"), check_layout({"dp_replicate": 2, "dp_shard": 2})
+    (None, None)
+    """
+    known = isinstance(layout, dict) and set(layout) <= set(DEGREES)
+    if known or layout in LAYOUTS:
+        return
+    first = nearest(str(layout), LAYOUTS) or "ddp, zero1, zero2 or fsdp"
+    raise ConfigError(
+        f"ShoalStrategy(layout={layout!r}): Lightning's loop calls training_step on whole layers, "
+        f"once per batch; nearest: {first}; tp, pp and cp: shoal.parallelize(…, sample=…)"
+    )
+
+
+def _nothing(set_to_none: bool = True) -> None:
+    """In the place of `zero_grad`."""
+
+
+def _written(value: Any) -> Any:
+    """A value in JSON's words. Errors: ConfigError for what only a pickle would carry.
+
+    >>> _read(_written({"a": (1, None), "b": [torch.tensor([2.5])]}))
+    {'a': (1, None), 'b': [tensor([2.5000])]}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_written(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_written(one) for one in value]}
+    if isinstance(value, dict) and all(isinstance(one, str) for one in value):
+        return {"dict": {name: _written(one) for name, one in value.items()}}
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return {"tensor": value.tolist(), "dtype": kind, "device": str(value.device)}
+    if hasattr(value, "__fspath__"):
+        return {"path": str(value)}
+    raise ConfigError(
+        f"strategy.broadcast: {type(value).__name__} would travel as a pickle; nearest: plain "
+        f"values, lists, dicts and tensors of it"
+    )
+
+
+def _read(value: Any) -> Any:
+    """What `_written` wrote."""
+    if isinstance(value, list):
+        return [_read(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        kind = getattr(torch, value["dtype"])
+        return torch.tensor(value["tensor"], dtype=kind, device=torch.device(value["device"]).type)
+    if "path" in value:
+        from pathlib import Path
+
+        return Path(value["path"])
+    if "tuple" in value:
+        return tuple(_read(one) for one in value["tuple"])
+    return {name: _read(one) for name, one in value["dict"].items()}
+
+
+def _strategies() -> list[type]:
+    """One class for each Lightning that is here: those imported before, else those installed."""
+    found = [name for name in PACKAGES if name in sys.modules]
+    found = found or [name for name in PACKAGES if find_spec(name.partition(".")[0])]
+    made: list[type] = []
+    for name in found:
+        package, strategies = (importlib.import_module(f"{name}{x}") for x in ("", ".strategies"))
+        inside = {"package": package, "__doc__": "Shoal's layouts under a Trainer of Lightning's."}
+        kind = type("ShoalStrategy", (_Methods, strategies.DDPStrategy), inside)
+        kind.register_strategies(strategies.StrategyRegistry)  # type: ignore[attr-defined]
+        made.append(kind)
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ShoalStrategy":
+        raise AttributeError(f"shoal.neighbours.lightning has no {name}")
+    if not _made:
+        raise ImportError("ShoalStrategy: no Lightning is installed here: pip install lightning")
+    return _made[0]
+
+
+_made = _strategies()

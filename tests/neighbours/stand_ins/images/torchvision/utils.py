@@ -1,0 +1,5 @@
+"""Images that nobody looks at."""
+
+
+def save_image(*_args, **_named):
+    pass

@@ -1,0 +1,259 @@
+"""Runs scripts of the neighbours' own repositories by Shoal and by the neighbour, and compares losses.
+
+    python tests/proof/beside_scripts.py --sources FOLDER --python accelerate=.venv-proof/bin/python \
+        --python deepspeed=ENV/bin/python [--only cv_example,…] [--out docs/proof/neighbours.json]
+
+The scripts stand outside of this repository, in FOLDER/REPOSITORY as git checked them out, and run as
+they are. Hub, data sets and images are answered by local stand-ins (tests/neighbours/stand_ins, a
+model of two layers in FOLDER/../local). Each row: the same script, arguments and processes twice,
+once by the neighbour and once by `shoal run --as`, in the same environment; what every rank hands to
+`backward` is written down by both. Rows of a file are replaced one by one, so it may be cut short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = ROOT / "tests" / "neighbours" / "stand_ins"
+ADDRESS = "https://github.com/"
+FIRST = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "optimizer":
+         {"type": "AdamW", "params": {"lr": 1e-3}}}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A script, and how it is run."""
+
+    library: str
+    repository: str
+    path: str
+    words: tuple[str, ...] = ()
+    processes: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """How the row is named on the command line and in the record."""
+        return self.name or Path(self.path).stem
+
+
+def accelerate(path: str, *words: str, **more: Any) -> Row:
+    """An example of Accelerate's."""
+    return Row("accelerate", "huggingface/accelerate", f"examples/{path}.py", words, **more)
+
+
+def deepspeed(path: str, *words: str, config: dict[str, Any] | None = None, **more: Any) -> Row:
+    """An example of DeepSpeed's; `config` is the file ds_config.json of the folder it runs in."""
+    return Row(
+        "deepspeed",
+        more.pop("repository", "deepspeedai/DeepSpeedExamples"),
+        path,
+        words,
+        config=config or {},
+        **more,
+    )
+
+
+IMAGES = ("--data_dir", "images")
+ROWS = [
+    accelerate("nlp_example", "--cpu"),
+    accelerate("by_feature/gradient_accumulation", "--cpu", "--gradient_accumulation_steps", "3"),
+    accelerate("by_feature/checkpointing", "--cpu", "--checkpointing_steps", "epoch"),
+    accelerate("cv_example", "--cpu", *IMAGES),
+    accelerate("by_feature/tracking", "--cpu", "--with_tracking"),
+    accelerate("by_feature/multi_process_metrics", "--cpu"),
+    accelerate("by_feature/early_stopping", "--cpu"),
+    accelerate("by_feature/memory", "--cpu"),
+    accelerate("by_feature/automatic_gradient_accumulation", "--cpu"),
+    accelerate("by_feature/profiler", "--cpu"),
+    accelerate("complete_nlp_example", "--cpu", "--checkpointing_steps", "3"),
+    accelerate("complete_cv_example", "--cpu", *IMAGES, "--checkpointing_steps", "epoch"),
+    *(
+        deepspeed(
+            "training/cifar/cifar10_deepspeed.py",
+            *("--dtype", "fp32", "--epochs", "2", "--stage", str(stage)),
+            name=f"cifar10_deepspeed stage {stage}",
+        )
+        for stage in range(4)
+    ),
+    deepspeed(
+        "training/pipeline_parallelism/train.py",
+        *("-p", "0", "-s", "8", "--deepspeed_config", "ds_config.json"),
+        config={**FIRST, "gradient_accumulation_steps": 2},
+        name="pipeline_parallelism/train.py -p 0",
+    ),
+    deepspeed(
+        "training/imagenet/main.py",
+        *("--local_rank", "0", "--epochs", "1", "-b", "4", "-j", "0", "--seed", "1", "--lr", "0.01"),
+        *("--deepspeed_config", "ds_config.json", "images"),
+        config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1},
+                "zero_allow_untested_optimizer": True},
+        name="imagenet/main.py",
+        processes=1,
+    ),
+    deepspeed(
+        "training/bf16_master_weight/train.py",
+        *("--hidden_dim", "64", "--num_layers", "2", "--num_heads", "4", "--vocab_size", "200"),
+        *("--seq_length", "32", "--num_steps", "12", "--deepspeed_config", "ds_config.json"),
+        config={**FIRST, "zero_optimization": {"stage": 2}},
+        name="bf16_master_weight/train.py",
+    ),
+    deepspeed(
+        "examples/sdma_allgather/train_zero3.py",
+        *("--vocab_size", "200", "--hidden_size", "64", "--num_layers", "2", "--num_heads", "4"),
+        *("--max_seq_len", "32", "--num_samples", "64", "--train_steps", "12"),
+        *("--deepspeed_config", "ds_config.json"),
+        repository="deepspeedai/DeepSpeed",
+        config={**FIRST, "zero_optimization": {"stage": 3},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}},
+        name="sdma_allgather/train_zero3.py",
+    ),
+]  # fmt: skip
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    words.add_argument("--sources", type=Path, required=True)
+    words.add_argument("--python", action="append", default=[])
+    words.add_argument("--only", default="")
+    words.add_argument("--deadline", type=float, default=560)
+    words.add_argument("--out", type=Path, default=ROOT / "docs" / "proof" / "neighbours.json")
+    asked = words.parse_args()
+    pythons = dict(one.split("=", 1) for one in asked.python)
+    only = asked.only.split(",") if asked.only else [row.title for row in ROWS]
+    for row in ROWS:
+        if row.title in only and row.library in pythons:
+            local = made_local(asked.sources / "local", pythons[row.library])
+            told = beside(row, asked.sources, local, pythons[row.library], asked.deadline)
+            keep(asked.out, row.title, told)
+            print(
+                row.title, {k: v for k, v in told.items() if k in ("difference", "steps", "fails")}
+            )
+
+
+def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -> dict[str, Any]:
+    """Both runs of a script, and how far their losses are apart."""
+    folder = sources / row.repository.split("/")[1]
+    script = folder / row.path
+    told: dict[str, Any] = {
+        "library": row.library,
+        "address": f"{ADDRESS}{row.repository}/blob/HEAD/{row.path}",
+        "commit": (folder / "COMMIT").read_text().strip(),
+        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "words": list(row.words),
+        "config": row.config,
+        "processes": row.processes,
+    }
+    found = {}
+    for side in ("theirs", "ours"):
+        with tempfile.TemporaryDirectory() as place:
+            at = Path(place)
+            shutil.copytree(local, at, dirs_exist_ok=True)
+            (at / "ds_config.json").write_text(json.dumps(row.config))
+            (at / "losses").mkdir()
+            start = ["-m", "torch.distributed.run", "--standalone"]
+            start += [f"--nproc-per-node={row.processes}"]
+            if side == "ours":
+                start += ["-m", "shoal", "run", "--as", row.library, "--"]
+            ended = subprocess.run(
+                [python, *start, str(script), *row.words],
+                cwd=at,
+                env=environ(row, at),
+                capture_output=True,
+                text=True,
+                timeout=deadline,
+                check=False,
+            )
+            if ended.returncode:
+                told["fails"] = f"{side}: {last_line(ended.stderr)}"
+                sys.stderr.write(ended.stderr[-6000:])
+                return told
+            ranks = sorted((at / "losses").glob("rank-*.json"))
+            found[side] = [json.loads(rank.read_text()) for rank in ranks]
+    # The script is the one whose hash was taken before: nobody wrote to it.
+    told["changed"] = hashlib.sha256(script.read_bytes()).hexdigest() != told["sha256"]
+    return told | compared(found["theirs"], found["ours"])
+
+
+def environ(row: Row, at: Path) -> dict[str, str]:
+    """What a run is given: stand-ins first, no network, one thread."""
+    paths = [str(STAND_INS), str(ROOT / "src")]
+    if "cv_" in row.path or row.library == "deepspeed":
+        paths.append(str(STAND_INS / "images"))  # transformers would want more of torchvision
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LOSSES": str(at / "losses"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(at / "hub"),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "WANDB_MODE": "disabled",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions"),
+        **{k: v for k, v in os.environ.items() if k == "TORCH_EXTENSIONS_DIR"},
+        **row.environ,
+    }
+
+
+def compared(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest relative difference of a loss, over ranks and steps, and what was loaded."""
+    pairs = [
+        (a, b)
+        for one, other in zip(theirs, ours, strict=True)
+        for a, b in zip(one["losses"], other["losses"], strict=False)
+    ]
+    counts = [[len(rank["losses"]) for rank in side] for side in (theirs, ours)]
+    return {
+        "steps": counts[1],
+        "same_count": counts[0] == counts[1],
+        "difference": max(abs(a - b) / max(1e-12, abs(a)) for a, b in pairs),
+        "first": pairs[0][0],
+        "last": pairs[-1][0],
+        "losses": {"theirs": theirs[0]["losses"], "ours": ours[0]["losses"]},
+        "told_the_same": all(
+            [one.get(k) for k in ("version", "available")]
+            == [other.get(k) for k in ("version", "available")]
+            for one, other in zip(theirs, ours, strict=True)
+        ),
+        "version": ours[0]["version"],
+        "available": ours[0].get("available"),
+        "loaded": {"theirs": theirs[0]["loaded"], "ours": ours[0]["loaded"]},
+    }
+
+
+def last_line(text: str) -> str:
+    """The last line that says what was wrong."""
+    lines = [line for line in text.splitlines() if "Error" in line or "shoal" in line]
+    return (lines or text.splitlines() or ["nothing was said"])[0]
+
+
+def keep(out: Path, title: str, told: dict[str, Any]) -> None:
+    """Put a row in the place of the one before."""
+    rows = json.loads(out.read_text()) if out.exists() else {}
+    rows[title] = told
+    out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def made_local(folder: Path, python: str) -> Path:
+    """A model of two layers, its words, sentences in pairs and images, made once in `folder`."""
+    if not folder.exists():
+        subprocess.run([python, str(STAND_INS / "local_data.py"), str(folder)], check=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
