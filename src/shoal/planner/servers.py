@@ -32,11 +32,13 @@ def pushed(case: Case, group: Group, size_bytes: float) -> Cost:
 
 
 def pulled(case: Case, group: Group, size_bytes: float) -> Cost:
-    """What it takes to bring new weights from the servers to those that compute."""
+    """What it takes to bring new weights from the servers to those that compute.
+
+    Bytes are a worker's, which sends none then: whose a run's own rows are.
+    """
     layout = case.layout
-    part = size_bytes / layout.servers
     readers = 1 if free_running(layout) else workers_of(layout) + layout.servers - 1
-    return _sent(group, size_bytes, max(1.0, readers / layout.servers), readers * part)
+    return _sent(group, size_bytes, max(1.0, readers / layout.servers), 0.0)
 
 
 def _sent(group: Group, size_bytes: float, times: float, sent_bytes: float) -> Cost:
