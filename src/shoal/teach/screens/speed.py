@@ -6,11 +6,12 @@ Every function takes options with units in their names and gives a `Screen`; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from shoal.base.errors import PlanError
 from shoal.base.units import bytes_text, count_text, flops_text
-from shoal.planner.servers import pace
+from shoal.planner.servers import Pace, pace
 from shoal.teach.calculators import scaling, utilisation
 from shoal.teach.drawings.plot import Axis, Chart, Series
 from shoal.teach.drawings.screen import Formula, Screen
@@ -218,11 +219,6 @@ def servers_screen(
         f"bounded-stale, {staleness}": bounded,
         "asynchronous": free,
     }
-    rows = [("updates", "steps/s", "against ddp", "staleness: mean", "most", "waiting")]
-    for name, one in named.items():
-        gain = one.steps_per_s / waits.steps_per_s
-        late = f"{one.staleness:.1f}", str(one.largest)
-        rows.append((name, number(one.steps_per_s), times(gain), *late, percent(one.held_share)))
     gain = bounded.steps_per_s / waits.steps_per_s
     better = (
         f"{times(gain)} the steps of ddp, each on weights that lack {bounded.staleness:.1f} steps "
@@ -230,18 +226,7 @@ def servers_screen(
         if gain > 1.1
         else "No more steps than ddp makes, and stale ones: ddp is better here."
     )
-    slows = doublings(1, max(2, round(slow * 4)))
-
-    def curve(bound: int | None, synchronous: bool = False) -> tuple[tuple[float, float], ...]:
-        found = []
-        for times_slower in slows:
-            one = [worker_s * times_slower, *each[1:]]
-            told = pace(
-                one, bound=bound, synchronous=synchronous, apply_s=apply_s, steps=min(steps, 400)
-            )
-            found.append((times_slower, told.steps_per_s))
-        return tuple(found)
-
+    curve = partial(_paces_by_slowness, each, slow, apply_s, min(steps, 400))
     return Screen(
         title=f"Parameter server: {workers} workers, one takes {number(slow)} times as long",
         formulas=(
@@ -273,7 +258,33 @@ def servers_screen(
             ),
             ((slow, "yours"),),
         ),
-        table=tuple(rows),
+        table=_paces_table(named, waits.steps_per_s),
         letters="t a worker's time for all samples of a step, W workers, s the bound, a an update",
         following="shoal train layout.strategy=parameter-server   (docs/parameter-server.md)",
     )  # fmt: skip
+
+
+def _paces_table(named: Mapping[str, Pace], ddp_steps_per_s: float) -> tuple[tuple[str, ...], ...]:
+    rows = [("updates", "steps/s", "against ddp", "staleness: mean", "most", "waiting")]
+    for name, one in named.items():
+        gain = times(one.steps_per_s / ddp_steps_per_s)
+        late = f"{one.staleness:.1f}", str(one.largest)
+        rows.append((name, number(one.steps_per_s), gain, *late, percent(one.held_share)))
+    return tuple(rows)
+
+
+def _paces_by_slowness(
+    each: Sequence[float],
+    slow: float,
+    apply_s: float,
+    steps: int,
+    bound: int | None,
+    synchronous: bool = False,
+) -> tuple[tuple[float, float], ...]:
+    """Steps per second by how many times as slow the first worker is, past what it is now."""
+    found = []
+    for slower in doublings(1, max(2, round(slow * 4))):
+        one = [each[0] / slow * slower, *each[1:]]
+        told = pace(one, bound=bound, synchronous=synchronous, apply_s=apply_s, steps=steps)
+        found.append((slower, told.steps_per_s))
+    return tuple(found)
