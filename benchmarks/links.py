@@ -9,7 +9,7 @@ else it is open. gloo's own reduce-scatter sends as much as an all-reduce, and n
 hand is the all-to-all and the sum that runs make; its own is a row beside, which is no gate.
 
     python benchmarks/links.py --quick     does everything work?
-    python benchmarks/links.py             100 pairs; writes benchmarks/results/links.json
+    python benchmarks/links.py             200 pairs; writes benchmarks/results/links.json
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ratios import ratio
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "links.json"
-PROCESSES, PAIRS, CALLS = 2, 100, 7
+PROCESSES, PAIRS, CALLS = 2, 200, 3
 SIZES = (2**16, 2**22)
 LOW, HIGH, NOISE = 0.9, 1.1, 0.05
 OWN = "reduce_scatter of gloo"

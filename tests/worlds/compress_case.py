@@ -307,7 +307,7 @@ def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any
         return sent
 
     told: dict[str, Any] = {}
-    for code in ("none", "one-bit", compress):
+    for code in ("int8", "one-bit", compress):
         run = start(world, code, layout)
         sent = []
         for step in range(5):

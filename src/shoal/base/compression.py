@@ -15,7 +15,7 @@ class Compression:
     method   none, int8, one-bit, powersgd, topk
     rank     powersgd: columns of the two thin matrices
     share    topk: share of the elements that a rank sends
-    whole    one-bit: steps at the start of a run in which gradients travel as they are
+    early    one-bit: steps at the start of a run in which gradients travel as int8
     """
 
     method: str = "none"
@@ -24,8 +24,8 @@ class Compression:
     """powersgd: columns of the two thin matrices that stand for one gradient"""
     share: float = 0.01
     """topk: share of the elements that a rank sends"""
-    whole: int = 0
-    """one-bit: steps at the start of a run in which gradients travel as they are"""
+    early: int = 0
+    """one-bit: steps at the start of a run in which gradients travel as int8"""
 
     @staticmethod
     def parse(text: str) -> Compression:
@@ -47,7 +47,7 @@ class Compression:
             wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
         elif method == "one-bit":
             if number.isdecimal():
-                return Compression(method, whole=int(number))
+                return Compression(method, early=int(number))
             wanted = "a number of steps is wanted; nearest: layout.compress=one-bit:100"
         elif method == "topk":
             share = _number(number)

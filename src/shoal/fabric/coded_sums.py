@@ -33,10 +33,10 @@ from shoal.fabric.world import World
 BLOCK = 1024
 """Gradients that share a scale. A bucket holds many layers, and their sizes differ by magnitudes,
 so blocks are short; scales are 0.4 % of the bytes."""
-BIT_BLOCK = 128
+BIT_BLOCK = 64
 """The same for one bit, where a number's size is nothing but its block's: within a row of a layer,
-whose numbers are alike. Scales are a fifth of the bytes; in blocks of 1024 a small Llama lagged
-twice as far behind."""
+whose numbers are alike. Scales are a third of the bytes; in blocks of 1024 a small Llama was three
+times as far behind."""
 
 CODES: dict[str, Callable[[torch.dtype], Codec]] = {
     "int8": lambda dtype: Int8(dtype, BLOCK),
@@ -129,6 +129,11 @@ class Keeping:
     """The moments of a Sender whose memory is residuals only: `rests`, by name."""
 
     rests: Mapping[str, Residual]
+    codec: Codec
+
+    def by(self, code: str) -> None:
+        """Send in another of CODES from now on; what was left out stays."""
+        self.codec = CODES[code](self.codec.dtype)
 
     def begin(self) -> None:
         """See `Sender.begin`."""
@@ -249,7 +254,7 @@ class CodedScatter:
     """A reduce-scatter in codes for one unit of `fully_shard`; made of a `ScatterGradients`.
 
     plain   its traffic and norms are used, and its buffers · code  one of CODES
-    world   the ranks of the unit · whole  not in codes, for now
+    world   the ranks of the unit
     It is a Sender's memory too: what there is to keep it knows from its first call on.
     """
 
@@ -257,7 +262,6 @@ class CodedScatter:
         self.plain, self.code, self.world = plain, code, world
         self.allocate = plain.allocate
         self.sum: ScatteredSum | None = None
-        self.whole = False
         self.held: Mapping[str, Tensor] = {}
 
     def __call__(
@@ -267,10 +271,8 @@ class CodedScatter:
         group: dist.ProcessGroup,
         op: object,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        """Sum over the ranks of the unit; as codes it waits for that."""
-        if self.whole:
-            return self.plain(output_tensor, input_tensor, group, op, async_op)
+    ) -> None:
+        """Sum over the ranks of the unit, as codes; waits for it."""
         self.plain.norms.append(torch.linalg.vector_norm(input_tensor))
         if self.sum is None:
             part = output_tensor.numel()
@@ -291,7 +293,12 @@ class CodedScatter:
             flight.result(output_tensor)
         if not is_accelerator(input_tensor.device):
             let_go(input_tensor)  # as `ScatterGradients` does
-        return None
+
+    def by(self, code: str) -> None:
+        """See `Keeping.by`."""
+        self.code = code
+        if self.sum is not None:
+            self.sum.by(code)
 
     def begin(self) -> None:
         """See `Sender.begin`."""
