@@ -78,6 +78,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/hangs.py --simulated
 	$(BIN)/python tests/proof/hangs_nodes.py
 	$(BIN)/python tests/proof/slow_ranks.py
+	$(BIN)/python tests/proof/servers.py
 	$(BIN)/python tests/proof/faults.py
 	$(BIN)/python tests/proof/diagnosed.py --seed 31
 	$(BIN)/python tests/proof/poison.py --out docs/proof/poison.json

@@ -31,6 +31,7 @@ LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
         ({"compress": "int8"}, 3, "nearest: layout.compress=none, or layout.strategy=ddp"),
         ({"offload": "optimizer"}, 3, "nearest: memory.offload=none, or layout.strategy=zero1"),
         ({"updates": "asynchronous", "compute": "fp16"}, 3, "nearest: precision.compute=bf16"),
+        ({"updates": "asynchronous", "spikes": "rewind"}, 3, "nearest: train.spikes=skip"),
         ({"tp": 3}, 3, "nearest: leave layout.tp out, or layout.strategy out"),
         ({"strategy": "ddp", "servers": 1}, 3, "nearest: layout.strategy=parameter-server"),
         ({"strategy": "auto", "servers": 1}, 3, "nearest: layout.strategy=parameter-server"),

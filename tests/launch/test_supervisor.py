@@ -147,6 +147,43 @@ if attempt == 0:
     assert "attempt 1" in run.log(0)
 
 
+KILLED = """
+if rank in (0, 1) and attempt == 0:
+    time.sleep(0.1 * rank)
+    os.kill(os.getpid(), signal.SIGKILL if rank < {killed} else 0)
+time.sleep(0.4)
+step(1)
+"""
+
+
+def test_spare_ranks_that_are_killed_are_left_out_as_long_as_one_lives(run: Run) -> None:
+    """Of two, one: the others come to their end. Both: all start again."""
+    outcome = run(KILLED.format(killed=1), processes=3, spare=(0, 1))
+    assert (outcome.status, outcome.attempts) == ("finished", 1)
+    assert not run.named("worker_died")
+    (told,) = run.named("notice")
+    assert told["text"] == "rank 0 was killed by SIGKILL, and the others go on without it"
+    run.events.clear()
+    outcome = run(KILLED.format(killed=2), processes=3, spare=(0, 1))
+    assert (outcome.status, outcome.attempts) == ("finished", 2)
+    assert [died["rank"] for died in run.named("worker_died")] == [1]
+
+
+def test_a_spare_rank_whose_code_is_wrong_ends_the_attempt(run: Run) -> None:
+    """Another would meet the same exception: nobody goes on without it."""
+    body = """
+def main():
+    if rank == 0:
+        raise ValueError("the sample is broken")
+    time.sleep(5)
+    return 0
+sys.exit(run_worker(main))
+"""
+    outcome = run(body, processes=3, spare=(0, 1))
+    assert outcome.status == "failed"
+    assert "the sample is broken" in outcome.message
+
+
 def test_the_first_failure_is_told_once_although_a_peer_exits_first(run: Run) -> None:
     body = """
 def main():

@@ -1,3 +1,9 @@
 """Scripts of other libraries lie here: they are run as programs, never imported."""
 
-collect_ignore_glob = ["*_script.py", "engine_case.py", "printed_*.py", "beside_*.py"]
+collect_ignore_glob = [
+    "*_script.py",
+    "engine_case.py",
+    "printed_*.py",
+    "beside_*.py",
+    "stand_ins/*",
+]

@@ -115,6 +115,36 @@ def test_a_models_own_loss_under_an_engine(programs: Any, tmp_path: Path, size: 
     assert close(mine, one_process(), rel=2e-6)
 
 
+BY_HAND = """
+import json
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+draws = torch.Generator().manual_seed(1)
+for rows in (6, 2):  # accumulated by the script's own words
+    inputs, labels = torch.randn(rows, 4, generator=draws), torch.zeros(rows, dtype=torch.long)
+    accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), labels) / 2)
+optimizer.step()
+json.dump(accelerator.unwrap_model(model).weight.tolist(), open("out.json", "w"))
+accelerator.end_training()
+"""
+
+
+def test_a_script_that_accumulates_by_itself(programs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    weight = found(programs, tmp_path, 1, "accelerate", "--exact", "--", "train.py")
+    torch.manual_seed(0)
+    model, draws = nn.Linear(4, 3), torch.Generator().manual_seed(1)
+    inputs = torch.cat([torch.randn(rows, 4, generator=draws) for rows in (6, 2)])
+    functional.cross_entropy(model(inputs), torch.zeros(8, dtype=torch.long)).backward()
+    assert model.weight.grad is not None
+    assert torch.allclose(torch.tensor(weight), model.weight - model.weight.grad, rtol=1e-6)
+
+
 OWN = """
 import torch
 from accelerate import Accelerator

@@ -76,7 +76,7 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.local_sgd import LocalSGD
 from accelerate.logging import get_logger
 from accelerate.utils import (
-    DistributedDataParallelKwargs, ProfileKwargs, find_executable_batch_size, is_xpu_available,
+    DDPCommunicationHookType as Hook, DistributedDataParallelKwargs, ProfileKwargs, find_executable_batch_size, is_xpu_available,
 )
 
 def refused(call):
@@ -86,9 +86,9 @@ def refused(call):
         return str(failure)
 
 print(refused(LocalSGD))
-print(refused(lambda: DistributedDataParallelKwargs(comm_hook="fp16")))
+print(refused(lambda: DistributedDataParallelKwargs(comm_hook=Hook("fp16"))))
 print(is_xpu_available(), PartialState().process_index)
-accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
+accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=Hook.NO), ProfileKwargs(activities=["cpu"])])
 print(accelerator.distributed_type == DistributedType.NO, accelerator.check_trigger())
 accelerator.set_trigger()
 print(accelerator.check_trigger(), accelerator.check_trigger())

@@ -3,8 +3,8 @@
     python tests/proof/beside_scripts.py --sources FOLDER --python accelerate=.venv-proof/bin/python \
         --python deepspeed=ENV/bin/python [--only cv_example,…] [--out docs/proof/neighbours.json]
 
-The scripts stand outside of this repository, in FOLDER/REPOSITORY as git checked them out, and run as
-they are. Hub, data sets and images are answered by local stand-ins (tests/neighbours/stand_ins, a
+The scripts stand outside of this repository, in FOLDER/REPOSITORY as git checked them out (with a file
+COMMIT that names what), and run as they are. Hub, data sets and images are answered by local stand-ins (tests/neighbours/stand_ins, a
 model of two layers in FOLDER/../local). Each row: the same script, arguments and processes twice,
 once by the neighbour and once by `shoal run --as`, in the same environment; what every rank hands to
 `backward` is written down by both. Rows of a file are replaced one by one, so it may be cut short.
@@ -153,6 +153,7 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
         "address": f"{ADDRESS}{row.repository}/blob/HEAD/{row.path}",
         "commit": (folder / "COMMIT").read_text().strip(),
         "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "blob": blob(script),
         "words": list(row.words),
         "config": row.config,
         "processes": row.processes,
@@ -186,6 +187,12 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
     # The script is the one whose hash was taken before: nobody wrote to it.
     told["changed"] = hashlib.sha256(script.read_bytes()).hexdigest() != told["sha256"]
     return told | compared(found["theirs"], found["ours"])
+
+
+def blob(script: Path) -> str:
+    """Git's own name of a file's bytes: `git rev-parse COMMIT:PATH` gives it where nothing differs."""
+    held = script.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(held) + held, usedforsecurity=False).hexdigest()
 
 
 def environ(row: Row, at: Path) -> dict[str, str]:

@@ -43,6 +43,18 @@ def test_a_worker_that_dies_is_left_out_and_no_gradient_is_too_stale(tmp_path: P
 
 
 @pytest.mark.proof
+def test_the_pages_example_runs(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "parameter-server.md"
+    line = page.read_text().split("```\n")[1].strip()
+    words = line.removeprefix("shoal train ").split()
+    command = CommandLine(tmp_path, *words)
+    code, output = command.finish()
+    assert code == 0, output
+    assert "(bound 6)" in output
+    assert case.staleness(command.run)["largest_of_rows"] <= 6
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("updates", ["asynchronous", "bounded-stale"])
 def test_a_server_that_dies_is_resumed_from_its_checkpoint(tmp_path: Path, updates: str) -> None:
     command = case.start(

@@ -141,6 +141,11 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
             f"memory.offload = {plan.offload}: {named} it: the optimizer's states are on servers "
             f"already; nearest: memory.offload=none, or layout.strategy=zero1"
         )
+    if free_running(layout) and plan.spikes == "rewind":
+        raise PlanError(
+            f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way, "
+            f"which no rank takes back; nearest: train.spikes=skip"
+        )
     if free_running(layout) and plan.compute == "fp16":
         raise PlanError(
             f"precision.compute = fp16: layout.updates = {layout.updates} has no step that all "

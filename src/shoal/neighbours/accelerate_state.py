@@ -37,6 +37,16 @@ class DistributedType(StrEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
+class DDPCommunicationHookType(StrEnum):
+    """How gradients may travel under DDP; here only as they are."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 class PartialState:
     """This process among the others: `PartialState`, and the greater part of an Accelerator."""
 
@@ -125,7 +135,7 @@ class Settings:
     """Arguments kept as attributes: `ProjectConfiguration`, `DataLoaderConfiguration`, …"""
 
     def __init__(self, project_dir: Any = None, **named: Any) -> None:
-        if named.get("comm_hook"):
+        if named.get("comm_hook", "no") != "no":
             raise ConfigError(
                 "DistributedDataParallelKwargs: comm_hook: gradients travel in the run's own way; "
                 'nearest: shoal.parallelize(…, reduce="bf16")'
@@ -191,6 +201,7 @@ def extract_model_from_parallel(model: Any, *_how: Any, **_named: Any) -> nn.Mod
 UTILS: dict[str, Any] = {
     "set_seed": set_seed,
     "DistributedType": DistributedType,
+    "DDPCommunicationHookType": DDPCommunicationHookType,
     "GradientAccumulationPlugin": GradientAccumulationPlugin,
     "find_executable_batch_size": find_executable_batch_size,
     "extract_model_from_parallel": extract_model_from_parallel,

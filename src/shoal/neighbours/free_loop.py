@@ -41,7 +41,7 @@ class FreeLoop:
         self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
     ) -> None:
         """Add the gradients of `share` of a loss; `last`: no pass of this step comes after it."""
-        count = count_of(loss) if count_of is not None else None
+        count = count_of(loss) if count_of and isinstance(loss, torch.Tensor) else None
         passes = self._passes()
         passes.backward(loss, share=share, last=last, retain_graph=retain_graph, count=count)
 

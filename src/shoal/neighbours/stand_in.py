@@ -65,7 +65,7 @@ class _Asked:
         if known is not None:
             found = importlib.util.find_spec(known[1]) is not None
             return lambda *_args, **_named: found
-        if name.startswith("__"):
+        if name.startswith(("__", "pytest")):  # what importers and collectors of tests ask for
             raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
         return Unanswered(name, (), {"path": f"{self.module}.{name}"})
 

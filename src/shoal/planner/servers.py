@@ -32,11 +32,13 @@ def pushed(case: Case, group: Group, size_bytes: float) -> Cost:
 
 
 def pulled(case: Case, group: Group, size_bytes: float) -> Cost:
-    """What it takes to bring new weights from the servers to those that compute."""
+    """What it takes to bring new weights from the servers to those that compute.
+
+    Bytes are a worker's, which sends none then: whose a run's own rows are.
+    """
     layout = case.layout
-    part = size_bytes / layout.servers
     readers = 1 if free_running(layout) else workers_of(layout) + layout.servers - 1
-    return _sent(group, size_bytes, max(1.0, readers / layout.servers), readers * part)
+    return _sent(group, size_bytes, max(1.0, readers / layout.servers), 0.0)
 
 
 def _sent(group: Group, size_bytes: float, times: float, sent_bytes: float) -> Cost:
@@ -97,13 +99,14 @@ def pace(
 ) -> Pace:
     """Play the turns of workers that take `worker_s` each from reading weights to bringing theirs.
 
-    bound         as layout.staleness; None: none · synchronous  all wait for all, and a step is the
-                  sum of the workers' gradients
+    worker_s      for the samples of a whole step, which one worker computes
+    bound         as layout.staleness; None: none · synchronous  a step's samples are divided evenly
+                  and all wait for the slowest
     apply_s       how long a server takes to apply one gradient and to give weights
     Errors        PlanError for no worker, times that are none, or a bound that cannot be kept
 
     >>> pace([1, 1, 4]).steps_per_s > 2.2, pace([1, 1, 4], synchronous=True).steps_per_s
-    (True, 0.25)
+    (True, 0.75)
     >>> round(pace([1, 1, 4], bound=4).steps_per_s, 2)
     1.25
     """
@@ -113,8 +116,8 @@ def pace(
         raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are played; nearest: steps=2000")
     count = len(worker_s)
     if synchronous:
-        step_s = max(worker_s) + count * apply_s
-        held = 1 - sum(worker_s) / count / step_s
+        step_s = max(worker_s) / count + apply_s
+        held = 1 - sum(worker_s) / count**2 / step_s
         return Pace(1 / step_s, 0.0, 0, (steps,) * count, held)
     if bound is not None and bound < count - 1:
         raise PlanError(

@@ -98,12 +98,15 @@ def _stage(case: Case, stage: int) -> Case | None:
         return None
     if layout.pp > 1 and stage > 1:
         return None
-    split = replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
+    ranks = layout.dp_replicate * layout.dp_shard
+    split = replace(layout, dp_replicate=1, dp_shard=ranks, zero=stage, servers=0, updates="")
     return case.but(layout=split)
 
 
 def _offload(case: Case, what: str) -> Case | None:
     on_gpu = case.cluster.device.kind == "gpu"
     if what == "parameters" and case.layout.processes > 1 and case.layout.zero < 3:
+        return None
+    if case.layout.servers:  # whose states are elsewhere already
         return None
     return case.but(offload=what) if on_gpu and case.plan.offload == "none" else None

@@ -34,7 +34,7 @@ SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 LARGEST = 1e18
 """Of a number that is given: beyond it nothing that is trained has a meaning."""
 MAY_BE_ZERO = frozenset({
-    "alpha_us", "inside_alpha_us", "interval_s", "latency_ms", "node_share", "outer_s",
+    "alpha_us", "apply_ms", "inside_alpha_us", "interval_s", "latency_ms", "node_share", "outer_s",
     "overlap", "overlap_steps", "repair_hours", "restart_s", "seed", "serial", "slow_share",
     "spares", "speedup", "spread", "write_s",
 })  # fmt: skip
@@ -49,6 +49,7 @@ SCREENS: dict[str, tuple[str, Callable[..., Screen]]] = {
     "goodput": ("share of a run that is progress", reliability.goodput_screen),
     "failures": ("a long run drawn: failures, spares, restarts", drawn.failures_screen),
     "stragglers": ("time lost waiting for the slowest device", drawn.stragglers_screen),
+    "servers": ("a parameter server with a slow worker, three ways", speed.servers_screen),
     "diloco": ("bytes of averaging weights every H steps", distant.diloco_screen),
     "islands": ("slow links: time, utilisation, the smallest period", distant.islands_screen),
 }

@@ -79,7 +79,7 @@ WHATS: dict[str, Entry] = {
         word: Entry("Calculators, with NAME=VALUE behind", "", CALCULATOR, words="…")
         for word in (
             "amdahl", "scaling", "collectives", "bubble", "mfu", "checkpoints", "goodput",
-            "failures", "stragglers", "diloco", "islands",
+            "failures", "stragglers", "servers", "diloco", "islands",
         )
     },
 }  # fmt: skip

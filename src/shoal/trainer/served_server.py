@@ -370,6 +370,7 @@ class Server:
         if not stopped:
             run.skips.check_moved(self.first_step, run.step_count)
             self.orders.give(served.VALIDATE)
+            self._complete()
             values = self.validate()
         code = (STOPPED if stopped else 0) if saved else UNSAVED_CODE
         run.recorder.events.emit("staleness", step=run.step_count, **self._counted())

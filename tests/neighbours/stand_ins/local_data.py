@@ -37,7 +37,7 @@ def main():
     images = folder / "images"
     images.mkdir()
     numbers = np.random.default_rng(0)
-    for index in range(80):
+    for index in range(400):
         kind = index % 4
         pixels = numbers.integers(0, 128, (64, 64, 3)) + 30 * kind
         Image.fromarray(pixels.astype(np.uint8)).save(images / f"kind{kind}_{index}.jpg")

@@ -6,10 +6,12 @@ Every function takes options with units in their names and gives a `Screen`; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from shoal.base.errors import PlanError
 from shoal.base.units import bytes_text, count_text, flops_text
+from shoal.planner.servers import Pace, pace
 from shoal.teach.calculators import scaling, utilisation
 from shoal.teach.drawings.plot import Axis, Chart, Series
 from shoal.teach.drawings.screen import Formula, Screen
@@ -191,3 +193,98 @@ def mfu_screen(
         ),
         letters="N parameters, L layers, h hidden, s sequence",
     )
+
+
+def servers_screen(
+    workers: int = 4,
+    worker_s: float = 1.0,
+    slow: float = 4.0,
+    staleness: int = 8,
+    apply_ms: float = 10.0,
+    steps: int = 2000,
+) -> Screen:
+    """A parameter server whose one worker is slow: what waiting costs, and staleness instead."""
+    if not 1 <= workers <= 64 or slow < 1:
+        raise PlanError(
+            f"workers = {workers}, slow = {slow:g}: 1 to 64 workers, of which one takes at least "
+            f"as long as the others; nearest: workers=4 slow=4"
+        )
+    each = [worker_s * slow, *[worker_s] * (workers - 1)]
+    apply_s = apply_ms / 1000
+    waits = pace(each, synchronous=True, apply_s=apply_s, steps=steps)
+    bounded = pace(each, bound=staleness, apply_s=apply_s, steps=steps)
+    free = pace(each, apply_s=apply_s, steps=steps)
+    named = {
+        "synchronous, ddp": waits,
+        f"bounded-stale, {staleness}": bounded,
+        "asynchronous": free,
+    }
+    gain = bounded.steps_per_s / waits.steps_per_s
+    better = (
+        f"{times(gain)} the steps of ddp, each on weights that lack {bounded.staleness:.1f} steps "
+        "in the mean: it wins where a worker is slow for good and such steps learn nearly as much."
+        if gain > 1.1
+        else "No more steps than ddp makes, and stale ones: ddp is better here."
+    )
+    curve = partial(_paces_by_slowness, each, slow, apply_s, min(steps, 400))
+    return Screen(
+        title=f"Parameter server: {workers} workers, one takes {number(slow)} times as long",
+        formulas=(
+            Formula("ddp", "1/(t_slowest/W + a)", f"{number(waits.steps_per_s)} steps/s"),
+            Formula(
+                f"staleness ≤ {staleness}", "min(Σ 1/t, (s + 1)/t_slowest), played through",
+                f"{number(bounded.steps_per_s)} steps/s",
+            ),
+            Formula("no bound", "min(Σ 1/t, 1/a), played through",
+                    f"{number(free.steps_per_s)} steps/s"),
+        ),
+        results={
+            "synchronous_steps_per_s": waits.steps_per_s,
+            "bounded_steps_per_s": bounded.steps_per_s,
+            "asynchronous_steps_per_s": free.steps_per_s,
+            "bounded_staleness": bounded.staleness,
+            "asynchronous_staleness": free.staleness,
+            "asynchronous_largest": free.largest,
+        },
+        meaning=better,
+        source="Li et al. 2014 (parameter server), Ho et al. 2013 (bounded staleness)",
+        chart=Chart(
+            Axis("times as slow", log=True, base=2),
+            Axis("steps/s"),
+            (
+                Series("ddp", curve(None, synchronous=True)),
+                Series(f"staleness ≤ {staleness}", curve(staleness)),
+                Series("asynchronous", curve(None)),
+            ),
+            ((slow, "yours"),),
+        ),
+        table=_paces_table(named, waits.steps_per_s),
+        letters="t a worker's time for all samples of a step, W workers, s the bound, a an update",
+        following="shoal train layout.strategy=parameter-server   (docs/parameter-server.md)",
+    )  # fmt: skip
+
+
+def _paces_table(named: Mapping[str, Pace], ddp_steps_per_s: float) -> tuple[tuple[str, ...], ...]:
+    rows = [("updates", "steps/s", "against ddp", "staleness: mean", "most", "waiting")]
+    for name, one in named.items():
+        gain = times(one.steps_per_s / ddp_steps_per_s)
+        late = f"{one.staleness:.1f}", str(one.largest)
+        rows.append((name, number(one.steps_per_s), gain, *late, percent(one.held_share)))
+    return tuple(rows)
+
+
+def _paces_by_slowness(
+    each: Sequence[float],
+    slow: float,
+    apply_s: float,
+    steps: int,
+    bound: int | None,
+    synchronous: bool = False,
+) -> tuple[tuple[float, float], ...]:
+    """Steps per second by how many times as slow the first worker is, past what it is now."""
+    found = []
+    for slower in doublings(1, max(2, round(slow * 4))):
+        one = [each[0] / slow * slower, *each[1:]]
+        told = pace(one, bound=bound, synchronous=synchronous, apply_s=apply_s, steps=steps)
+        found.append((slower, told.steps_per_s))
+    return tuple(found)

@@ -1,0 +1,69 @@
+"""The record of the neighbours' own scripts (tests/proof/beside_scripts.py), and the page's table of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS: dict[str, dict[str, Any]] = json.loads((ROOT / "docs/proof/neighbours.json").read_text())
+PAGE = ROOT / "docs" / "moving-in.md"
+HEAD = "| script | processes | losses compared | largest difference |\n|---|---|---|---|\n"
+RELATIVE = 1e-6
+"""float32."""
+
+
+@pytest.mark.parametrize("title", list(ROWS))
+def test_a_script_finds_the_neighbours_losses(title: str) -> None:
+    row = ROWS[title]
+    assert "fails" not in row
+    assert not row["changed"]
+    assert len(row["sha256"]) == 64
+    assert len(row["commit"]) == len(row["blob"]) == 40
+    assert row["same_count"]
+    assert len(row["steps"]) == row["processes"]
+    assert min(row["steps"]) >= 6
+    apart = [
+        abs(a - b) / abs(a)
+        for a, b in zip(row["losses"]["theirs"], row["losses"]["ours"], strict=True)
+    ]
+    assert max(apart) <= RELATIVE
+    assert row["difference"] <= RELATIVE, "on every rank"
+    assert row["first"] != row["last"], "it trained"
+
+
+@pytest.mark.parametrize("title", list(ROWS))
+def test_the_real_package_was_not_loaded_and_nobody_can_tell(title: str) -> None:
+    row = ROWS[title]
+    assert row["loaded"] == {"theirs": [row["library"]], "ours": []}
+    assert row["version"][row["library"]] is not None
+    assert row["told_the_same"]
+
+
+def test_there_are_scripts_of_each() -> None:
+    for library in ("accelerate", "deepspeed"):
+        assert len({r["address"] for r in ROWS.values() if r["library"] == library}) >= 3
+
+
+def table() -> str:
+    """The page's table."""
+    lines = [
+        f"| [{title}]({row['address'].replace('HEAD', row['commit'][:12])}) | {row['processes']} | "
+        f"{sum(row['steps'])} | {row['difference']:.0e} |\n"
+        for title, row in ROWS.items()
+    ]
+    return HEAD + "".join(lines)
+
+
+def test_the_page_shows_them() -> None:
+    page = PAGE.read_text()
+    if os.environ.get("UPDATE_DOCS"):
+        begin = page.index(HEAD)
+        end = page.index("\n\n", begin)
+        PAGE.write_text(page[:begin] + table().rstrip() + page[end:])
+        page = PAGE.read_text()
+    assert table() in page
