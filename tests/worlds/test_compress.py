@@ -12,7 +12,7 @@ import torch
 from netns import told_by
 from shoal.fabric.coded_sums import CODES
 
-DEADLINE_S = 100
+DEADLINE_S = 400
 DDP = ("int8", "one-bit", "powersgd:2", "topk:0.05")
 ALL = [(codec, "ddp") for codec in DDP] + [
     (codec, layout) for codec in CODES for layout in ("zero1", "zero2", "fsdp")
