@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", default=str(OUT), help="where the JSON goes")
     parser.add_argument("--known", help="a file of rows as JSON lines that need not be made again")
+    parser.add_argument("--no-more", action="store_true", help="write the known rows, make none")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -73,7 +74,7 @@ def main() -> None:
     steps = 4 if options.quick else options.steps
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/compressing.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/compressing.py", *map(_bare, sys.argv[1:])]),
         "machine": machine(),
         "processes": PROCESSES,
         "data": WORDS,
@@ -91,14 +92,19 @@ def main() -> None:
             known = [json.loads(line) for line in Path(options.known).read_text().splitlines()]
             record["rows"] = [row for row in known if {key: row[key] for key in CASE} in wanted]
             done = [{key: row[key] for key in CASE} for row in record["rows"]]
-            wanted = [case for case in wanted if case not in done]
+            wanted = [] if options.no_more else [case for case in wanted if case not in done]
         job = {"out": str(out), "steps": steps, "cases": wanted}
         command = [str(Path(__file__).resolve()), "--worker", json.dumps(job)]
-        run_together(command, PROCESSES, deadline_s=4 * 3600)
-        record["rows"] += [json.loads(line) for line in out.read_text().splitlines()]
+        if wanted:
+            run_together(command, PROCESSES, deadline_s=4 * 3600)
+            record["rows"] += [json.loads(line) for line in out.read_text().splitlines()]
     print("\n".join(table(record)))
     if not options.quick:
         Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _bare(word: str) -> str:
+    return Path(word).name if "/" in word else word
 
 
 def work(job: dict[str, Any]) -> None:
@@ -196,7 +202,8 @@ def table(record: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for layout, code in sorted(found, key=lambda row: (LAYOUTS.index(row[0]), CODES.index(row[1]))):
-        rows, plain = found[layout, code], found[layout, "none"]
+        rows = found[layout, code]
+        plain = [r for r in found[layout, "none"] if r["seed"] in {one["seed"] for one in rows}]
         loss, exact = (statistics.fmean(r["validation_loss"] for r in of) for of in (rows, plain))
         sent, whole = (gradient_bytes(of[0]) / 1024 for of in (rows, plain))
         total = sum(rows[0]["sent_bytes"].values()) / 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from dataclasses import replace
@@ -283,3 +284,31 @@ def test_it_goes_between_reducer_and_world_and_says_so() -> None:
 def test_a_reducer_without_buckets_is_our_own_mistake() -> None:
     with pytest.raises(BugError, match="without buckets"):
         compress.apply(program_of("int8", object()))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of loss against bytes is that of the raw numbers; codes send what theory says."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program = importlib.import_module("compressing")
+    record = json.loads((ROOT / "benchmarks" / "results" / "compressing.json").read_text())
+    page = (ROOT / "docs" / "compress.md").read_text()
+    assert "\n".join(program.table(record)) in page
+    rows = {(r["layout"], r["compress"], r["seed"]): r for r in record["rows"]}
+    loss = {code: [] for code in ("none", "int8", program.WARM)}
+    for seed in range(program.SEEDS):
+        sent = {}
+        for code in loss:
+            loss[code].append(rows["fsdp", code, seed]["validation_loss"])
+            sent[code] = rows["fsdp", code, seed]["sent_bytes"]["reduce_scatter"]
+        elements, steps = sent["none"] / 4, record["steps"]
+        byte, bit = 1 + 4 / 1024, 1 / 8 + 4 / 64
+        early = (steps // 3 - 1) / (steps - 1)  # of all steps but the first, which is not counted
+        assert sent["int8"] == pytest.approx(elements * byte, rel=0.02)
+        mixed = elements * (early * byte + (1 - early) * bit)
+        assert sent[program.WARM] == pytest.approx(mixed, rel=0.02)
+    exact = sum(loss["none"])
+    assert sum(loss["int8"]) == pytest.approx(exact, rel=0.01)
+    assert sum(loss[program.WARM]) == pytest.approx(exact, rel=0.01)
