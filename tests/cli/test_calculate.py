@@ -28,6 +28,7 @@ WORDS = tuple(
         "goodput",
         "failures",
         "stragglers",
+        "servers",
         "diloco",
         "islands",
     ]

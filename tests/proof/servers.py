@@ -1,6 +1,6 @@
 """Parameter servers that do not wait: bounds, digits, deaths and the pace that was foreseen.
 
-    python tests/proof/servers.py [bound | pace | digits | deaths …] [--out docs/proof/servers.json]
+    python tests/proof/servers.py [bound | pace | digits | equality | deaths …] [--out docs/proof/servers.json]
 
     bound    10,000 steps with one worker 4 × as slow (planned sleeps): the largest staleness of all
              rows of metrics.jsonl, beside layout.staleness
@@ -8,6 +8,9 @@
              planned times, for a bound and without one
     digits   held-out accuracy of the digits, asynchronous with 4 workers beside ddp, three seeds,
              as many steps of as many samples
+    equality the synchronous server against one process by design §6, float64, every case of the
+             battery (unequal counts, accumulation, tied and frozen weights, dropout), 2 and 4
+             ranks, one and two servers, SGD and AdamW
     deaths   SIGKILL of a worker and of the server in each mode: did the run end well, were all
              samples used by one step each
 
@@ -33,8 +36,10 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "worlds")]
 import torch  # noqa: E402
 
 import served_case as case  # noqa: E402
+import trajectory  # noqa: E402
 from cli_run import CommandLine, lines  # noqa: E402
 from shoal.planner.servers import pace  # noqa: E402
+from worlds import Members  # noqa: E402
 
 LONG_S = 560.0
 
@@ -123,6 +128,25 @@ def digits(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def equality(folder: Path) -> list[dict[str, Any]]:
+    """The verdict of every rank, and the largest distances of all steps."""
+    found = []
+    for size, servers in ((2, 1), (4, 1), (4, 2)):
+        members = Members(size, folder)
+        for name in trajectory.CASES:
+            told = members.call(
+                "trajectory:prove", case=name, layout="parameter-server", servers=servers
+            )
+            largest = [one["largest"] for one in told[0]["trajectories"]]
+            found.append({
+                "ranks": size, "servers": servers, "case": name,
+                "verdicts": sorted({one["verdict"] for one in told}),
+                "largest": {key: max(one[key] or 0.0 for one in largest) for key in largest[0]},
+            })  # fmt: skip
+        members.end()
+    return found
+
+
 def deaths(folder: Path) -> list[dict[str, Any]]:
     """SIGKILL of rank 0, a worker, and of rank 2, the server, in each mode."""
     found = []
@@ -149,7 +173,7 @@ def deaths(folder: Path) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[Path], Any]] = {
-    "bound": bound, "pace": paced, "digits": digits, "deaths": deaths,
+    "bound": bound, "pace": paced, "digits": digits, "equality": equality, "deaths": deaths,
 }  # fmt: skip
 
 
@@ -161,6 +185,8 @@ def well(part: str, told: Any) -> bool:
         return all(abs(row["off"]) <= 0.1 for row in told["rows"])
     if part == "digits":
         return statistics.mean(row["points"] for row in told) >= -2
+    if part == "equality":
+        return all(row["verdicts"] == ["equal"] for row in told)
     return all(row["status"] == 0 and row["samples_each_once"] for row in told)
 
 

@@ -108,6 +108,7 @@ class _Methods:
     def setup(self, trainer: Any) -> None:
         """Move the module to its device; to fit, begin a run of it and its optimizer."""
         compute = self._compute()
+        states, self._states = self._states, None  # of a checkpoint that this call alone goes on
         if self.lightning_module in _in_parts:
             raise ConfigError(
                 "LightningModule: since a fit under fsdp it holds this rank's parts of its "
@@ -132,12 +133,12 @@ class _Methods:
                 "configure_optimizers: no optimizer that steps a weight; nearest: one, over "
                 "self.parameters()"
             )
-        self._begin(optimizers[0], compute)
+        self._begin(optimizers[0], compute, states)
 
-    def _begin(self, optimizer: torch.optim.Optimizer, compute: str) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer, compute: str, states: Any) -> None:
         carrier = Carrier(self.lightning_module)
-        if self._states:  # of a checkpoint: whole, and cut with the parameters
-            optimizer.load_state_dict(self._states[0])
+        if states:  # whole, and cut with the parameters
+            optimizer.load_state_dict(states[0])
         names = {id(one): name for name, one in carrier.named_parameters()}
         groups = optimizer.param_groups
         self._names = [[names[id(one)] for one in group["params"]] for group in groups]
