@@ -39,7 +39,7 @@ SHORT = {
     "1f1b on 4": f"{PIPE}[4-3-1f1b-1]",
     "cp × tp on 4": CONTEXT + "[4-dropout-{'cp': 2, 'tp': 2}]",
     "pp × fsdp × ep on 4": f"{EXPERT}[4-moe-pp2 fsdp2 ep2]",
-    "int8 on 4": "compress.py::test_owners_of_unequal_parts_and_of_nothing[int8]",
+    "int8 on 4": "compress.py::test_owners_of_unequal_parts_and_of_nothing",
     "recompute on 2": "recompute_layouts.py::test_recompute_gives_the_same_bits[cnn-fsdp]",
     "checkpoints, interleaved → zero 1": (
         "parts_resume.py::test_stages_of_an_interleaved_pipeline_go_on"

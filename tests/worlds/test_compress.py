@@ -50,15 +50,14 @@ def test_in_fp64_they_make_them_to_the_last_digits(worlds, codec: str, ranks: in
         assert min(one["without"] for one in told) >= 1e-4, layout
 
 
-@pytest.mark.parametrize("codec", CODES)
-def test_owners_of_unequal_parts_and_of_nothing(worlds, codec: str) -> None:
+def test_owners_of_unequal_parts_and_of_nothing(worlds) -> None:
     """As for optimizers that step whole parameters, each of which has one owner."""
-    told = worlds(4).call("compress_case:uneven", code=codec)
-    assert [one["own"] for one in told] == [0, 501, 0, 803]
-    assert max(one["apart"] for one in told) <= 1e-13
-    assert told[1]["far"] > 0
-    if codec == "int8":
-        assert all(one["far"] <= one["bound"] for one in told)
+    for codec in CODES:
+        told = worlds(4).call("compress_case:uneven", code=codec)
+        assert [one["own"] for one in told] == [0, 501, 0, 803]
+        assert max(one["apart"] for one in told) <= 1e-13
+        assert told[1]["far"] > 0
+        assert codec != "int8" or all(one["far"] <= one["bound"] for one in told)
 
 
 @pytest.mark.parametrize(("codec", "layout"), SKIPPED)
