@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 SHARE, TIMES = 0.005, 15
 """Of a step that looks may take: what they do to caches costs the step as much again, so it is a
-hundredth in all (benchmarks/guards.py) · looks of which the median counts: the fastest one finds all
-in caches."""
+hundredth in all (benchmarks/guards.py) · looks of which the median counts: the fastest one finds
+everything in caches."""
 
 Axes = tuple[tuple[str, ...], tuple[int, ...]]
 """Over which axes ranks hold the same, and in which stages of a pipeline, () for one's own."""
