@@ -148,10 +148,14 @@ if attempt == 0:
 
 
 KILLED = """
-if rank in (0, 1) and attempt == 0:
+killed = range({killed})
+if rank in killed and attempt == 0:
     time.sleep(0.1 * rank)
-    os.kill(os.getpid(), signal.SIGKILL if rank < {killed} else 0)
-time.sleep(0.4)
+    (folder / f"gone-{{rank}}-of-{killed}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+while not all((folder / f"gone-{{one}}-of-{killed}").exists() for one in killed):
+    time.sleep(0.005)
+time.sleep(1.0 if attempt or len(killed) < 2 else 60)  # the deaths are seen before the end
 step(1)
 """
 

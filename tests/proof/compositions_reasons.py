@@ -123,15 +123,16 @@ REASONS = (
     ),
     Reason(
         "fully_shard does not encode",
-        r"layout\.compress = (\S+): (fsdp|hsdp) gathers weights and sums gradients unit by unit "
-        r"inside fully_shard, which cannot encode",
+        r"layout\.compress = (\S+): hsdp sums its parts over replicas inside fully_shard, which "
+        r"cannot encode",
         lambda words, found: _compresses(words, found) and zero_of(words) == 3,
     ),
     Reason(
         "gradients that end inside a matrix",
-        r"layout\.compress = ((?:powersgd|topk):\S+): zero(\d) cuts gradients where no matrix ends "
-        r"and gives each rank its part only, which int8 alone can encode",
-        lambda words, found: _compresses(words, found) and zero_of(words) == int(found[2]) < 3,
+        r"layout\.compress = ((?:powersgd|topk):\S+): (zero\d|fsdp) cuts gradients where no matrix "
+        r"ends and gives each rank its part only, which codes number by number carry",
+        lambda words, found: _compresses(words, found)
+        and zero_of(words) == (3 if found[2] == "fsdp" else int(found[2][-1])),
     ),
     Reason(
         "what is left out changes its scale",

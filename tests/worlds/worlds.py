@@ -224,10 +224,15 @@ class Islands:
         count = len(self.worlds)
         for index, world in enumerate(self.worlds):
             world.ask(function, index=index, count=count, at=at, **arguments)
-        found = [
-            None if index == ends else world.collect(deadline_s)
-            for index, world in enumerate(self.worlds)
-        ]
+        found: list[Any] = []
+        failed: list[Failed] = []
+        for index, world in enumerate(self.worlds):
+            try:
+                found.append(None if index == ends else world.collect(deadline_s))
+            except Failed as failure:  # the others' answers are of this call too
+                failed.append(failure)
+        if failed:
+            raise failed[0]
         if ends >= 0:
             self.worlds[ends].kill()
         return found
