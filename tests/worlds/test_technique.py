@@ -149,8 +149,8 @@ KEYS = {
 }
 """Keys of techniques, and the files that are the technique."""
 
-HOMES = ("base/policies.py", "config/", "planner/", "teach/")
-"""Declared, read from run.toml, priced and explained here."""
+HOMES = ("base/policies.py", "base/servers.py", "config/", "planner/", "teach/")
+"""Declared, refused beside servers, read from run.toml, priced and explained here."""
 
 SCHEDULES = {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"}
 ORDERS = (
