@@ -285,5 +285,7 @@ def test_without_yamls_package_json_is_read_and_yaml_says_what_to_install(
     assert imported(tmp_path, BASE).ranks == 1
     path = tmp_path / "default_config.yaml"
     path.write_text("distributed_type: 'NO'\n")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        read(tmp_path / "nowhere.yaml")
     with pytest.raises(ConfigError, match=r"pip install 'shoal\[neighbours\]'"):
         read(path)

@@ -25,6 +25,10 @@ def test_it_inserts_the_line(programs: Any, tmp_path: Path) -> None:
     [
         (("--as", "deepsped", "--", "mine.py"), "nearest: deepspeed"),
         (
+            ("--as", "lightning", "--", "mine.py"),
+            'nearest: Trainer(strategy="shoal"), after import',
+        ),
+        (
             ("--as", "deepspeed", "--", "mein.py"),
             "mein.py: there is no such script; nearest: mine.py",
         ),
@@ -41,6 +45,17 @@ def test_what_is_wrong_is_one_line(
     ended = programs.run("-m", "shoal", "run", *words, cwd=tmp_path)
     assert ended.returncode == 2
     assert line in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_the_trainer_of_transformers_is_told_where_to_go(programs: Any, tmp_path: Path) -> None:
+    """What it begins with, under Accelerate's name."""
+    text = "from accelerate.state import AcceleratorState as S\nS._reset_state(reset_partial_state=True)\n"
+    (tmp_path / "mine.py").write_text(text)
+    ended = programs.run("-m", "shoal", "run", "--as", "accelerate", "--", "mine.py", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "transformers.Trainer steps through Accelerate's inside" in ended.stderr
+    assert "nearest: a loop of your own with accelerator.prepare" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 

@@ -11,6 +11,7 @@ from shoal.base.degrees import check_together, planned_degrees
 from shoal.base.errors import PlanError
 from shoal.base.layout import Layout
 from shoal.base.policies import POLICIES
+from shoal.base.servers import with_servers
 from shoal.planner.explain import (
     PART_WORDS,
     ask_guide,
@@ -102,6 +103,9 @@ def test_a_batch_that_nothing_divides_is_told() -> None:
         PlanError, match=r"train\.batch = 13: nothing divides it .* train\.batch=16"
     ):
         search(run_of(LLAMA, NODE, batch=13), SearchSpace(built=True))
+    served = with_servers(8)
+    with pytest.raises(PlanError, match=r"divides it over 7 workers; nearest: train\.batch=14"):
+        search(run_of(LLAMA, NODE, batch=13), SearchSpace(layout=served))
 
 
 def test_a_schedule_that_cannot_run_is_told() -> None:

@@ -30,6 +30,27 @@ import torch.distributed as dist
 from torch import nn
 
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06
+LOOP = """
+import os
+import torch
+import hanging
+import shoal
+
+run = shoal.parallelize(
+    hanging.build, lambda p: torch.optim.SGD(p, lr=0.1), torch.nn.CrossEntropyLoss(reduction="none"),
+    layout="ddp", batch=8, micro_batch=2, folder="run",
+)
+print("this is rank", os.environ["RANK"], flush=True)
+run.restore()
+data = hanging.Samples()
+while run.step_count < 40:
+    for batch in run.loader(data):
+        run.step(batch)
+        if run.step_count % 8 == 0:
+            run.save()
+run.close()
+"""
+"""A loop of a user's own with this model and data, under torchrun."""
 
 
 class Once:

@@ -13,29 +13,10 @@ from typing import Any
 
 from cli_run import lines
 from elastic import HERE, Nodes, children, wait_for
+from hanging import LOOP
 from shoal.launch.hung import GONE
 
 STEPS = 40
-LOOP = """
-import os
-import torch
-import hanging
-import shoal
-
-run = shoal.parallelize(
-    hanging.build, lambda p: torch.optim.SGD(p, lr=0.1), torch.nn.CrossEntropyLoss(reduction="none"),
-    layout="ddp", batch=8, micro_batch=2, folder="run",
-)
-print("this is rank", os.environ["RANK"], flush=True)
-run.restore()
-data = hanging.Samples()
-while run.step_count < 40:
-    for batch in run.loader(data):
-        run.step(batch)
-        if run.step_count % 8 == 0:
-            run.save()
-run.close()
-"""
 ENDED = ("stopped", "barrier")
 """Hangs of which a rank does not come back by itself."""
 

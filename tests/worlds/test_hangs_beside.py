@@ -19,27 +19,10 @@ import psutil
 import pytest
 
 from cli_run import lines
+from hanging import LOOP
 from test_hangs import WHY
 
 HERE = Path(__file__).parent
-LOOP = """
-import torch
-import hanging
-import shoal
-
-run = shoal.parallelize(
-    hanging.build, lambda p: torch.optim.SGD(p, lr=0.1), torch.nn.CrossEntropyLoss(reduction="none"),
-    layout="ddp", batch=8, micro_batch=2, folder="run",
-)
-run.restore()
-data = hanging.Samples()
-while run.step_count < 40:
-    for batch in run.loader(data):
-        run.step(batch)
-        if run.step_count % 8 == 0:
-            run.save()
-run.close()
-"""
 
 
 def start(folder: Path, asked: dict[str, Any]) -> subprocess.Popen[str]:

@@ -8,16 +8,13 @@ own, all of them talk, and rank 0 tells.
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
     from shoal.machine.fit import Told
@@ -72,29 +69,15 @@ def _this_machine(folder: Path, free_gib: float, processes: int, port: int) -> l
 
 def _between_processes(processes: int) -> list[Told]:
     """What processes of this machine say of the links between them."""
-    from shoal.base.events import EventLog
-    from shoal.launch import supervise
+    from shoal.cli.links import told_by_ranks
     from shoal.machine.fit import Told
 
     if processes == 1:
         return [Told("links", True, "one process, no links (--processes 2 tries one)")]
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        outcome = supervise(
-            [sys.executable, "-m", "shoal.cli.doctor"],
-            processes=processes,
-            folder=place,
-            restarts=0,
-            emit=EventLog(place / "events.jsonl", rank=None).emit,
-            environ=dict(os.environ),
-            imports=("shoal.fabric", "shoal.machine.fit_links"),
-        )
-        if outcome.status == "stopped":
-            raise typer.Exit(outcome.exit_code)
-        if outcome.exit_code:
-            line = " ".join(outcome.message.split())
-            return [Told("links", False, f"{processes} processes did not talk: {line}")]
-        return [Told(**one) for one in json.loads((place / "told.json").read_text())]
+    try:
+        return [Told(**one) for one in told_by_ranks("shoal.cli.doctor", processes)]
+    except ClusterError as failure:
+        return [Told("links", False, str(failure))]
 
 
 def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> tuple[Any, bool]:
@@ -121,14 +104,14 @@ def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> t
 
 def main() -> int:
     """One of the talking processes; rank 0 writes what they found."""
+    from shoal.cli.links import tell
     from shoal.fabric import start_world
     from shoal.machine.fit_links import check_links
 
     world = start_world()
     told = check_links(world, [""] * world.size)
     if world.is_first:
-        place = Path(os.environ["SHOAL_RUN_FOLDER"]) / "told.json"
-        place.write_text(json.dumps([one.record() for one in told]))
+        tell([one.record() for one in told])
     world.close()
     return 0
 

@@ -39,6 +39,8 @@ DOUBLINGS = tuple(2**power for power in range(1, 20))
 USUAL = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30} | {"k": 2**10, "m": 2**20}
 LEAST_BYTES, MOST_BYTES = 256, 2**32
+TOLD = "told.json"
+"""In the folder of ranks that were started to talk: what they found."""
 
 PROCESSES = typer.Option(0, "--processes", help="As launch.processes; 0: as many as a run starts.")
 SIZES = typer.Option("", "--sizes", metavar="4KiB,1MiB,…", help="Whole messages, two or more.")
@@ -127,16 +129,24 @@ def _groups(text: str) -> list[int]:
 
 def _here(processes: int, asked: Document) -> Document:
     """What processes of this machine measure, which are started for it."""
-    from shoal.base.events import EventLog
-    from shoal.launch import supervise
-
     if processes < 2:
         raise ConfigError(f"--processes {processes}: one process has no links; nearest: 2")
     _check_groups(asked["groups"], processes)
+    return dict(told_by_ranks("shoal.cli.links", processes, json.dumps(asked)))
+
+
+def told_by_ranks(program: str, processes: int, *words: str) -> Any:
+    """Start processes of this machine that run a module; gives what rank 0 of them tells (`tell`).
+
+    Errors   ClusterError where they did not talk
+    """
+    from shoal.base.events import EventLog
+    from shoal.launch import supervise
+
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         outcome = supervise(
-            [sys.executable, "-m", "shoal.cli.links", json.dumps(asked)],
+            [sys.executable, "-m", program, *words],
             processes=processes,
             folder=place,
             restarts=0,
@@ -149,7 +159,12 @@ def _here(processes: int, asked: Document) -> Document:
         if outcome.exit_code:
             line = " ".join(outcome.message.split())
             raise ClusterError(f"{processes} processes did not talk: {line}")
-        return dict(json.loads((place / "links.json").read_text()))
+        return json.loads((place / TOLD).read_text())
+
+
+def tell(found: Any) -> None:
+    """Leave a JSON value for who started the ranks; rank 0 calls it."""
+    (Path(os.environ["SHOAL_RUN_FOLDER"]) / TOLD).write_text(json.dumps(found))
 
 
 def _on_all_ranks(asked: Document) -> Document | None:
@@ -307,7 +322,7 @@ def main() -> int:
     world = start_world()
     document = measure(world, json.loads(sys.argv[1]))
     if world.is_first:
-        (Path(os.environ["SHOAL_RUN_FOLDER"]) / "links.json").write_text(json.dumps(document))
+        tell(document)
     world.close()
     return 0
 

@@ -19,6 +19,11 @@ import typer
 from shoal.base.errors import ConfigError, ShoalError, nearest
 
 NEIGHBOURS = ("accelerate", "deepspeed")
+OTHERS = dict.fromkeys(
+    ("lightning", "pytorch_lightning", "pytorch-lightning", "fabric"),
+    'Trainer(strategy="shoal"), after import shoal.neighbours.lightning',
+)
+"""Libraries that have another door."""
 WORDS = typer.Argument(..., help="The script, and its own arguments, after --.")
 
 
@@ -32,7 +37,7 @@ def run(
 ) -> None:
     """Run a script of another library's as it is: Shoal answers its import."""
     if library not in NEIGHBOURS:
-        first = nearest(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
+        first = OTHERS.get(library) or nearest(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
         raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; nearest: {first}")
     script = Path(words[0])
     if not script.is_file():

@@ -88,6 +88,10 @@ def _load(path: Path, where: str) -> dict[str, Any]:
     """Errors: ConfigError for what is no table of keys, and for a key that stands twice."""
     try:
         text = path.read_text()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{where}: no such file; nearest: `accelerate config` writes one"
+        ) from None
     except (OSError, ValueError) as failure:
         raise ConfigError(f"{where}: {failure}; nearest: a file of YAML") from None
     try:

@@ -52,6 +52,15 @@ class PartialState:
 
     by_fsdp = False
 
+    @classmethod
+    def _reset_state(cls, *_how: Any, **_named: Any) -> None:
+        """Refuse what transformers' Trainer begins with. Errors: ConfigError."""
+        raise ConfigError(
+            "transformers.Trainer steps through Accelerate's inside, which Shoal does not have; "
+            "nearest: a loop of your own with accelerator.prepare, or shoal.parallelize "
+            "(docs/huggingface.md); without --as it runs as ever"
+        )
+
     def __init__(self, *_where: Any, **_how: Any) -> None:
         self.world = start_world()
         self.device, self.num_processes = self.world.device, self.world.size

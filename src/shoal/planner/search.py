@@ -130,8 +130,10 @@ def _nothing(case: Case, space: SearchSpace) -> str:
         legal = min(near, key=lambda n: abs(n - case.batch))
     each = f" in micro-batches of {space.micro_batch}" if space.micro_batch else ""
     each += f", {space.accumulate} of them per rank" if space.accumulate else ""
+    serves = space.layout is not None and space.layout.servers
+    whom = f"{degree} workers" if serves else f"{cluster.devices} devices"
     return (
-        f"train.batch = {case.batch}: nothing divides it over {cluster.devices} devices{each}; "
+        f"train.batch = {case.batch}: nothing divides it over {whom}{each}; "
         f"nearest: train.batch={legal}"
     )
 

@@ -17,7 +17,7 @@ Source: Li et al. 2014 (Scaling Distributed Machine Learning with the Parameter 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +25,7 @@ from shoal.base import phases
 from shoal.base.servers import brings_own
 from shoal.fabric.point_to_point import PointToPoint, Transfer
 from shoal.parallel.data_parallel.buckets import BucketReducer
-from shoal.parallel.data_parallel.zero import FlatWeights
+from shoal.parallel.data_parallel.zero import FlatWeights, stepped_by_parts
 from shoal.parallel.program import Local, Program
 
 
@@ -40,13 +40,7 @@ def apply(program: Program) -> Program:
     phases.unlike(phases.UPDATE, always=True)  # the servers' alone
     who = f"rank {', '.join(map(str, links.servers))}"
     program.notices.append(f"parameter-server: {who} holds the optimizer's state and no samples")
-    return replace(
-        program,
-        reducer=reducer,
-        local=local,
-        parts=weights.parts(local),
-        on_close=(*program.on_close, reducer.close, weights.widen),
-    )
+    return stepped_by_parts(program, reducer, weights, local)
 
 
 @dataclass

@@ -47,6 +47,16 @@ def apply(program: Program) -> Program:
     local = weights.local()
     once = program.plan.layout.zero == 1 or program.plan.defer_sync
     reducer = (_ZeroOne if once else ScatterReducer)(program, weights, local)
+    return stepped_by_parts(program, reducer, weights, local)
+
+
+def stepped_by_parts(
+    program: Program,
+    reducer: BucketReducer | ScatterReducer,
+    weights: FlatWeights,
+    local: dict[str, Local],
+) -> Program:
+    """Give the program a reducer, and the parts of flat weights that this rank steps."""
     return replace(
         program,
         reducer=reducer,
