@@ -22,7 +22,7 @@ from shoal.checkpoint.listing import find
 from shoal.checkpoint.read import load
 from shoal.fabric import World, messages, start_world
 from shoal.trainer.bit_sums import here
-from shoal.trainer.drift import Drift
+from shoal.trainer.drift import SHARE, Drift
 from shoal.trainer.run import Run
 
 SAMPLES = torch.rand(64, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -362,6 +362,6 @@ def costs() -> dict[str, dict[str, float]]:
         step_s, look_s = (sorted(one)[len(took) // 2] for one in zip(*took, strict=True))
         found[f"{run.plan.parameters} parameters, {rows} rows"] = {
             "step_s": round(step_s, 5), "look_s": round(look_s, 5), "share": round(look_s / step_s, 4),
-            "k of train.drift=auto": max(1, -(-look_s // (step_s / 100))),
+            "k of train.drift=auto": max(1, -(-look_s // (step_s * SHARE))),
         }  # fmt: skip
     return found
