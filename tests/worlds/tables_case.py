@@ -18,8 +18,8 @@ from shoal.parallel.data_parallel.lookups import OnServers
 from shoal.proof import Battery, Side, Trial
 from shoal.trainer.step import StepResult
 
-SAMPLES, BATCH, MICRO_BATCH = 46, 20, 2
-"""Steps of 20, 20 and 6 samples; accumulation 10 with one worker, 5 with two."""
+SAMPLES, BATCH, MICRO_BATCH = 54, 24, 2
+"""Steps of 24, 24 and 6 samples; accumulation 12, 6 and 4 with one, two and three workers."""
 
 
 class Clicks:
@@ -142,7 +142,7 @@ class Large(nn.Module):
 def _run(world: World, build: Callable[[], nn.Module], layout: Any, **more: Any) -> Any:
     torch.set_num_threads(1)
     return shoal.parallelize(
-        build, lambda p: torch.optim.AdamW(p, lr=0.01), counted, layout, world=world, batch=16,
+        build, lambda p: torch.optim.AdamW(p, lr=0.01), counted, layout, world=world, batch=12,
         micro_batch=2, **more,
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ class Ids:
     draws_nothing = True
 
     def __len__(self) -> int:
-        return 32
+        return 24
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)

@@ -39,7 +39,7 @@ def test_only_rows_that_are_used_travel(worlds) -> None:
     for server in told[2:]:
         assert server["sent"] == sum(one["rows"] for one in told[:2]) * 8 * 4
         assert server["held_bytes"] == 20_000 * 8 * 4
-    assert told[0]["ddp"] == 2 * 3 // 4 * 20_000 * 16 * 4 or told[0]["ddp"] > 1_900_000
+    assert told[0]["ddp"] > 1.5 * 20_000 * 16 * 4  # 2 · 3/4 of the table, whatever was used
     assert told[0]["sent"] < told[0]["ddp"] / 50
 
 

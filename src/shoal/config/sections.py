@@ -191,8 +191,8 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     """of bounded-stale: steps that weights may lack when their gradient is applied; 0: twice the
     workers"""
     serves: str = ""
-    """of parameter-server: what servers hold: weights (default: all), embeddings (tables: rows travel
-    as they are used, the rest is ddp between workers), or some tables by name: items,users.*"""
+    """of parameter-server: what servers hold: weights (default: all), embeddings (rows of tables
+    travel as they are used, the rest is ddp between workers), or some tables: items,users.*"""
 
     def named(self) -> str:
         """The strategy, as far as the name and the degrees tell before processes are counted."""
