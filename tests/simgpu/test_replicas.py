@@ -25,6 +25,14 @@ def test_devices_of_one_process_equal_one_device(forks: Any) -> None:
     passed(forks, SAMPLE)
 
 
+def test_what_replicas_hand_on_follow_and_refuse(forks: Any) -> None:
+    """A module of one's own: buffers, draws of the host, changes of a loop, memory and bytes."""
+    done = forks.run("replicas.py")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len(told["checks"]) == 8
+    assert not told["wrong"], "\n".join(f"{k}: {v}" for k, v in told["wrong"].items())
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("settings", [{"SIM_MODE": "lazy"}, {"SIM_MODE": "eager"}, *(
     {"SIM_SEED": str(seed)} for seed in range(20)

@@ -224,8 +224,19 @@ class Replicas:
 
     def _on_device(self, number: int, one: Pass) -> None:
         # What a model makes on "the" device, without a number, is made on its replica's.
-        with torch.accelerator.device_index(self.devices[number].index):
-            one(self.modules[number])
+        device = self.devices[number]
+        with torch.accelerator.device_index(device.index):
+            try:
+                one(self.modules[number])
+            except RuntimeError as failure:
+                if "on the same device" not in str(failure):
+                    raise
+                raise PlanError(
+                    f"layout.strategy = dp: the replica on {device} met a tensor of another device, "
+                    f"which the model or the loss keeps without registering it: "
+                    f"{str(failure).splitlines()[0]}; nearest: register_buffer, or "
+                    f"layout.strategy=ddp"
+                ) from failure
 
     def _look(self, number: int) -> list[tuple[Any, int]]:
         """A replica's buffers, but BatchNorm's: which tensors, and how often written."""
