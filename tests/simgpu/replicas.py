@@ -20,9 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "worlds"))
 
-import trajectory
-
 import shoal
+import trajectory
 from shoal.base.errors import PlanError
 from shoal.fabric import start_world
 from shoal.fabric.device import peak_bytes
@@ -214,7 +213,8 @@ def bytes_and_memory_are_as_foreseen() -> None:
     assert dict(traffic.sent_bytes) == {"broadcast": 3 * size, "send": 3 * size}
     peaks = [peak_bytes(torch.device("cuda", index)) for index in range(4)]
     assert peaks[0] - max(peaks[1:]) > 1.9 * size
-    assert max(peaks[1:]) < 2.2 * size
+    # A second micro-batch's gradient of a weight is there before it is added to the first's.
+    assert max(peaks[1:]) < 2.6 * size
     run.close()
 
 

@@ -232,8 +232,8 @@ class Replicas:
                 if "on the same device" not in str(failure):
                     raise
                 raise PlanError(
-                    f"layout.strategy = dp: the replica on {device} met a tensor of another device, "
-                    f"which the model or the loss keeps without registering it: "
+                    f"layout.strategy = dp: the replica on {device} met a tensor of another "
+                    f"device, which the model or the loss keeps without registering it: "
                     f"{str(failure).splitlines()[0]}; nearest: register_buffer, or "
                     f"layout.strategy=ddp"
                 ) from failure
